@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.optim import PRESETS, TulaOptimizer, advice
+from tula_cli.optim import PRESETS, TulaOptimizer, explain_small_effect
 
 TRAINING = 1408  # samples; the rest is for testing
 
@@ -86,7 +86,7 @@ def train(args: argparse.Namespace, rank: int, world: int) -> float:
             x, y = images[mine], labels[mine]
             opt.zero_grad()
             loss_fn(model(x), y).backward()
-            if ags and ags.wants_small_batch:  # 2: between backward() and step(), where it is time
+            if ags and ags.needs_small_batch:  # 2: between backward() and step(), where it is time
                 ags.small_batch(lambda n: loss_fn(module(x[:n]), y[:n]))  # noqa: B023  # 3: on the module inside DDP
             opt.step()
         if ags and rank == 0 and epoch % 5 == 4:
@@ -98,7 +98,7 @@ def train(args: argparse.Namespace, rank: int, world: int) -> float:
 
 def show(epoch: int, report: dict[str, float]) -> None:
     print(f"epoch {epoch + 1}: {report['scaled']:.0%} of the steps scaled, by {report['mean']:.2f} on average")
-    for line in advice(report).values():
+    for line in explain_small_effect(report).values():
         print(f"  {line}")
 
 

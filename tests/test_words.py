@@ -50,6 +50,6 @@ LONG = "python train.py --arch resnet50 --batch-size 64 --epochs 90"
     ],
 )
 def test_two_long_values_are_shown_where_they_differ(before, after, shown):
-    pair = words.shorten_pair(before, after, 28)
+    pair = words.shorten_around_difference(before, after, 28)
     assert all(len(text) <= 28 for text in pair) and pair[0] != pair[1]
     assert pair == shown

@@ -48,7 +48,7 @@ __all__ = [
     "status",
     "train",
 ]
-_PLACES = {"TulaError": "errors", "__version__": "version"}
+_MODULES_BY_NAME = {"TulaError": "errors", "__version__": "version"}
 
 
 def __getattr__(name: str) -> Any:
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'services.api')}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES_BY_NAME.get(name, 'services.api')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -19,19 +19,19 @@ def find_asset(name: str) -> Path:
     Raises:
         TulaError: the file is missing from both folders.
     """
-    return _find_shipped(name, Path.is_file)
+    return _find_shipped_path(name, Path.is_file)
 
 
-def find_folder(name: str) -> Path:
+def find_asset_folder(name: str) -> Path:
     """Return the path of a folder that is shipped with tula, such as "demo".
 
     Raises:
         TulaError: the folder is missing.
     """
-    return _find_shipped(name, Path.is_dir)
+    return _find_shipped_path(name, Path.is_dir)
 
 
-def _find_shipped(name: str, exists: Callable[[Path], bool]) -> Path:
+def _find_shipped_path(name: str, exists: Callable[[Path], bool]) -> Path:
     for path in (_PACKAGE / name, _PACKAGE.parent / name):
         if exists(path):
             return path

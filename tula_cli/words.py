@@ -39,7 +39,7 @@ WIDEST_INTERVAL = 3.0
 """Ratio of the upper to the lower end of an interval above which it is too wide to base a decision on."""
 
 
-def is_too_wide(low: float | None, high: float | None) -> bool:
+def is_interval_too_wide(low: float | None, high: float | None) -> bool:
     """Return whether an interval is too wide to base a decision on; False if one of its ends is unknown."""
     return low is not None and high is not None and high > WIDEST_INTERVAL * max(low, 0.0)
 
@@ -48,7 +48,7 @@ def format_interval_of_hours(low: float | None, high: float | None) -> str:
     """Return an interval in parentheses, marked if it is too uncertain to decide by; empty if there is no interval."""
     if low is None or high is None:
         return ""
-    wide = ", too uncertain for a decision" * is_too_wide(low, high)
+    wide = ", too uncertain for a decision" * is_interval_too_wide(low, high)
     return f" ({format_duration(3600 * low)} to {format_duration(3600 * high)}{wide})"
 
 
@@ -99,7 +99,7 @@ def describe_method_label(method: str, *, reference: bool) -> str:
     return f"{method} (reference)" if reference else method
 
 
-_CONTROLS = re.compile(
+_CONTROL_CHARACTERS = re.compile(
     r"\r+(?=\n|\Z)"
     r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"  # window titles and links (OSC)
     r"|(?:\x1b[PX^_]|[\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"  # other control strings (DCS, SOS, PM, APC)
@@ -119,7 +119,7 @@ def strip_control_characters(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return _CONTROLS.sub(
+    return _CONTROL_CHARACTERS.sub(
         lambda match: " " if match[0] == "\r" and text[match.end() : match.end() + 1] not in ("", "\n") else "", text
     )
 
@@ -179,10 +179,10 @@ def format_moment(at: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
 
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 """Units in which users write times."""
-_TAG = re.compile(r"\[rank([0-9]+)\]: ?")
+_RANK_TAG = re.compile(r"\[rank([0-9]+)\]: ?")
 
 
-def stamp_line(line: str) -> str:
+def add_timestamp(line: str) -> str:
     """Return a log line with the current time in front."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {line}"
 
@@ -205,7 +205,7 @@ def make_rank_tag(rank: int) -> str:
 
 def parse_rank(line: str) -> int | None:
     """Return the rank from the tag at the start of a line, or None if it has no tag."""
-    match = _TAG.match(line)
+    match = _RANK_TAG.match(line)
     return int(match[1]) if match else None
 
 
@@ -230,12 +230,12 @@ def describe_progress(
     return text + ("" if remaining is None else f", {format_duration(remaining)} left")
 
 
-def compute_log_pause(age: float) -> float:
+def compute_seconds_to_next_progress_line(age: float) -> float:
     """Return the seconds until the next progress line, `age` seconds after the start: first 15, later up to 240."""
     return min(240.0, max(15.0, age))
 
 
-def shorten_pair(before: str, after: str, longest: int) -> tuple[str, str]:
+def shorten_around_difference(before: str, after: str, longest: int) -> tuple[str, str]:
     """Shorten two texts to at most `longest` characters each, keeping the part around their first difference."""
     pairs = enumerate(zip(before, after, strict=False))
     common = next((place for place, (word, other) in pairs if word != other), min(len(before), len(after)))
@@ -274,12 +274,12 @@ def get_first_line(text: str) -> str:
     return text.strip().split("\n", 1)[0]
 
 
-def describe_probe_place(nodes: int, local_batch: int) -> str:
+def describe_probe_configuration(nodes: int, local_batch: int) -> str:
     """Describe the configuration of a probe: nodes and local batch."""
     return f"{format_count(nodes)}, local batch {local_batch}"
 
 
-def describe_part(name: str) -> str:
+def describe_node_type(name: str) -> str:
     """Describe the part of a job that a name stands for."""
     return f"node type {name}"
 

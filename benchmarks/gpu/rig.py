@@ -128,7 +128,7 @@ class Fixed:
     def refresh(self) -> Step:
         """Take a step that also makes AGS's factors anew, where there are any."""
         if self.trainer.ags:
-            self.trainer.ags.refresh_soon()
+            self.trainer.ags.request_refresh()
         return self.step()
 
     def warm_up(self, steps: int = 3) -> None:

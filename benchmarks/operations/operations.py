@@ -166,7 +166,7 @@ def as_on_gpu() -> Iterator[None]:
     """Let optimizers go the way that they go where the host would have to wait."""
     # a CPU multiplies bfloat16 slowly, and as often
     with (
-        mock.patch.object(gradient_stats, "on_device", lambda _: True),
+        mock.patch.object(gradient_stats, "is_on_accelerator", lambda _: True),
         mock.patch.object(orthogonal, "GPU_DTYPE", torch.float32),
     ):
         yield
@@ -237,7 +237,7 @@ def step_of(spec: JobSpec, me: Ranks, *, batch: int) -> Callable[[], object]:
 
     if trainer.ags:
         trainer.ags.start_epoch(NEVER)
-        trainer.ags.refresh_soon()  # it finds the factors
+        trainer.ags.request_refresh()  # it finds the factors
     step()
     settle(trainer, step)
     return step
@@ -247,7 +247,7 @@ def settle(trainer: Trainer, step: Callable[[], object]) -> None:
     """Take a step like those to come; the first of fp16 may overflow, and then nothing is updated, nor are factors found."""
     ags = trainer.ags
     for _ in range(MOST_OVERFLOWING):
-        scale, ready = trainer.scaler.get_scale(), ags is None or ags.identity or ags.factors.ready
+        scale, ready = trainer.scaler.get_scale(), ags is None or ags.identity or ags.factors.has_factors
         step()
         if ready and trainer.scaler.get_scale() >= scale:
             return

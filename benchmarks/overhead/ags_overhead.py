@@ -268,12 +268,12 @@ def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks", prec
 
 def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimizer":
     """Return AGS around the trainer's base, its small batch a quarter, at most the reference batch of 128; or ortho."""
-    from tula_cli.optim import Ortho, Static, TulaOptimizer, configured
+    from tula_cli.optim import Ortho, Static, TulaOptimizer, configure_ags
 
     if name == ORTHO:
         return Ortho(trainer.base, model=trainer.parallel)
     small = max(1, min(128, trainer.batch // 4))
-    settings = configured({**AGS_PRESETS["paper"], **VARIANTS["element" if name == CLIP else name]})
+    settings = configure_ags({**AGS_PRESETS["paper"], **VARIANTS["element" if name == CLIP else name]})
     if name == "static":
         settings["factors"] = Static(STATIC_FACTOR)
     opt = TulaOptimizer(

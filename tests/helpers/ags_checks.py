@@ -30,7 +30,7 @@ from ags_models import (
     mlp,
     same,
     sgd,
-    take_small_batch,
+    stage_small_batch_gradients,
     train,
     tula,
 )
@@ -88,7 +88,7 @@ def run_beside_the_reference(package: Any, *, bn: bool = False, every: int | Non
         x, y = batch(i)
         opt.zero_grad()
         loss_of(model, x, y).backward()
-        take_small_batch(model, opt, x, y)
+        stage_small_batch_gradients(model, opt, x, y)
         opt.step()
         state = ags(opt)
         assert state["n_scaled"] - before == expected.scaled[i], f"branch of step {i}"
@@ -244,7 +244,7 @@ def factors_leave_the_gradients_alone(package: Any) -> None:
 @check
 def large_tensors_are_taken_in_parts_that_are_the_whole(package: Any) -> None:
     rng, rules = torch.Generator().manual_seed(0), package.gradient_stats
-    bounds, size = rules.Bounds(1e-3, 4.0), rules.PART + 7
+    bounds, size = rules.Bounds(1e-3, 4.0), rules.CPU_PART_ELEMENTS + 7
     small, large = (torch.randn(size, generator=rng).to(torch.float16).view(1, 1, -1, 1) for _ in "ab")
     factor = rules.compute_element_factor(small, large, 1e-8, bounds)
     known = (small.float() / (large.float() + 1e-8)).abs().nan_to_num(nan=1.0, posinf=4.0).clamp(1e-3, 4.0)
@@ -261,7 +261,7 @@ def large_tensors_are_taken_in_parts_that_are_the_whole(package: Any) -> None:
 def the_static_factor_is_by_default_the_cap(package: Any) -> None:
     hand = Hand(package, granularity="static", b_large=32, b_small=2)
     hand.step([1.0] * 4)
-    assert not hand.opt.wants_small_batch and hand.opt.memory() == 0
+    assert not hand.opt.needs_small_batch and hand.opt.memory() == 0
     close(hand.step([1.0] * 4), [4.0] * 4)
     close(hand.step([2.0] * 4), [2.0] * 4)
     assert Hand(package, granularity="static", factor=1.0).opt.identity
@@ -285,10 +285,10 @@ def the_device_branch_is_bitwise_the_host_branch(package: Any) -> None:
     ways: list[dict[str, Any]] = [{}, {"granularity": "tensor"}, {"granularity": "static", "factor": 3.0}]
     for way in [way | {"apply_to": to} for way in ways for to in ("gradient", "update")]:
         runs = []
-        for on_device in (False, True):
+        for is_on_accelerator in (False, True):
             model = mlp()
             opt = tula(model, package=package, delta=0.3, refresh=2, **way)
-            with branch_on_device(package, on_device):
+            with branch_on_device(package, is_on_accelerator):
                 train(model, opt, 3 * STEPS)
             runs.append((model.state_dict(), opt.state_dict()))
         assert same(*runs), way
@@ -318,7 +318,7 @@ def a_small_batch_that_is_not_finite_puts_the_refresh_off(package: Any) -> None:
     hand = Hand(package, refresh="epoch", steps_per_epoch=2)
     hand.step([1.0] * 4)
     hand.step([1.0] * 4, small=[math.nan, 1.0, 1.0, 1.0])
-    assert hand.factors is None and hand.opt.wants_small_batch
+    assert hand.factors is None and hand.opt.needs_small_batch
     hand.step([1.0] * 4, small=[1.0] * 4)
     close(hand.factors, [1.0] * 4)
 
@@ -351,7 +351,7 @@ def grad_scaler_changes_nothing(package: Any) -> None:
             x, y = batch(step)
             opt.zero_grad()
             scaler.scale(loss_of(model, x, y)).backward()
-            if opt.wants_small_batch:
+            if opt.needs_small_batch:
                 opt.small_batch(lambda n, m=model, x=x, y=y: loss_of(m, x[:n], y[:n]), scaler=scaler)
             scaler.step(opt)
             scaler.update()
@@ -503,7 +503,7 @@ def the_presets_are_the_documented_ones(package: Any) -> None:
     assert (paper.gate.delta, paper.apply_to) == (0.5, "gradient")
     assert (robust.factors.kind, robust.factors.per, robust.factors.refresh) == ("local_norms", "tensor", 1)
     assert (robust.factors.s_min, robust.factors.ema, robust.gate.delta) == (1e-3, 0.9, math.inf)
-    assert robust.wants_small_batch  # in one process
+    assert robust.needs_small_batch  # in one process
 
 
 def one_line(package: Any, **kwargs: Any) -> Any:

@@ -77,7 +77,7 @@ def train_step(model: DistributedDataParallel, opt: TulaOptimizer, step: int, sp
     x, y = (local(t, rank, world) for t in batch(step))
     opt.zero_grad()
     loss_of(model, x, y).backward()
-    if opt.wants_small_batch:
+    if opt.needs_small_batch:
         small = lambda n: loss_of(model.module, x[:n], y[:n])  # noqa: E731
         opt.small_batch(small if spoil is None else lambda n: spoil(small(n)))
     opt.step()
@@ -88,7 +88,7 @@ def train_alone(model: nn.Module, opt: TulaOptimizer, step: int, counts: list[in
     x, y = batch(step)
     opt.zero_grad()
     loss_of(model, x, y).backward()
-    if opt.wants_small_batch:
+    if opt.needs_small_batch:
         world = len(counts)
         xs, ys = (torch.cat([local(t, r, world)[:n] for r, n in enumerate(counts)]) for t in (x, y))
         opt.small_batch(lambda n: loss_of(model, xs, ys))
@@ -167,7 +167,7 @@ def not_finite_on_one_rank_puts_the_refresh_off_on_all(rank: int, world: int) ->
     spoil = (lambda loss: loss * torch.inf) if rank == 0 else None
     for step in range(STEPS):
         train_step(model, opt, step, spoil)
-    assert ags(opt)["n_refresh"] == 0 and ags(opt)["scale"] == {} and opt.wants_small_batch
+    assert ags(opt)["n_refresh"] == 0 and ags(opt)["scale"] == {} and opt.needs_small_batch
     train_step(model, opt, STEPS)
     assert ags(opt)["n_refresh"] == 1
     assert_ranks_equal(model, opt)
@@ -237,11 +237,11 @@ class Drifting:
         self.rank, self.steps, self.step = rank, steps, 0
 
     def __enter__(self) -> None:
-        self.original = gradient_stats.squared_norm
-        setattr(gradient_stats, "squared_norm", self.norm)  # noqa: B010
+        self.original = gradient_stats.compute_squared_norm
+        setattr(gradient_stats, "compute_squared_norm", self.norm)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
-        setattr(gradient_stats, "squared_norm", self.original)  # noqa: B010
+        setattr(gradient_stats, "compute_squared_norm", self.original)  # noqa: B010
 
     def norm(self, grads: Any) -> Tensor:
         square = self.original(grads)
@@ -293,7 +293,7 @@ def grad_scaler_in_step(rank: int, world: int) -> None:
         x, y = (local(t, rank, world) for t in batch(step))
         second.zero_grad()
         scaler.scale(loss_of(scaled, x, y)).backward()
-        if second.wants_small_batch:
+        if second.needs_small_batch:
             second.small_batch(lambda n, x=x, y=y: loss_of(scaled.module, x[:n], y[:n]), scaler=scaler)
         scaler.step(second)
         scaler.update()
@@ -392,7 +392,7 @@ def local_norms_are_those_of_disjoint_small_batches(
         for k, (p, q) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
             assert p.grad is not None
             q.grad = p.grad * factors[k] if factors and step else p.grad.clone()
-        assert not opt.wants_small_batch
+        assert not opt.needs_small_batch
         opt.step()
         base.step()
         for k in range(len(value[0])):
@@ -518,7 +518,7 @@ def local_norms_on_another_world_size_are_void(rank: int, world: int) -> None:
     for other, factors in ((again, 4), (alone, 4 if world == 4 else 0)):
         other.load_state_dict(opt.state_dict())
         assert len(ags(other)["scale"]) == factors
-    assert alone.wants_small_batch and not again.wants_small_batch
+    assert alone.needs_small_batch and not again.needs_small_batch
 
 
 @case(["gradient", "update"], ["static", "tensor", "element"])

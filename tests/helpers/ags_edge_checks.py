@@ -52,7 +52,7 @@ def a_schedule_resumed_from_another_interval_begins_anew(package: Any) -> None:
         before.count_step(refreshed=False)
     before.request_refresh()
     after.load_state_dict(before.state_dict())
-    assert (after.taken, after.steps, after.owed, after.due) == (0, 3, False, False)
+    assert (after.taken, after.steps, after.owed, after.is_due) == (0, 3, False, False)
     same = Schedule.from_settings(5, None)
     same.load_state_dict(before.state_dict())
     assert (same.taken, same.owed) == (4, True)
@@ -63,7 +63,7 @@ def a_restarted_schedule_owes_nothing(package: Any) -> None:
     schedule = part(package, "ags").Schedule.from_settings(3, None)
     schedule.request_refresh()
     schedule.restart()
-    assert not schedule.due
+    assert not schedule.is_due
 
 
 # ---- what is drawn in the small pass
@@ -128,20 +128,20 @@ def listeners_hear_of_gradients_while_the_replicas_are_apart(package: Any) -> No
 @check
 def many_tensors_are_scaled_on_the_device_as_on_the_host(package: Any) -> None:
     scaling = part(package, "gradient_stats")
-    kept, draw = scaling.CHUNK, torch.Generator().manual_seed(0)
+    kept, draw = scaling.CHUNK_BYTES, torch.Generator().manual_seed(0)
     start = [torch.randn(3, generator=draw) for _ in range(150)]
     factors = [torch.rand(3, generator=draw) + 0.5 for _ in start]
-    for calm, chunk in ((True, kept), (True, 70 * 12), (False, kept)):
+    for should_scale, chunk in ((True, kept), (True, 70 * 12), (False, kept)):
         here, there, moved = ([t.clone() for t in start] for _ in range(3))
-        scaling.CHUNK = chunk
+        scaling.CHUNK_BYTES = chunk
         try:
-            scaling.scale_on_host_(here, factors, torch.tensor(calm))
-            scaling.scale_on_device_(there, factors, torch.tensor(calm))
+            scaling.scale_on_host_(here, factors, torch.tensor(should_scale))
+            scaling.scale_on_device_(there, factors, torch.tensor(should_scale))
             torch._foreach_add_(moved, 1.0)
-            scaling._stretch_on_device_(moved, start, factors, torch.tensor(calm))
+            scaling._scale_change_on_device_(moved, start, factors, torch.tensor(should_scale))
         finally:
-            scaling.CHUNK = kept
+            scaling.CHUNK_BYTES = kept
         assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
-        expected = [s + (f if calm else 1.0) for s, f in zip(start, factors, strict=True)]
+        expected = [s + (f if should_scale else 1.0) for s, f in zip(start, factors, strict=True)]
         for result, wanted in zip(moved, expected, strict=True):
             close(result, wanted, tolerance=1e-5)

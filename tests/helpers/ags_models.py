@@ -56,19 +56,19 @@ def made_of(package: Any = optim, factor: float | None = None, **kwargs: Any) ->
     others = {name: value for name, value in kwargs.items() if name in NOT_SETTINGS}
     settings = {**package.PRESETS["paper"], **{name: value for name, value in kwargs.items() if name not in others}}
     if settings["granularity"] != "static":
-        return others | package.configured(settings)
-    return others | package.configured(settings | {"granularity": "element"}) | {"factors": package.Static(factor)}
+        return others | package.configure_ags(settings)
+    return others | package.configure_ags(settings | {"granularity": "element"}) | {"factors": package.Static(factor)}
 
 
 @contextmanager
-def branch_on_device(package: Any, on_device: bool) -> Iterator[None]:
+def branch_on_device(package: Any, is_on_accelerator: bool) -> Iterator[None]:
     """Take the way of a GPU, or that of the CPU, wherever the tensors are."""
     module = package.gradient_stats
-    kept, module.on_device = module.on_device, lambda tensor: on_device
+    kept, module.is_on_accelerator = module.is_on_accelerator, lambda tensor: is_on_accelerator
     try:
         yield
     finally:
-        module.on_device = kept
+        module.is_on_accelerator = kept
 
 
 def tula(
@@ -85,12 +85,12 @@ def train_step(model: nn.Module, opt: torch.optim.Optimizer, step: int, dtype: t
     x, y = batch(step, dtype)
     opt.zero_grad()
     loss_of(model, x, y).backward()
-    take_small_batch(model, opt, x, y)
+    stage_small_batch_gradients(model, opt, x, y)
     opt.step()
 
 
-def take_small_batch(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    if getattr(opt, "wants_small_batch", False):
+def stage_small_batch_gradients(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    if getattr(opt, "needs_small_batch", False):
         opt.small_batch(lambda n: loss_of(model, x[:n], y[:n]))  # type: ignore[attr-defined]
 
 

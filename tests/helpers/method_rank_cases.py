@@ -90,13 +90,13 @@ def aligned(folder: Path, ranks: Ranks) -> list[bool]:
     """Return after each step whether the replicas are equal, where rank 1 rounds otherwise in the third step."""
     subject = trainer(spec(train={"method": "ortho"}), ranks)
     assert isinstance(subject.optimizer, orthogonal.Ortho)
-    result, before, orthogonal.ALIGN_EVERY = [], orthogonal.ALIGN_EVERY, 5
+    result, before, orthogonal.BROADCAST_INTERVAL_STEPS = [], orthogonal.BROADCAST_INTERVAL_STEPS, 5
     for count, _ in enumerate(islice(worker_train_loop.run_steps(subject), 6), 1):
         result.append(_agree(ranks, subject.optimizer.matrices()))
         if count == 3 and ranks.rank == 1:
             with torch.no_grad():
                 subject.optimizer.matrices()[0].mul_(1 + 1e-6)
-    orthogonal.ALIGN_EVERY = before
+    orthogonal.BROADCAST_INTERVAL_STEPS = before
     return result
 
 
@@ -111,7 +111,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Return how far channels_last is from the usual layout, and what of it has another layout than its parameter."""
-    result, before, orthogonal.ALIGN_EVERY = {}, orthogonal.ALIGN_EVERY, 5
+    result, before, orthogonal.BROADCAST_INTERVAL_STEPS = {}, orthogonal.BROADCAST_INTERVAL_STEPS, 5
     for name, sections in LAYOUTS.items():
         usual, subject = (_with_layout(sections, ranks, channels_last=wanted) for wanted in (False, True))
         pairs = zip(subject.parallel.parameters(), usual.parallel.parameters(), strict=True)
@@ -121,7 +121,7 @@ def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
             "otherwise": otherwise_laid(subject),
             "agree": _agree(ranks, subject.parallel.parameters()),
         }
-    orthogonal.ALIGN_EVERY = before
+    orthogonal.BROADCAST_INTERVAL_STEPS = before
     return result
 
 

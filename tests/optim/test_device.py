@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from ags_checks import as_one_of_several, several_ranks
-from ags_models import STEPS, batch, branch_on_device, loss_of, mlp, take_small_batch, train, train_step, tula
+from ags_models import (
+    STEPS,
+    batch,
+    branch_on_device,
+    loss_of,
+    mlp,
+    stage_small_batch_gradients,
+    train,
+    train_step,
+    tula,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,11 +46,11 @@ WAYS: dict[str, dict[str, Any]] = {
 class NoWaiting(TorchDispatchMode):
     """Refuses what makes the host wait for the device: a number or a shape that depends on a tensor's content."""
 
-    REFUSED = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
+    REFUSED_OPTIMIZERS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        assert name not in self.REFUSED, f"{name} waits for the device"
+        assert name not in self.REFUSED_OPTIMIZERS, f"{name} waits for the device"
         return func(*args, **(kwargs or {}))
 
 
@@ -48,7 +58,7 @@ def step_without_waiting(model: nn.Module, opt: Any, step: int) -> None:
     x, y = batch(step)
     opt.zero_grad()
     loss_of(model, x, y).backward()
-    take_small_batch(model, opt, x, y)
+    stage_small_batch_gradients(model, opt, x, y)
     with NoWaiting():
         opt.step()
 
@@ -77,7 +87,7 @@ def test_factors_from_local_norms_do_not_wait() -> None:
     params: list[Tensor] = list(model.parameters())
     opt = tula(model, **PRESETS["robust"])
     listener = as_one_of_several(optim, opt, 2)
-    opt.bounds.rounded(torch.float64)  # once, on the host
+    opt.bounds.round_inwards(torch.float64)  # once, on the host
     for step in range(4):
         opt.zero_grad()
         loss_of(model, *batch(step)).backward()
@@ -111,9 +121,9 @@ WIDTHS = (5, 200, 200, 200, 200, 3)
 class Memory:
     """The bytes that a wrapped step takes beyond the model, its gradients and the base, in copies of the parameters."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, on_device: bool, **kwargs: Any) -> None:
-        monkeypatch.setattr(gradient_stats, "CHUNK", 1)
-        monkeypatch.setattr(gradient_stats, "on_device", lambda tensor: on_device)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_on_accelerator: bool, **kwargs: Any) -> None:
+        monkeypatch.setattr(gradient_stats, "CHUNK_BYTES", 1)
+        monkeypatch.setattr(gradient_stats, "is_on_accelerator", lambda tensor: is_on_accelerator)
         self.model = mlp(widths=WIDTHS)
         self.copy = sum(p.numel() * p.element_size() for p in self.model.parameters())
         base = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -136,7 +146,7 @@ class Memory:
             storages.track([*params, *(p.grad for p in params), *self.opt.factors.values])
             storages.restart()
             before = storages.live_bytes
-            take_small_batch(self.model, self.opt, x, y)
+            stage_small_batch_gradients(self.model, self.opt, x, y)
             self.opt.step()
         return (storages.peak - before) / self.copy
 
@@ -145,27 +155,31 @@ LARGEST = 200 * 200 / sum(a * b for a, b in itertools.pairwise(WIDTHS))
 SLACK = 0.1  # activations of the small pass, 0-dim tensors
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_elements_take_one_copy_and_two_at_the_peak(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
-    memory = Memory(monkeypatch, on_device=on_device)
+@pytest.mark.parametrize("is_on_accelerator", [False, True])
+def test_elements_take_one_copy_and_two_at_the_peak(monkeypatch: pytest.MonkeyPatch, is_on_accelerator: bool) -> None:
+    memory = Memory(monkeypatch, is_on_accelerator=is_on_accelerator)
     assert memory.lasting() == pytest.approx(1.0)
     assert memory.lasting() + memory.peak() <= 2 + 2 * LARGEST + SLACK
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_tensors_take_nothing_that_lasts(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
-    memory = Memory(monkeypatch, granularity="tensor", on_device=on_device)
+@pytest.mark.parametrize("is_on_accelerator", [False, True])
+def test_tensors_take_nothing_that_lasts(monkeypatch: pytest.MonkeyPatch, is_on_accelerator: bool) -> None:
+    memory = Memory(monkeypatch, granularity="tensor", is_on_accelerator=is_on_accelerator)
     assert memory.lasting() < 0.001
     assert memory.peak() <= 1 + SLACK  # the small gradient, gone before the step
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_without_a_small_batch_there_is_nothing_to_hold(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
-    memory = Memory(monkeypatch, granularity="static", factor=2.0, on_device=on_device)
+@pytest.mark.parametrize("is_on_accelerator", [False, True])
+def test_without_a_small_batch_there_is_nothing_to_hold(
+    monkeypatch: pytest.MonkeyPatch, is_on_accelerator: bool
+) -> None:
+    memory = Memory(monkeypatch, granularity="static", factor=2.0, is_on_accelerator=is_on_accelerator)
     assert memory.lasting() == 0 and memory.peak() < 0.01
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_an_update_takes_a_copy_for_a_moment(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
-    memory = Memory(monkeypatch, granularity="static", factor=2.0, apply_to="update", on_device=on_device)
-    assert memory.peak() <= 1 + on_device * 2 * LARGEST + SLACK
+@pytest.mark.parametrize("is_on_accelerator", [False, True])
+def test_an_update_takes_a_copy_for_a_moment(monkeypatch: pytest.MonkeyPatch, is_on_accelerator: bool) -> None:
+    memory = Memory(
+        monkeypatch, granularity="static", factor=2.0, apply_to="update", is_on_accelerator=is_on_accelerator
+    )
+    assert memory.peak() <= 1 + is_on_accelerator * 2 * LARGEST + SLACK

@@ -38,33 +38,37 @@ MUTANTS = {
     ),
     "the change has a sign": ("ags", "change = rise.abs()", "change = rise"),
     "the first step is scaled": ("gradient_stats", "torch.full_like(now, math.inf)", "torch.zeros_like(now)"),
-    "the threshold is not strict": ("ags", "calm = change < self.delta", "calm = change <= self.delta"),
-    "the branch is inverted": ("ags", "calm = change < self.delta", "calm = ~(change < self.delta)"),
-    "NaN counts as calm": ("ags", "calm = change < self.delta", "calm = ~(change >= self.delta)"),
+    "the threshold is not strict": ("ags", "should_scale = change < self.delta", "should_scale = change <= self.delta"),
+    "the branch is inverted": ("ags", "should_scale = change < self.delta", "should_scale = ~(change < self.delta)"),
+    "NaN counts as should_scale": (
+        "ags",
+        "should_scale = change < self.delta",
+        "should_scale = ~(change >= self.delta)",
+    ),
     "the previous norm is kept after scaled steps only": (
         "ags",
         "self.square, self.change = square, change",
-        "self.square, self.change = square if calm else self.square, change",
+        "self.square, self.change = square if should_scale else self.square, change",
     ),
     "the norm is of the scaled gradient": (
         "ags",
         "        if self.max_grad_norm is not None and grads:",
-        "        self.gate.square = sum(g.square().sum() for g in grads.values()) if calm is not None else None\n"
+        "        self.gate.square = sum(g.square().sum() for g in grads.values()) if should_scale is not None else None\n"
         "        if self.max_grad_norm is not None and grads:",
     ),
     "clipping comes first": (
         "ags",
-        "        calm = self._decide_and_refresh(grads, due) if grads and self.identity is None else None",
+        "        should_scale = self._decide_and_refresh(grads, due) if grads and self.identity is None else None",
         "        if self.max_grad_norm is not None and grads:\n"
         "            clip_(list(grads.values()), self.max_grad_norm)\n"
-        "        calm = self._decide_and_refresh(grads, due) if grads and self.identity is None else None",
+        "        should_scale = self._decide_and_refresh(grads, due) if grads and self.identity is None else None",
     ),
     # the factors: lines 10 to 18
     "new factors act at once": (
         "ags",
-        '        if calm is not None and self.apply_to == "gradient":',
+        '        if should_scale is not None and self.apply_to == "gradient":',
         "        used = getattr(self.factors, '_next_factors', None) or used\n"
-        '        if calm is not None and self.apply_to == "gradient":',
+        '        if should_scale is not None and self.apply_to == "gradient":',
     ),
     "s_max without the root": ("gradient_stats", "return math.sqrt(b_large / b_small)", "return b_large / b_small"),
     "no cap": ("gradient_stats", "posinf=high).clamp_(low, high)", "posinf=high).clamp_(low)"),
@@ -105,41 +109,41 @@ MUTANTS = {
         "(torch.stack(factors) * flag + (1 - flag))",
         "(torch.stack(factors))",
     ),
-    "the host forgets the branch": ("gradient_stats", "if tensors and bool(calm):", "if tensors:"),
-    "the update is scaled in every step": ("gradient_stats", "(not device and not bool(calm))", "False"),
+    "the host forgets the branch": ("gradient_stats", "if tensors and bool(should_scale):", "if tensors:"),
+    "the update is scaled in every step": ("gradient_stats", "(not device and not bool(should_scale))", "False"),
     "the device scales every update": (
         "gradient_stats",
-        "torch.where(calm, moved, kept, out=moved)",
+        "torch.where(should_scale, moved, kept, out=moved)",
         "moved",
     ),
     "the device scales no update": (
         "gradient_stats",
-        "torch.where(calm, moved, kept, out=moved)",
+        "torch.where(should_scale, moved, kept, out=moved)",
         "moved.copy_(kept)",
     ),
     "the update is scaled about zero": ("gradient_stats", "torch._foreach_sub_(after, before)", "pass"),
     "update and gradient are scaled": (
         "ags",
-        '        if calm is not None and self.apply_to == "gradient":',
-        "        if calm is not None:",
+        '        if should_scale is not None and self.apply_to == "gradient":',
+        "        if should_scale is not None:",
     ),
     "the update is scaled with the gradient's setting": (
         "ags",
-        '        if calm is None or self.apply_to == "gradient":',
-        "        if calm is None:",
+        '        if should_scale is None or self.apply_to == "gradient":',
+        "        if should_scale is None:",
     ),
-    "static: factor 1": ("ags", "torch.full((), self._number, device", "torch.full((), 1.0, device"),
+    "static: factor 1": ("ags", "torch.full((), self._constant_factor, device", "torch.full((), 1.0, device"),
     "static: the cap without its root": (
         "ags",
         "max(1.0, self.setup.limit)",
         "max(1.0, self.setup.b_large / self.setup.small_batch_size)",
     ),
-    "the gate counts without factors": ("ags", "calm if has_factors", "calm if True"),
+    "the gate counts without factors": ("ags", "should_scale if has_factors", "should_scale if True"),
     "steps before the first factors count as scaled": ("ags", "return bool(self._factor)", "return True"),
     "static counts no scaled steps": (
         "ags",
-        "    def ready(self) -> bool:\n        return True",
-        "    def ready(self) -> bool:\n        return False",
+        "    def has_factors(self) -> bool:\n        return True",
+        "    def has_factors(self) -> bool:\n        return False",
     ),
     # the small pass: lines 13 and 14
     "BatchNorm's statistics take part": ("ags", "buffer.copy_(copy)", "pass"),
@@ -151,7 +155,7 @@ MUTANTS = {
     ),
     "a gradient that is not finite is taken": (
         "ags",
-        "        if self._each_step or self._finite is None or bool(self._finite):",
+        "        if self._refreshes_each_step or self._finite is None or bool(self._finite):",
         "        if True:",
     ),
     "a staged gradient outlives zero_grad": (
@@ -195,8 +199,8 @@ MUTANTS = {
     ),
     "norms in place of their squares": (
         "ddp_hook",
-        "torch.stack(norms(grads)).square()",
-        "torch.stack(norms(grads))",
+        "torch.stack(compute_norms(grads)).square()",
+        "torch.stack(compute_norms(grads))",
     ),
     "local: the root is missing": ("gradient_stats", "(small / large).sqrt()", "(small / large)"),
     "local: upside down": ("gradient_stats", "(small / large).sqrt()", "(large / small).sqrt()"),

@@ -88,7 +88,7 @@ def test_matrices_that_are_multiplied_together_turn_as_each_alone() -> None:
 
 def test_a_gpu_fills_up_with_zeros_and_turns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     updates = [matrix(*shape, seed=seed).float() * 10.0**-seed for seed, shape in enumerate(SHAPES)]
-    monkeypatch.setattr(gradient_stats, "on_device", lambda tensor: True)
+    monkeypatch.setattr(gradient_stats, "is_on_accelerator", lambda tensor: True)
     results = [u.clone() for u in updates]
     orthogonalize_(results)
     for update, first in zip(updates, results, strict=True):

@@ -22,9 +22,9 @@ def test_a_count_of_another_interval_begins_anew() -> None:
     other.load_state_dict(saved.state_dict())
     assert (other.steps, other.taken) == (5, 0), "a place in 50 steps is none in 5"
     for _ in range(4):
-        assert not other.due
+        assert not other.is_due
         other.count_step(refreshed=False)
-    assert other.due
+    assert other.is_due
 
 
 def test_what_was_owed_is_forgotten_with_the_place() -> None:
@@ -33,4 +33,4 @@ def test_what_was_owed_is_forgotten_with_the_place() -> None:
     schedule.request_refresh()
     schedule.restart()
     assert (schedule.taken, schedule.refreshed, schedule.owed) == (0, False, False)
-    assert not schedule.due
+    assert not schedule.is_due

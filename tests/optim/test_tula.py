@@ -41,8 +41,8 @@ from tula_cli.optim import (
     SmallBatch,
     Static,
     TulaOptimizer,
-    advice,
-    configured,
+    configure_ags,
+    explain_small_effect,
     gradient_stats,
 )
 
@@ -58,20 +58,20 @@ def test_squared_norm_takes_dense_and_sparse_gradients_of_all_dtypes() -> None:
         [[0, 2, 0]], torch.tensor([[1.0, 2.0], [3.0, 0.0], [1.0, 0.0]]), (4, 2), check_invariants=True
     )
     grads = [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.tensor(3.0), sparse]
-    assert gradient_stats.squared_norm(grads).item() == pytest.approx(12 + 9 + (4 + 4 + 9))
-    assert gradient_stats.squared_norm(grads).dtype is torch.float32
+    assert gradient_stats.compute_squared_norm(grads).item() == pytest.approx(12 + 9 + (4 + 4 + 9))
+    assert gradient_stats.compute_squared_norm(grads).dtype is torch.float32
     grads.append(torch.ones(2, dtype=torch.float64))
-    assert gradient_stats.squared_norm(grads).dtype is torch.float64
-    assert gradient_stats.squared_norm(grads).item() == pytest.approx(40)
+    assert gradient_stats.compute_squared_norm(grads).dtype is torch.float64
+    assert gradient_stats.compute_squared_norm(grads).item() == pytest.approx(40)
 
 
 def test_squared_norm_of_bfloat16_is_summed_in_float32() -> None:
-    assert gradient_stats.squared_norm([torch.ones(1000, dtype=torch.bfloat16)]).item() == pytest.approx(1000)
+    assert gradient_stats.compute_squared_norm([torch.ones(1000, dtype=torch.bfloat16)]).item() == pytest.approx(1000)
 
 
 def test_squared_norm_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
-        gradient_stats.squared_norm([])
+        gradient_stats.compute_squared_norm([])
 
 
 @given(now=st.floats(1e-6, 1e6), before=st.floats(1e-6, 1e6))
@@ -191,13 +191,13 @@ def test_a_small_batch_that_is_not_finite_puts_the_refresh_off() -> None:
     hand = Hand(refresh="epoch", steps_per_epoch=2)
     hand.step([1.0] * 4)
     hand.step([1.0] * 4, small=[math.nan, 1.0, 1.0, 1.0])
-    assert hand.factors is None and hand.opt.wants_small_batch
+    assert hand.factors is None and hand.opt.needs_small_batch
     hand.step([1.0] * 4, small=[1.0] * 4)
     assert hand.factors == pytest.approx([1.0] * 4)
 
 
 def test_small_batch_out_of_turn_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="wants_small_batch"):
+    with pytest.raises(RuntimeError, match="needs_small_batch"):
         Hand(refresh=2).small([1.0] * 4)
 
 
@@ -216,7 +216,7 @@ def test_a_forgotten_small_batch_is_said_once() -> None:
 def wanted(opt: TulaOptimizer, model: nn.Module, steps: int) -> list[bool]:
     result = []
     for step in range(steps):
-        result.append(opt.wants_small_batch)
+        result.append(opt.needs_small_batch)
         train_step(model, opt, step)
     return result
 
@@ -256,7 +256,7 @@ def test_an_unknown_epoch_length_is_an_error() -> None:
     model = mlp()
     opt = tula(model, steps_per_epoch=None)
     with pytest.raises(RuntimeError, match="start_epoch"):
-        _ = opt.wants_small_batch
+        _ = opt.needs_small_batch
     with pytest.raises(RuntimeError, match="start_epoch"):
         train_step(model, opt, 0)
     with pytest.raises(ValueError, match="at least 1"):
@@ -346,7 +346,7 @@ def test_a_closure_is_evaluated_once_with_gradients() -> None:
             second.zero_grad()
             loss = loss_of(closed, x, y)
             loss.backward()
-            if second.wants_small_batch:
+            if second.needs_small_batch:
                 second.small_batch(lambda n: loss_of(closed, x[:n], y[:n]))
             calls.append(loss.item())
             return loss.item()
@@ -386,7 +386,7 @@ def train_scaled(
         scaler.scale(loss_of(model, x, y)).backward()
         if spoil is not None:
             spoil(model)
-        if opt.wants_small_batch:
+        if opt.needs_small_batch:
             opt.small_batch(lambda n, x=x, y=y: loss_of(model, x[:n], y[:n]), scaler=scaler)
         if unscale:
             scaler.unscale_(opt)
@@ -415,7 +415,7 @@ def test_a_skipped_step_changes_nothing_but_puts_the_refresh_off() -> None:
     scaler = train_scaled(model, opt, 1, overflow)
     assert scaler.get_scale() == 2.0**9
     assert same(weights, model.state_dict()) and same(before, ags(opt))
-    assert opt.wants_small_batch
+    assert opt.needs_small_batch
     train_scaled(model, opt, 1)
     assert ags(opt)["n_refresh"] == 1
 
@@ -494,7 +494,7 @@ def test_sparse_gradients_count_in_the_norm_and_stay_unscaled(granularity: str) 
                 o.zero_grad()
                 loss(m, 8).backward()
             opt.small_batch(lambda n: loss(model, n))
-            square = gradient_stats.squared_norm([p.grad for p in model.parameters() if p.grad is not None])
+            square = gradient_stats.compute_squared_norm([p.grad for p in model.parameters() if p.grad is not None])
             opt.step()
             for k, p in enumerate(twin.parameters()):
                 if step and k:
@@ -593,9 +593,9 @@ def test_another_batch_on_the_way_is_that_of_a_resumed_one_and_refreshes_at_once
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     opt.report()
     opt.change_batch(**sizes)
-    resumed.refresh_soon()
+    resumed.request_refresh()
     assert same(ags(opt), ags(resumed)) and ags(opt)["scale"] == {}
-    assert opt.bounds == resumed.bounds and opt.wants_small_batch
+    assert opt.bounds == resumed.bounds and opt.needs_small_batch
     train(model, opt, 1)
     before = ags(opt)
     opt.change_batch(**sizes)
@@ -636,7 +636,7 @@ def test_a_refresh_owed_survives_a_checkpoint() -> None:
     resumed = tula(model, steps_per_epoch=None)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     resumed.start_epoch(3)
-    assert resumed.wants_small_batch
+    assert resumed.needs_small_batch
 
 
 def test_a_foreign_state_is_refused() -> None:
@@ -758,7 +758,7 @@ def test_a_wrong_kind_is_named_with_what_is_wanted() -> None:
 
 def test_settings_that_local_norms_cannot_have_are_refused() -> None:
     with pytest.raises(ValueError, match="granularity tensor"):
-        configured({**PRESETS["robust"], "granularity": "element"})
+        configure_ags({**PRESETS["robust"], "granularity": "element"})
 
 
 @pytest.mark.parametrize("kind", [Gate, SmallBatch, LocalNorms, Static])
@@ -799,7 +799,7 @@ def test_no_smaller_batch_is_the_identity_and_says_so() -> None:
         torch.manual_seed(3)
         train(model, optimizer, 2 * STEPS)
     assert same(plain.state_dict(), wrapped.state_dict())
-    assert not opt.wants_small_batch and opt.memory() == 0
+    assert not opt.needs_small_batch and opt.memory() == 0
     assert ags(opt)["n_refresh"] == 0 and opt.report()["scaled"] == 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -838,7 +838,7 @@ def report_of(**changed: float) -> dict[str, float]:
     ],
 )
 def test_advice_is_given_where_ags_hardly_acts(changed: dict[str, float], words: list[str]) -> None:
-    result = list(advice(report_of(**changed)).values())
+    result = list(explain_small_effect(report_of(**changed)).values())
     assert len(result) == len(words)
     assert all(re.search(word, line) for word, line in zip(words, result, strict=True))
 
@@ -847,8 +847,8 @@ def test_advice_reads_a_report() -> None:
     hand = Hand(delta=0.01)
     for size in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0):  # all but the first are jumps
         hand.step([size] * 4, small=[0.0] * 4)
-    assert [*advice(hand.opt.report())] == ["scaled", "at_floor"]
-    assert advice(hand.opt.report()) == {}  # no step since
+    assert [*explain_small_effect(hand.opt.report())] == ["scaled", "at_floor"]
+    assert explain_small_effect(hand.opt.report()) == {}  # no step since
 
 
 def test_settings_in_force_are_in_the_report() -> None:

@@ -25,7 +25,7 @@ from ags_models import (
     mlp,
     same,
     sgd,
-    take_small_batch,
+    stage_small_batch_gradients,
     train,
     tula,
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_equals_the_reference(granularity: str, bn: bool, delta: float, refresh:
 
 @pytest.mark.parametrize("preset", ["paper", "robust"])
 def test_a_preset_is_the_specs(preset: Any) -> None:
-    of_spec, by_name = settings_of(Ags(preset=preset)), optim.configured(optim.PRESETS[preset])
+    of_spec, by_name = settings_of(Ags(preset=preset)), optim.configure_ags(optim.PRESETS[preset])
     assert of_spec["apply_to"] == by_name["apply_to"]
     for part in ("factors", "gate"):
         result, expected = vars(of_spec[part]), vars(by_name[part])
@@ -149,7 +149,7 @@ class Twin:
         return scaled
 
     def _is_calm(self) -> bool:
-        now = gradient_stats.squared_norm(self.raw)
+        now = gradient_stats.compute_squared_norm(self.raw)
         change = gradient_stats.compute_gradient_change(now, self.square).abs()
         self.square = now
         return bool(change < self.delta)
@@ -163,10 +163,10 @@ class Twin:
     delta=st.sampled_from([0.0, 0.2, 0.5, math.inf]),
     refresh=st.integers(1, 3),
     seed=st.integers(0, 10_000),
-    on_device=st.booleans(),
+    is_on_accelerator=st.booleans(),
 )
 def test_every_step_is_the_base_on_what_the_factors_make_of_it(
-    name: str, dtype: torch.dtype, hidden: list[int], delta: float, refresh: int, seed: int, on_device: bool
+    name: str, dtype: torch.dtype, hidden: list[int], delta: float, refresh: int, seed: int, is_on_accelerator: bool
 ) -> None:
     way = SETTINGS[name] | {"delta": delta, "refresh": refresh}
     model = mlp(widths=(5, *hidden, 3), seed=seed).to(dtype)
@@ -176,9 +176,9 @@ def test_every_step_is_the_base_on_what_the_factors_make_of_it(
         x, y = batch(step, dtype, seed)
         opt.zero_grad()
         loss_of(model, x, y).backward()
-        take_small_batch(model, opt, x, y)
+        stage_small_batch_gradients(model, opt, x, y)
         small = torch.autograd.grad(loss_of(twin.model, x[:B_SMALL], y[:B_SMALL]), list(twin.model.parameters()))
-        with branch_on_device(optim, on_device):
+        with branch_on_device(optim, is_on_accelerator):
             opt.step()
         scaled = twin.step(x, y, before["scale"])
         now = ags(opt)
@@ -212,22 +212,22 @@ def assert_factors(
 @given(
     dtype=st.sampled_from([*DTYPES, torch.float16]),
     zero_dim=st.booleans(),
-    calm=st.booleans(),
+    should_scale=st.booleans(),
     seed=st.integers(0, 10_000),
 )
 def test_the_device_branch_is_bitwise_the_host_branch(
-    dtype: torch.dtype, zero_dim: bool, calm: bool, seed: int
+    dtype: torch.dtype, zero_dim: bool, should_scale: bool, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     shapes = [(3, 2), (5,), ()]
     grads = [torch.randn(s, generator=rng).to(dtype) for s in shapes]
     factors = [torch.rand(() if zero_dim else s, generator=rng) * 5.6 for s in shapes]
     factors = [f if zero_dim else f.to(dtype) for f in factors]
-    on_host, on_device = copy.deepcopy(grads), copy.deepcopy(grads)
-    scale_on_host_(on_host, factors, torch.tensor(calm))
-    scale_on_device_(on_device, factors, torch.tensor(calm))
-    assert same(on_host, on_device)
-    assert same(on_host, [(g * f).to(dtype) for g, f in zip(grads, factors, strict=True)] if calm else grads)
+    on_host, is_on_accelerator = copy.deepcopy(grads), copy.deepcopy(grads)
+    scale_on_host_(on_host, factors, torch.tensor(should_scale))
+    scale_on_device_(is_on_accelerator, factors, torch.tensor(should_scale))
+    assert same(on_host, is_on_accelerator)
+    assert same(on_host, [(g * f).to(dtype) for g, f in zip(grads, factors, strict=True)] if should_scale else grads)
 
 
 @settings(max_examples=60)

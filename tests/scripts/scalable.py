@@ -51,10 +51,10 @@ if arguments.fused:
 optimizer = getattr(torch.optim, arguments.optimizer)(net.parameters(), lr=0.05, **settings)
 micro = 8 // arguments.accumulate
 if arguments.by_hand:
-    from tula_cli.optim import PRESETS, TulaOptimizer, configured
+    from tula_cli.optim import PRESETS, TulaOptimizer, configure_ags
 
     target = "gradient" if arguments.optimizer == "SGD" else "update"
-    made = configured({**PRESETS["robust"], "apply_to": target})
+    made = configure_ags({**PRESETS["robust"], "apply_to": target})
     optimizer = TulaOptimizer(optimizer, model=model, b_large=8 * world, b_small=4, available=micro, **made)
 if arguments.ortho_by_hand:
     from tula_cli.optim import Ortho

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tula_cli.cluster.scripts.methods import copy_optim
-from tula_cli.optim import TulaOptimizer, configured
+from tula_cli.optim import TulaOptimizer, configure_ags
 from tula_cli.presets import AGS_PRESETS, DIVIDING
 from tula_cli.run.records.scripts import AgsPlan, ShimPlan
 from tula_cli.shim.tula_shim import ags as ags_module
@@ -59,7 +59,7 @@ class Loop:
         self.ags: AgsSteps | None = None
 
     def by_hand(self, target: Target) -> "Loop":
-        made = configured({**AGS_PRESETS["paper"], "refresh": {"every": 1}, "apply_to": target})
+        made = configure_ags({**AGS_PRESETS["paper"], "refresh": {"every": 1}, "apply_to": target})
         self.optimizer = TulaOptimizer(self.base, model=self.net, b_large=8, b_small=2, **made)
         return self
 
@@ -92,7 +92,7 @@ class Loop:
         loss.backward()
         if self.ags is not None:
             self.ags.compute_small_batch_gradient(loss_of)
-        elif isinstance(self.optimizer, TulaOptimizer) and self.optimizer.wants_small_batch:
+        elif isinstance(self.optimizer, TulaOptimizer) and self.optimizer.needs_small_batch:
             self.optimizer.small_batch(loss_of)
         return loss
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_without_the_optimizer_is_reported_and_another_batch_begins
     smaller = around(b_large=4, available=4)
     again = Loop().around(smaller)
     again.base.load_state_dict(first.base.state_dict())
-    assert smaller.tula is not None and not smaller.tula.factors.ready and smaller.tula._n_steps == 3
+    assert smaller.tula is not None and not smaller.tula.factors.has_factors and smaller.tula._n_steps == 3
 
 
 def test_a_state_of_another_version_is_refused(around: Callable[..., AgsSteps]) -> None:

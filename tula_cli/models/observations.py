@@ -17,7 +17,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.words import describe_probe_place, format_count
+from tula_cli.words import describe_probe_configuration, format_count
 
 T = TypeVar("T", Measured, OutOfMemory, Failed)
 
@@ -107,7 +107,7 @@ def require_measurements(
         )
     if failed:
         raise TooFew(
-            f"no probe was measured; the one on {describe_probe_place(failed[0].nodes, failed[0].local_batch)} failed:"
+            f"no probe was measured; the one on {describe_probe_configuration(failed[0].nodes, failed[0].local_batch)} failed:"
             f" {failed[0].message}",
             "read the log with tula logs, correct the cause, and run tula profile again",
         )
@@ -158,7 +158,7 @@ def list_measurement_warnings(measured: Sequence[Measured]) -> Iterator[Diagnost
         yield messages.software_differs(versions=versions)
     for probe in measured:
         if probe.allocator_retries:
-            where = describe_probe_place(probe.nodes, probe.local_batch)
+            where = describe_probe_configuration(probe.nodes, probe.local_batch)
             yield messages.allocator_thrashed(where=where, retries=probe.allocator_retries)
     if waits := [probe for probe in measured if _is_waiting_for_data(probe)]:
         yield _warn_waiting_for_data(waits)
@@ -178,7 +178,7 @@ def _warn_waiting_for_data(waits: Sequence[Measured]) -> Diagnostic:
         where=_describe_configurations(waits),
         loader_ms=None if slowest is None else 1000 * (slowest.loader_time or 0.0),
         step_ms=None if slowest is None else 1000 * (slowest.cached_time or 0.0),
-        slowest="" if slowest is None else describe_probe_place(slowest.nodes, slowest.local_batch),
+        slowest="" if slowest is None else describe_probe_configuration(slowest.nodes, slowest.local_batch),
     )
 
 

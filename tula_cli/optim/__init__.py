@@ -10,8 +10,8 @@ from .ags import (
     SmallBatch,
     Static,
     TulaOptimizer,
-    advice,
-    configured,
+    configure_ags,
+    explain_small_effect,
 )
 from .orthogonal import Ortho
 
@@ -25,6 +25,6 @@ __all__ = [
     "SmallBatch",
     "Static",
     "TulaOptimizer",
-    "advice",
-    "configured",
+    "configure_ags",
+    "explain_small_effect",
 ]

@@ -2,7 +2,7 @@
 
 In the loop, between `backward()` and the step::
 
-    if opt.wants_small_batch:
+    if opt.needs_small_batch:
         opt.small_batch(lambda n: loss_fn(ddp.module(x[:n]), y[:n]))
     opt.step()
 
@@ -36,6 +36,7 @@ from .gradient_stats import (
     compute_factor_limit,
     compute_gradient_change,
     compute_local_factors,
+    compute_squared_norm,
     compute_tensor_factors,
     get_accumulation_dtype,
     group_by_dtype,
@@ -43,7 +44,6 @@ from .gradient_stats import (
     scale_update,
     select_,
     smooth_factors,
-    squared_norm,
 )
 from .sharding import compute_sharded_gradients, get_local_shard
 from .wrapper import (
@@ -124,13 +124,13 @@ class Gate:
             dist.broadcast(square, 0)
         rise = compute_gradient_change(square, self.square)
         change = rise.abs()
-        calm = change < self.delta
-        self.scaled = calm if has_factors else torch.zeros_like(calm)
-        self._count(rise, self.scaled)
+        should_scale = change < self.delta
+        self.scaled = should_scale if has_factors else torch.zeros_like(should_scale)
+        self._count_jumps(rise, self.scaled)
         self.square, self.change = square, change
-        return calm
+        return should_scale
 
-    def _count(self, rise: Tensor, scaled: Tensor) -> None:
+    def _count_jumps(self, rise: Tensor, scaled: Tensor) -> None:
         if self.square is None:  # the first step has no predecessor
             up = down = torch.zeros_like(scaled)
         else:
@@ -212,7 +212,7 @@ class Schedule:
         return self.steps is not None
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether the coming step refreshes the factors.
 
         Raises:
@@ -331,7 +331,7 @@ def compute_small_batch_gradients(
 
 def are_finite(grads: Sequence[Tensor]) -> Tensor:
     """Return whether all values of the gradients (at least one) are finite, 0-dim, bool, on the device."""
-    return squared_norm(grads).isfinite()
+    return compute_squared_norm(grads).isfinite()
 
 
 @contextmanager
@@ -416,7 +416,7 @@ def _average_over_ranks(
     for indices in group_by_dtype(params).values():
         group = [params[i] for i in indices]
         flat = _pack_gradients([grads[i] for i in indices], group, counts[rank] / sum(counts))
-        _reduce_(flat, counts)
+        _sum_over_ranks_(flat, counts)
         used = flat[: len(group)].tolist()
         pieces = flat[len(group) :].split_with_sizes([p.numel() for p in group])
         for index, param, piece, weight in zip(indices, group, pieces, used, strict=True):
@@ -445,7 +445,7 @@ def _unflatten_like(piece: Tensor, param: Tensor) -> Tensor:
     return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride())
 
 
-def _reduce_(flat: Tensor, counts: Sequence[int]) -> None:
+def _sum_over_ranks_(flat: Tensor, counts: Sequence[int]) -> None:
     sources = [rank for rank, n in enumerate(counts) if n]
     if len(sources) == 1:
         dist.broadcast(flat, sources[0])
@@ -531,11 +531,13 @@ class Setup:
 
     def compute_norms(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return the l2 norm of each gradient, 0-dim, equal on all ranks; with shards every rank must call this."""
-        return sharding.compute_sharded_norms(grads) if self.sharded else gradient_stats.norms(grads)
+        return sharding.compute_sharded_norms(grads) if self.sharded else gradient_stats.compute_norms(grads)
 
     def compute_squared_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the squared l2 norm over all gradients together, 0-dim, likewise."""
-        return sharding.compute_sharded_squared_norm(grads) if self.sharded else gradient_stats.squared_norm(grads)
+        return (
+            sharding.compute_sharded_squared_norm(grads) if self.sharded else gradient_stats.compute_squared_norm(grads)
+        )
 
     def compute_small_batch_gradients(
         self, loss: SmallLoss, params: Sequence[Tensor], *, turn: int, step: int, scaler: torch.amp.GradScaler | None
@@ -611,7 +613,7 @@ class Factors(ABC):
 
     @property
     @abstractmethod
-    def ready(self) -> bool:
+    def has_factors(self) -> bool:
         """Whether factors exist."""
 
     @abstractmethod
@@ -646,22 +648,22 @@ class Factors(ABC):
     # ---- the refresh
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether the coming step refreshes the factors."""
         return False
 
     @property
-    def wants_small_batch(self) -> bool:
+    def needs_small_batch(self) -> bool:
         """Whether a small batch must be computed before the coming step."""
         return False
 
     def start_epoch(self, steps: int, *, rest: bool | None) -> None:  # noqa: B027
         """Start an epoch, or the rest of one; as `TulaOptimizer.start_epoch`."""
 
-    def refresh_soon(self) -> None:  # noqa: B027
+    def request_refresh(self) -> None:  # noqa: B027
         """Make the coming step a refresh."""
 
-    def take_small_batch(  # noqa: B027
+    def stage_small_batch_gradients(  # noqa: B027
         self, loss: SmallLoss, params: Sequence[Tensor], *, step: int, scaler: torch.amp.GradScaler | None
     ) -> None:
         """Compute the small batch's gradients of these parameters (lines 13 and 14).
@@ -723,34 +725,34 @@ class Static(Factors):
         self.factor = factor
 
     @property
-    def _number(self) -> float:
+    def _constant_factor(self) -> float:
         return max(1.0, self.setup.limit) if self.factor is None else self.factor
 
     @property
     def mean(self) -> float:
-        return self._number
+        return self._constant_factor
 
     @property
     def identity(self) -> str | None:
-        return "AGS does not change the gradients, because the factor is 1" if self._number == 1 else None
+        return "AGS does not change the gradients, because the factor is 1" if self._constant_factor == 1 else None
 
     @property
     def bounds(self) -> Bounds:
         """The interval between the factor and 1, the factor of steps that are not scaled."""
-        return Bounds(min(1.0, self._number), max(1.0, self._number))
+        return Bounds(min(1.0, self._constant_factor), max(1.0, self._constant_factor))
 
     @property
-    def ready(self) -> bool:
+    def has_factors(self) -> bool:
         return True
 
     def get_factors(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         kinds = {p: (p.device, get_accumulation_dtype(p.dtype)) for p in params}
         # full(), because tensor() would wait for the device
-        common = {k: torch.full((), self._number, device=k[0], dtype=k[1]) for k in set(kinds.values())}
+        common = {k: torch.full((), self._constant_factor, device=k[0], dtype=k[1]) for k in set(kinds.values())}
         return {p: common[kind] for p, kind in kinds.items()}
 
     def report(self) -> dict[str, float]:
-        return {"factors": 1.0, "mean": self._number, "at_cap": 0.0, "at_floor": 0.0}
+        return {"factors": 1.0, "mean": self._constant_factor, "at_cap": 0.0, "at_floor": 0.0}
 
 
 class SmallBatch(Factors):
@@ -798,7 +800,7 @@ class SmallBatch(Factors):
         self._next_factors: dict[Tensor, Tensor] | None = None
         self._staged: dict[Tensor, Tensor] | None = None
         self._finite: Tensor | None = None  # whether `_staged` is finite, 0-dim, bool; None without gradients
-        self._small_batch_taken = self._warned = False
+        self._small_batch_staged = self._warned = False
 
     def bind(self, setup: Setup) -> None:
         super().bind(setup)
@@ -825,7 +827,7 @@ class SmallBatch(Factors):
         return Bounds(self.s_min, self.limit)
 
     @property
-    def ready(self) -> bool:
+    def has_factors(self) -> bool:
         return bool(self._factor)
 
     @property
@@ -833,41 +835,41 @@ class SmallBatch(Factors):
         return list(self._factor.values())
 
     @property
-    def due(self) -> bool:
-        return self.identity is None and self.schedule.due
+    def is_due(self) -> bool:
+        return self.identity is None and self.schedule.is_due
 
     @property
-    def wants_small_batch(self) -> bool:
-        return self.reads_b_small and self.due
+    def needs_small_batch(self) -> bool:
+        return self.reads_b_small and self.is_due
 
     def change_setup(self, setup: Setup) -> None:
         super().change_setup(setup)
         self.discard_pending()
         self._factor = {}
         self.schedule.restart()
-        self.refresh_soon()
+        self.request_refresh()
 
     def start_epoch(self, steps: int, *, rest: bool | None) -> None:
         self.schedule.start(steps, rest=rest)
 
-    def refresh_soon(self) -> None:
+    def request_refresh(self) -> None:
         self.schedule.request_refresh()
 
     def get_factors(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         return {p: self._factor[p] for p in params if p in self._factor}
 
-    def take_small_batch(
+    def stage_small_batch_gradients(
         self, loss: SmallLoss, params: Sequence[Tensor], *, step: int, scaler: torch.amp.GradScaler | None
     ) -> None:
         self.discard_pending()
-        self._small_batch_taken = True
+        self._small_batch_staged = True
         grads = self.setup.compute_small_batch_gradients(loss, params, turn=self.n_refresh, step=step, scaler=scaler)
         staged = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
         if self.per == "tensor":  # only the norms are needed, so the gradients are freed at once
             staged = dict(zip(staged, self.setup.compute_norms(list(staged.values())), strict=True))
         self._finite = are_finite(list(staged.values())) if staged else None
         # A refresh at every step does not wait for the device: `_replace_non_finite` keeps the previous factors.
-        if self._each_step or self._finite is None or bool(self._finite):
+        if self._refreshes_each_step or self._finite is None or bool(self._finite):
             self._staged = staged
 
     def refresh_factors(self, grads: Mapping[Tensor, Tensor]) -> None:
@@ -900,12 +902,12 @@ class SmallBatch(Factors):
         return computed
 
     @property
-    def _each_step(self) -> bool:
+    def _refreshes_each_step(self) -> bool:
         return self.refresh == 1
 
     def _replace_non_finite(self, params: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
         """Return the previous factors (1 without any) in place of factors of a gradient that is not finite."""
-        if not self._each_step or self._finite is None:
+        if not self._refreshes_each_step or self._finite is None:
             return list(factors)
         previous = [
             self._factor[p] if p in self._factor else s.new_ones(()) for p, s in zip(params, factors, strict=True)
@@ -913,10 +915,10 @@ class SmallBatch(Factors):
         return select_(factors, previous, self._finite)
 
     def finish_step(self) -> None:
-        if self.due and not self._small_batch_taken and not self._warned:
+        if self.is_due and not self._small_batch_staged and not self._warned:
             self._warned = True
             warnings.warn(
-                f"an AGS refresh was due, but {self._missing_input}: the factors are not changed",
+                f"an AGS refresh was due, but {self._describe_missing_input}: the factors are not changed",
                 MissedRefreshWarning,
                 stacklevel=2,
             )
@@ -929,12 +931,12 @@ class SmallBatch(Factors):
             self.schedule.count_step(refreshed=factors is not None)
 
     @property
-    def _missing_input(self) -> str:
+    def _describe_missing_input(self) -> str:
         return "small_batch() was not called"
 
     def discard_pending(self) -> None:
         self._staged = self._next_factors = self._finite = None
-        self._small_batch_taken = False
+        self._small_batch_staged = False
 
     def memory(self) -> int:
         params = [
@@ -947,7 +949,7 @@ class SmallBatch(Factors):
     def report(self) -> dict[str, float]:
         total, cap, floor, mean = 0, 0, 0, 0.0
         for factor in self._factor.values():
-            low, high = self.bounds.rounded(factor.dtype)
+            low, high = self.bounds.round_inwards(factor.dtype)
             total += factor.numel()
             mean += float(factor.double().sum())
             cap += int((factor >= high).sum())
@@ -1011,7 +1013,7 @@ class LocalNorms(SmallBatch):
         if ddp is None or setup.world == 1:
             return
         schedule = self.schedule  # the listener must not keep the DDP alive
-        self._listener = NormListener(lambda: not schedule.has_known_length or schedule.due)
+        self._listener = NormListener(lambda: not schedule.has_known_length or schedule.is_due)
         try:
             add_listener(ddp, self._listener)
         except RuntimeError as error:
@@ -1030,15 +1032,15 @@ class LocalNorms(SmallBatch):
         norms = self._listener.pop_norms()
         if norms is None:
             return None
-        self._small_batch_taken = True
+        self._small_batch_staged = True
         params, small, large = norms
         previous = torch.stack([self._factor.get(p, small.new_ones(())).to(small) for p in params])
         factors = compute_local_factors(small, large, previous, self.bounds).unbind()
         return {p: s.to(p.device) for p, s in zip(params, factors, strict=True) if p in grads}
 
     @property
-    def _missing_input(self) -> str:
-        return super()._missing_input if self._listener is None else "no gradient came through DDP"
+    def _describe_missing_input(self) -> str:
+        return super()._describe_missing_input if self._listener is None else "no gradient came through DDP"
 
     def discard_pending(self) -> None:
         super().discard_pending()
@@ -1063,7 +1065,7 @@ def _has_sync_batch_norm(model: nn.Module) -> bool:
 Target = Literal["gradient", "update"]
 
 
-class Configured(TypedDict):
+class AgsArguments(TypedDict):
     """Arguments for one TulaOptimizer; factors and gate hold its state."""
 
     factors: Factors
@@ -1071,8 +1073,8 @@ class Configured(TypedDict):
     apply_to: Target
 
 
-def configured(settings: Mapping[str, Any]) -> Configured:
-    """Return new factors and a new gate: `TulaOptimizer(base, model=ddp, b_large=1024, **configured(AGS_PRESETS["robust"]))`.
+def configure_ags(settings: Mapping[str, Any]) -> AgsArguments:
+    """Return new factors and a new gate: `TulaOptimizer(base, model=ddp, b_large=1024, **configure_ags(AGS_PRESETS["robust"]))`.
 
     Args:
         settings: all settings of a preset (`tula_cli/presets.py`).
@@ -1180,7 +1182,7 @@ class TulaOptimizer(Wrapper):
         check_base_can_be_scaled(base, of_gradients=apply_to == "gradient")
         check_model_has_parameters_of_base(base, model)
         self.apply_to, self.max_grad_norm = apply_to, max_grad_norm
-        usual = configured(AGS_PRESETS[preset])
+        usual = configure_ags(AGS_PRESETS[preset])
         self.factors, self.gate = factors or usual["factors"], gate or usual["gate"]
         self.factors.bind(self.setup)
         self.gate.bind(self.setup.world)
@@ -1207,7 +1209,7 @@ class TulaOptimizer(Wrapper):
         return self.factors.identity
 
     @property
-    def wants_small_batch(self) -> bool:
+    def needs_small_batch(self) -> bool:
         """Whether `small_batch` must be called before the coming step, because that step refreshes the factors.
 
         A refresh that failed (a skipped step, a gradient that is not finite) is repeated at the next step.
@@ -1215,7 +1217,7 @@ class TulaOptimizer(Wrapper):
         Raises:
             RuntimeError: factors are refreshed at the end of epochs, and the number of steps of this epoch is unknown.
         """
-        return self.factors.wants_small_batch
+        return self.factors.needs_small_batch
 
     def start_epoch(self, steps: int, *, rest: bool | None = None) -> None:
         """Set the number of optimizer steps of the coming epoch, or of its rest after a resume.
@@ -1257,17 +1259,17 @@ class TulaOptimizer(Wrapper):
         self.gate.reset()
         self.factors.change_setup(new)
 
-    def refresh_soon(self) -> None:
+    def request_refresh(self) -> None:
         """Make the coming step a refresh, for AGS that starts in the middle of a training.
 
         Without it the first epoch, or the first k steps, would equal the base optimizer's.
         """
-        self.factors.refresh_soon()
+        self.factors.request_refresh()
 
     def small_batch(self, loss: SmallLoss, *, scaler: torch.amp.GradScaler | None = None) -> None:
         """Compute the small batch's gradients (lines 13 and 14), from which the coming step computes new factors.
 
-        Call it on every rank after `backward()` if `wants_small_batch` is true. Buffers, random generators, modes and
+        Call it on every rank after `backward()` if `needs_small_batch` is true. Buffers, random generators, modes and
         `.grad` are left unchanged. If a gradient is not finite on any rank, the refresh is postponed on all ranks.
 
         Args:
@@ -1276,12 +1278,12 @@ class TulaOptimizer(Wrapper):
             scaler: the GradScaler of the loop; it scales the loss, and the gradients are divided by the scale.
 
         Raises:
-            RuntimeError: `wants_small_batch` is false.
+            RuntimeError: `needs_small_batch` is false.
         """
-        if not self.wants_small_batch:
-            raise RuntimeError("call small_batch() only in steps in which wants_small_batch is true")
+        if not self.needs_small_batch:
+            raise RuntimeError("call small_batch() only in steps in which needs_small_batch is true")
         params = [p for p, g in self._select_scaled(self._get_gradients()).items() if not g.is_sparse]
-        self.factors.take_small_batch(loss, params, step=self._n_steps, scaler=scaler)
+        self.factors.stage_small_batch_gradients(loss, params, step=self._n_steps, scaler=scaler)
 
     def _discard_pending(self) -> None:
         self.factors.discard_pending()
@@ -1302,17 +1304,17 @@ class TulaOptimizer(Wrapper):
         Raises:
             RuntimeError: the number of steps of this epoch is unknown, or the gate finds that the ranks differ.
         """
-        due = self.factors.due
+        due = self.factors.is_due
         grads = self._get_gradients()
-        calm = self._decide_and_refresh(grads, due) if grads and self.identity is None else None
-        used = {} if calm is None else self._get_factors(grads)
-        if calm is not None and self.apply_to == "gradient":
-            scale_([grads[p] for p in used], list(used.values()), calm)
+        should_scale = self._decide_and_refresh(grads, due) if grads and self.identity is None else None
+        used = {} if should_scale is None else self._get_factors(grads)
+        if should_scale is not None and self.apply_to == "gradient":
+            scale_([grads[p] for p in used], list(used.values()), should_scale)
         if self.max_grad_norm is not None and grads:
             clip_(
                 list(grads.values()), self.max_grad_norm, square=self.setup.compute_squared_norm(list(grads.values()))
             )
-        with self._scale_update(used, calm):
+        with self._scale_update(used, should_scale):
             yield
         self.factors.finish_step()
         self._n_steps += 1
@@ -1326,10 +1328,12 @@ class TulaOptimizer(Wrapper):
 
     def _decide_and_refresh(self, grads: dict[Tensor, Tensor], due: bool) -> Tensor:
         """Return whether to scale this step (line 5), and compute the factors of the next if due (line 10)."""
-        calm = self.gate.decide(self.setup.compute_squared_norm(list(grads.values())), has_factors=self.factors.ready)
+        should_scale = self.gate.decide(
+            self.setup.compute_squared_norm(list(grads.values())), has_factors=self.factors.has_factors
+        )
         if due:
             self.factors.refresh_factors(self._select_scaled(grads))
-        return calm
+        return should_scale
 
     def _get_factors(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return the factor of each parameter that has one and a dense gradient."""
@@ -1339,10 +1343,10 @@ class TulaOptimizer(Wrapper):
             warnings.warn("AGS counts sparse gradients in the norm but does not scale them", stacklevel=2)
         return self.factors.get_factors([p for p in dense if p not in self.setup.excluded])
 
-    def _scale_update(self, used: dict[Tensor, Tensor], calm: Tensor | None) -> AbstractContextManager[None]:
-        if calm is None or self.apply_to == "gradient":
+    def _scale_update(self, used: dict[Tensor, Tensor], should_scale: Tensor | None) -> AbstractContextManager[None]:
+        if should_scale is None or self.apply_to == "gradient":
             return nullcontext()
-        return scale_update([get_local_shard(p) for p in used], list(used.values()), calm)
+        return scale_update([get_local_shard(p) for p in used], list(used.values()), should_scale)
 
     # ---- checkpoints
 
@@ -1445,10 +1449,10 @@ def _check_version(ags: Mapping[str, Any]) -> None:
 
 # --- Advice for settings that do not suit a training
 
-FEW_SCALED, MANY_AT_FLOOR = 0.2, 0.3
+MIN_SHARE_SCALED, MAX_SHARE_AT_FLOOR = 0.2, 0.3
 
 
-def advice(report: Mapping[str, float]) -> dict[str, str]:
+def explain_small_effect(report: Mapping[str, float]) -> dict[str, str]:
     """Return why AGS has little effect, from `TulaOptimizer.report()`: the name of a number of the report -> a sentence.
 
     That is the case if the gate left more than 80 % of the steps unscaled, or if more than 30 % of the factors are at their
@@ -1458,12 +1462,12 @@ def advice(report: Mapping[str, float]) -> dict[str, str]:
         return {}
     sentences = {}
     shut = report["jumps_up"] + report["jumps_down"]
-    if shut > 1 - FEW_SCALED:
+    if shut > 1 - MIN_SHARE_SCALED:
         sentences["scaled"] = (
             f"AGS scaled only {100 * report['scaled']:.0f} % of {report['steps']:.0f} steps, because in {100 * shut:.0f} % of the steps the gradient norm"
             ' changed by more than delta allows. Increase delta, or use the preset "robust", which has no limit on this change'
         )
-    if report["at_floor"] > MANY_AT_FLOOR:
+    if report["at_floor"] > MAX_SHARE_AT_FLOOR:
         sentences["at_floor"] = (
             f"{100 * report['at_floor']:.0f} % of the AGS factors are at their lower bound s_min, so the weights with these factors hardly change,"
             ' because the small batch has no gradient for them. Use one factor per tensor (granularity "tensor"), or a larger b_small'

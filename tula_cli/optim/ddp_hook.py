@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from .gradient_stats import norms
+from .gradient_stats import compute_norms
 
 # --- The hook
 #
@@ -94,7 +94,7 @@ def _finish_reduction(gradient: Tensor, after: list[Callable[[], None]]) -> torc
 
 
 @dataclass
-class _Bucket:
+class _BucketNorms:
     params: list[Tensor]
     local: Tensor  # (n,): squared norms of this rank's gradients
     averaged: Tensor | None = None  # the same after the reduction
@@ -111,13 +111,13 @@ class NormListener:
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self._wanted = wanted
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[int, _BucketNorms] = {}
 
     def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
         if not self._wanted() or bucket.buffer().is_sparse:
             return None
         grads = bucket.gradients()
-        seen = self._buckets[bucket.index()] = _Bucket(bucket.parameters(), _compute_squares(grads))
+        seen = self._buckets[bucket.index()] = _BucketNorms(bucket.parameters(), _compute_squares(grads))
 
         def after() -> None:
             seen.averaged = _compute_squares(grads)
@@ -149,7 +149,7 @@ class NormListener:
 
 
 def _compute_squares(grads: list[Tensor]) -> Tensor:
-    return torch.stack(norms(grads)).square()
+    return torch.stack(compute_norms(grads)).square()
 
 
 def _record_stream(averaged: Tensor | None) -> Tensor:

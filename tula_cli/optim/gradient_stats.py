@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def on_device(tensor: Tensor) -> bool:
+def is_on_accelerator(tensor: Tensor) -> bool:
     """Return whether the host would have to wait for a device to read this tensor."""
     return tensor.device.type != "cpu"
 
@@ -22,7 +22,7 @@ def on_device(tensor: Tensor) -> bool:
 # Pure functions over lists of tensors: no state, no communication, no host synchronisation. Sources are Eq. 5 and
 # Algorithm 1 of the Tula paper.
 
-PART = 1 << 18
+CPU_PART_ELEMENTS = 1 << 18
 """Elements of a gradient that the CPU processes at a time, so that they stay in its caches over several operations."""
 
 
@@ -32,7 +32,7 @@ class Bounds(NamedTuple):
     low: float
     high: float
 
-    def rounded(self, dtype: torch.dtype) -> Bounds:
+    def round_inwards(self, dtype: torch.dtype) -> Bounds:
         """Return the bounds as numbers of `dtype`, rounded inwards so that no stored factor leaves the interval."""
         return _round_bounds_inwards(self, dtype)
 
@@ -60,7 +60,7 @@ def group_by_dtype(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.
     return groups
 
 
-def norms(grads: Sequence[Tensor]) -> list[Tensor]:
+def compute_norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the l2 norm of each gradient, in the given order: 0-dim tensors, float32 (float64 for float64 gradients).
 
     A sparse gradient is coalesced first, since its duplicate indices add up.
@@ -74,7 +74,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
-def squared_norm(grads: Sequence[Tensor]) -> Tensor:
+def compute_squared_norm(grads: Sequence[Tensor]) -> Tensor:
     """Return |G|^2, the squared l2 norm over all gradients together (Eq. 5).
 
     Dense and sparse gradients, several dtypes and devices may be mixed. Returns a 0-dim tensor on the device of the
@@ -84,9 +84,9 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
         ValueError: there is no gradient.
     """
     if not grads:
-        raise ValueError("squared_norm needs at least one gradient")
+        raise ValueError("compute_squared_norm needs at least one gradient")
     device = grads[0].device
-    return torch.stack([norm.to(device) for norm in norms(grads)]).square().sum()
+    return torch.stack([norm.to(device) for norm in compute_norms(grads)]).square().sum()
 
 
 def compute_gradient_change(now: Tensor, before: Tensor | None) -> Tensor:
@@ -126,7 +126,7 @@ def compute_element_factor(
     """
     result = small if overwrite and small.dtype == large.dtype else torch.empty_like(large)
     for part, s, g in zip(*_split_for_caches(result, small, large), strict=True):
-        part.copy_(_compute_ratio(s, g, eps, bounds.rounded(large.dtype)))
+        part.copy_(_compute_ratio(s, g, eps, bounds.round_inwards(large.dtype)))
     return result
 
 
@@ -142,7 +142,7 @@ def _split_for_caches(*tensors: Tensor) -> list[Sequence[Tensor]]:
     """Return views of tensors of one shape, on the CPU in parts that stay in its caches over several operations."""
     if not all(t.is_cpu and t.is_contiguous() for t in tensors):
         return [[t] for t in tensors]
-    return [t.view(-1).split(PART) for t in tensors]
+    return [t.view(-1).split(CPU_PART_ELEMENTS) for t in tensors]
 
 
 def compute_tensor_factors(
@@ -157,7 +157,7 @@ def compute_tensor_factors(
     Returns:
         0-dim tensors, float32 (float64 for float64 gradients).
     """
-    above, below, result = norms(small), norms(large), [torch.empty(0)] * len(small)
+    above, below, result = compute_norms(small), compute_norms(large), [torch.empty(0)] * len(small)
     for indices in group_by_dtype(below).values():
         ratio = torch.stack([above[i] for i in indices]) / (torch.stack([below[i] for i in indices]) + eps)
         for index, factor in zip(indices, _clamp_(ratio, bounds).unbind(), strict=True):
@@ -212,7 +212,7 @@ def clip_(grads: Sequence[Tensor], max_norm: float, *, square: Tensor | None = N
         max_norm: upper bound of the joint norm.
         square: squared joint norm over all shards; None: computed from `grads`.
     """
-    square = squared_norm(grads) if square is None else square
+    square = compute_squared_norm(grads) if square is None else square
     # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that clipping in the optimizer gives the same result
     shrink = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
     stored = [g._values() if g.is_sparse else g for g in grads]
@@ -221,35 +221,35 @@ def clip_(grads: Sequence[Tensor], max_norm: float, *, square: Tensor | None = N
 
 
 def _clamp_(ratio: Tensor, bounds: Bounds) -> Tensor:
-    low, high = bounds.rounded(ratio.dtype)
+    low, high = bounds.round_inwards(ratio.dtype)
     return ratio.nan_to_num_(nan=1.0, posinf=high).clamp_(low, high)
 
 
 # --- Multiplication by the factors (lines 5 to 8 of Algorithm 1)
 #
-# Each operation has two bit-identical versions: on the CPU the host reads `calm`; on a GPU the device evaluates it
+# Each operation has two bit-identical versions: on the CPU the host reads `should_scale`; on a GPU the device evaluates it
 # without synchronisation. Factors are 0-dim or have their tensor's shape; if all are the same 0-dim tensor, one
 # multiplication by it suffices.
 
-CHUNK = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20
 """Bytes of multipliers that exist at the same time; this limits the extra memory at the cost of a few more kernels."""
 
 
-def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """Multiply each tensor by its factor if `calm` (0-dim, bool) is true."""
-    (scale_on_device_ if on_device(calm) else scale_on_host_)(tensors, factors, calm)
+def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], should_scale: Tensor) -> None:
+    """Multiply each tensor by its factor if `should_scale` (0-dim, bool) is true."""
+    (scale_on_device_ if is_on_accelerator(should_scale) else scale_on_host_)(tensors, factors, should_scale)
 
 
-def scale_on_host_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """Multiply each tensor by its factor if `calm` (0-dim, bool) is true, which the host reads."""
-    if tensors and bool(calm):
+def scale_on_host_(tensors: Sequence[Tensor], factors: Sequence[Tensor], should_scale: Tensor) -> None:
+    """Multiply each tensor by its factor if `should_scale` (0-dim, bool) is true, which the host reads."""
+    if tensors and bool(should_scale):
         _multiply_(list(tensors), list(factors))
 
 
-def scale_on_device_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """Do the same as `scale_on_host_`, bit for bit, without waiting for the device; it needs memory of CHUNK or of one tensor."""
+def scale_on_device_(tensors: Sequence[Tensor], factors: Sequence[Tensor], should_scale: Tensor) -> None:
+    """Do the same as `scale_on_host_`, bit for bit, without waiting for the device; it needs memory of CHUNK_BYTES or of one tensor."""
     for (device, dtype), indices in group_by_dtype(factors).items():
-        flag = calm.to(device, dtype)
+        flag = should_scale.to(device, dtype)
         for chunk in chunk_indices(factors, indices):
             _multiply_([tensors[i] for i in chunk], _compute_multipliers([factors[i] for i in chunk], flag))
 
@@ -268,12 +268,12 @@ def _compute_multipliers(factors: list[Tensor], flag: Tensor) -> list[Tensor]:
 
 
 def chunk_indices(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the positions of successive tensors of at most CHUNK bytes together, or of a single larger one."""
+    """Yield the positions of successive tensors of at most CHUNK_BYTES bytes together, or of a single larger one."""
     chunk: list[int] = []
     size = 0
     for index in indices:
         bytes_ = factors[index].numel() * factors[index].element_size()
-        if chunk and size + bytes_ > CHUNK:
+        if chunk and size + bytes_ > CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
         chunk.append(index)
@@ -282,21 +282,21 @@ def chunk_indices(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator
 
 
 @contextmanager
-def scale_update(params: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> Iterator[None]:
-    """Scale the change of the parameters inside the context: w0 + s (w - w0) instead of w, if `calm` is true.
+def scale_update(params: Sequence[Tensor], factors: Sequence[Tensor], should_scale: Tensor) -> Iterator[None]:
+    """Scale the change of the parameters inside the context: w0 + s (w - w0) instead of w, if `should_scale` is true.
 
-    It needs a temporary copy of the parameters; on a GPU also two temporaries of CHUNK bytes, or of the largest tensor.
+    It needs a temporary copy of the parameters; on a GPU also two temporaries of CHUNK_BYTES bytes, or of the largest tensor.
     """
-    device = on_device(calm)
-    if not params or (not device and not bool(calm)):
+    device = is_on_accelerator(should_scale)
+    if not params or (not device and not bool(should_scale)):
         yield
         return
     before = copy_tensors(params)
     yield
     if device:
-        _stretch_on_device_(params, before, factors, calm)
+        _scale_change_on_device_(params, before, factors, should_scale)
     else:
-        _stretch_(list(params), before, list(factors))
+        _scale_change_(list(params), before, list(factors))
 
 
 def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -306,21 +306,23 @@ def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
-def _stretch_on_device_(
-    params: Sequence[Tensor], before: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor
+def _scale_change_on_device_(
+    params: Sequence[Tensor], before: Sequence[Tensor], factors: Sequence[Tensor], should_scale: Tensor
 ) -> None:
-    """Do the same as `_stretch_` if `calm` is true, without reading it, one chunk at a time."""
+    """Do the same as `_scale_change_` if `should_scale` is true, without reading it, one chunk at a time."""
     for (device, _), indices in group_by_dtype(params).items():
         for chunk in chunk_indices(params, indices):
             after, start, by = ([tensors[i] for i in chunk] for tensors in (params, before, factors))
-            _stretch_chunk_(after, start, by, calm.to(device))
+            _scale_chunk_change_(after, start, by, should_scale.to(device))
 
 
-def _stretch_chunk_(after: list[Tensor], before: list[Tensor], factors: list[Tensor], calm: Tensor) -> None:
+def _scale_chunk_change_(
+    after: list[Tensor], before: list[Tensor], factors: list[Tensor], should_scale: Tensor
+) -> None:
     kept, _ = _pack_tensors(after)
     moved, views = _pack_tensors(after)
-    _stretch_(views, before, factors)
-    torch.where(calm, moved, kept, out=moved)
+    _scale_change_(views, before, factors)
+    torch.where(should_scale, moved, kept, out=moved)
     torch._foreach_copy_(after, views)
 
 
@@ -336,7 +338,7 @@ def _pack_tensors(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return flat, views
 
 
-def _stretch_(after: list[Tensor], before: list[Tensor], factors: list[Tensor]) -> None:
+def _scale_change_(after: list[Tensor], before: list[Tensor], factors: list[Tensor]) -> None:
     torch._foreach_sub_(after, before)
     _multiply_(after, factors)
     torch._foreach_add_(after, before)

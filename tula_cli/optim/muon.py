@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .orthogonal import find_matrices
 from .wrapper import Optimizer
 
-ADAMW_SHARE = 0.1
+ADAMW_LR_RATIO = 0.1
 """Default of AdamW's learning rate as a multiple of Muon's, unless `adjust_lr_fn: match_rms_adamw` makes both equal."""
 
 
@@ -52,7 +52,7 @@ class MuonWithAdamW(Optimizer):
     ) -> None:
         if why := describe_missing_muon():
             raise ValueError(why)
-        ratio = 1.0 if muon.get("adjust_lr_fn") == "match_rms_adamw" else ADAMW_SHARE
+        ratio = 1.0 if muon.get("adjust_lr_fn") == "match_rms_adamw" else ADAMW_LR_RATIO
         adamw_arguments = {"lr": lr * ratio, "weight_decay": weight_decay, **(adamw or {})}
         matrix, vector = nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))
         self._muon = torch.optim.Muon([matrix], lr=lr, weight_decay=weight_decay, momentum=momentum, **muon)
@@ -70,7 +70,7 @@ class MuonWithAdamW(Optimizer):
         for inner, by_muon in ((self._muon, True), (self._adamw, False)):
             inner.param_groups = [group for group in self.param_groups if group["by_muon"] == by_muon]
             inner.state = self.state
-        with _as_matrices([p for group in self._muon.param_groups for p in group["params"]]):
+        with _reshape_to_matrices([p for group in self._muon.param_groups for p in group["params"]]):
             self._muon.step()
         self._adamw.step()
 
@@ -95,7 +95,7 @@ def split_parameters(params: Sequence[Any], model: nn.Module | None = None) -> l
 
 
 @contextmanager
-def _as_matrices(params: Sequence[Tensor]) -> Iterator[None]:
+def _reshape_to_matrices(params: Sequence[Tensor]) -> Iterator[None]:
     """Reshape weights and gradients of convolutions to matrices of (outputs, all else), which Muon requires."""
     shaped = [(p, p.data, p.grad) for p in params if p.ndim > 2 and p.grad is not None]
     for p, weight, grad in shaped:

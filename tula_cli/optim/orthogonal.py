@@ -15,9 +15,9 @@ from . import gradient_stats, sharding
 from .gradient_stats import chunk_indices, clip_, copy_tensors, get_accumulation_dtype, group_by_dtype
 from .wrapper import Wrapper, check_sharding, get_rank_and_world
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the odd polynomial that Muon iterates: steep at 0, and its values stay near 1 without converging."""
-ITERATIONS = 5
+NEWTON_SCHULZ_ITERATIONS = 5
 
 MAX_SHORTER_SIDE = 2048
 """Matrices with a longer shorter side get the base optimizer's step, as orthogonalising them would cost too much."""
@@ -34,11 +34,11 @@ NO_MATRIX_NAMES = frozenset(
 )
 """Words in the names of parameters that are added to inputs or looked up, and are not multiplied as matrices."""
 
-ALIGN_EVERY = 100
+BROADCAST_INTERVAL_STEPS = 100
 """Steps between two broadcasts of rank 0's matrices, as products may be rounded differently on other hardware."""
 
 
-REFUSED = {
+REFUSED_OPTIMIZERS = {
     "LBFGS": "evaluates its closure several times per step",
     "Muon": "already orthogonalises its steps",
     "MuonWithAdamW": "already orthogonalises its steps",
@@ -49,14 +49,16 @@ INDEPENDENT_OF_WEIGHTS = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop"}
 )
 """Classes of torch.optim whose update depends on the weights through weight decay alone."""
-COUPLED = INDEPENDENT_OF_WEIGHTS - {"AdamW"} | {"ASGD"}
+COUPLED_DECAY_CLASSES = INDEPENDENT_OF_WEIGHTS - {"AdamW"} | {"ASGD"}
 """Classes with weight decay as part of the gradient (L2), unless a group has `decoupled_weight_decay`."""
 
 
 def describe_why_not_orthogonalizable(base: torch.optim.Optimizer) -> str:
     """Return why the steps of an optimizer cannot be orthogonalised; empty if they can."""
     names = _list_class_names(base)
-    return next((f"{name.removesuffix('WithAdamW')} {why}" for name, why in REFUSED.items() if name in names), "")
+    return next(
+        (f"{name.removesuffix('WithAdamW')} {why}" for name, why in REFUSED_OPTIMIZERS.items() if name in names), ""
+    )
 
 
 def _list_class_names(instance: object) -> set[str]:
@@ -176,21 +178,21 @@ class Ortho(Wrapper):
             orthogonalize_(weights)
         torch._foreach_add_(weights, start)
         self._steps += 1
-        if self._steps % ALIGN_EVERY == 0:
-            self._align_state()
+        if self._steps % BROADCAST_INTERVAL_STEPS == 0:
+            self._broadcast_matrices()
 
     def _copy_decoupled_decays(self, weights_before: dict[int, Tensor]) -> list[tuple[list[Tensor], Any]]:
         """Return copies of weights and the factor by which decoupled weight decay multiplies them in this step."""
         result = []
         for group in self.param_groups:
             tensors = [weights_before[id(p)] for p in self._select_matrices(group) if id(p) in weights_before]
-            if tensors and group.get("weight_decay") and not self._is_coupled(group):
+            if tensors and group.get("weight_decay") and not self._has_coupled_decay(group):
                 result.append((tensors, 1 - group["lr"] * group["weight_decay"]))
         return result
 
-    def _is_coupled(self, group: dict[str, Any]) -> bool:
+    def _has_coupled_decay(self, group: dict[str, Any]) -> bool:
         names = _list_class_names(self.base)
-        return not group.get("decoupled_weight_decay", "AdamW" in names) and bool(names & COUPLED)
+        return not group.get("decoupled_weight_decay", "AdamW" in names) and bool(names & COUPLED_DECAY_CLASSES)
 
     def _add_coupled_decay(self) -> None:
         """Add weight decay to the gradients of matrices as the base optimizer would, since it sees zeros for weights."""
@@ -199,7 +201,7 @@ class Ortho(Wrapper):
                 group.get("weight_decay"),
                 [(p, p.grad) for p in self._select_matrices(group) if p.grad is not None],
             )
-            if pairs and decay and self._is_coupled(group):
+            if pairs and decay and self._has_coupled_decay(group):
                 params, grads = [p for p, _ in pairs], [grad for _, grad in pairs]
                 decayed = copy_tensors(grads)  # unlike a sum, a copy keeps the strides of dimensions of size 1
                 torch._foreach_add_(decayed, params, alpha=-decay if group["maximize"] else decay)
@@ -214,7 +216,7 @@ class Ortho(Wrapper):
         """Restore the state of a base optimizer, wrapped or not."""
         self.base.load_state_dict(state_dict)
 
-    def _align_state(self) -> None:
+    def _broadcast_matrices(self) -> None:
         if self._world > 1 and not self._sharded:
             for handle in [dist.broadcast(p, 0, async_op=True) for p in self.matrices()]:
                 assert handle is not None
@@ -251,7 +253,7 @@ def orthogonalize_(updates: Sequence[Tensor]) -> None:
     """
     for (_, dtype), indices in group_by_dtype(updates).items():
         selected = [updates[i] for i in indices]
-        device = gradient_stats.on_device(selected[0])
+        device = gradient_stats.is_on_accelerator(selected[0])
         lengths = torch._foreach_norm(selected, 2, dtype=get_accumulation_dtype(dtype))
         padding, most = (MAX_PADDING, MAX_BATCH_ELEMENTS[0]) if device else (1.0, MAX_BATCH_ELEMENTS[1])
         for batch in batch_matrices([_get_sides(u) for u in selected], padding=padding, most=most):
@@ -321,8 +323,8 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     """
     # Division by the Frobenius norm makes all singular values at most 1.
     work: Tensor = matrices / torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp_(min=1e-30)
-    a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = torch.bmm(work, work.mT)
         work = torch.baddbmm(work, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), work, beta=a)
     return work

@@ -47,7 +47,7 @@ def compute_sharded_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the l2 norm of each sharded tensor, 0-dim, equal on all ranks; every rank must call it."""
     if not parts:
         return []
-    mine = gradient_stats.norms(parts)
+    mine = gradient_stats.compute_norms(parts)
     squares = torch.stack([norm.to(mine[0]) for norm in mine]).square()
     dist.all_reduce(squares)
     return [norm.to(local_norm) for norm, local_norm in zip(squares.sqrt().unbind(), mine, strict=True)]
@@ -55,7 +55,7 @@ def compute_sharded_norms(parts: Sequence[Tensor]) -> list[Tensor]:
 
 def compute_sharded_squared_norm(parts: Sequence[Tensor]) -> Tensor:
     """Return the squared l2 norm over all sharded tensors together, 0-dim, likewise."""
-    square = gradient_stats.squared_norm(parts)
+    square = gradient_stats.compute_squared_norm(parts)
     dist.all_reduce(square)
     return square
 

@@ -19,13 +19,13 @@ from .sharding import is_sharded
 # --- Checks
 
 # With these classes no rank holds the averaged gradient of Eq. 5.
-SHARDING = frozenset(
+CLASSES_OF_SHARDS = frozenset(
     {"FullyShardedDataParallel", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
 )
 # Classes of fully_shard, which optimizers with `shares=True` support.
-SHARES = frozenset({"FSDPModule", "DTensor"})
+CLASSES_OF_FULLY_SHARD = frozenset({"FSDPModule", "DTensor"})
 # Arguments that may be None.
-OPTIONAL = frozenset({"available", "steps_per_epoch", "max_grad_norm", "factor"})
+OPTIONAL_ARGUMENTS = frozenset({"available", "steps_per_epoch", "max_grad_norm", "factor"})
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -49,17 +49,17 @@ def get_rank_and_world(model: nn.Module) -> tuple[int, int]:
 
 def require_whole_numbers(**arguments: object) -> None:
     """Raise a ValueError if an argument is not a whole number."""
-    _refuse_kind(Integral, "an integer", arguments)
+    _require_type(Integral, "an integer", arguments)
 
 
 def require_real_numbers(**arguments: object) -> None:
     """Raise a ValueError if an argument is not a number."""
-    _refuse_kind(Real, "a number", arguments)
+    _require_type(Real, "a number", arguments)
 
 
-def _refuse_kind(kind: type, words: str, arguments: Mapping[str, object]) -> None:
+def _require_type(kind: type, words: str, arguments: Mapping[str, object]) -> None:
     for name, value in arguments.items():
-        if (value is None and name in OPTIONAL) or (isinstance(value, kind) and not isinstance(value, bool)):
+        if (value is None and name in OPTIONAL_ARGUMENTS) or (isinstance(value, kind) and not isinstance(value, bool)):
             continue
         raise ValueError(f"{name} must be {words}, got {value!r}")
 
@@ -108,7 +108,7 @@ def check_sharding(
     """
     params = [p for group in base.param_groups for p in group["params"]]
     shares = shares and is_sharded(model) and all(_is_divided_among_all(p) for p in params)
-    refused = SHARDING - SHARES if shares else SHARDING
+    refused = CLASSES_OF_SHARDS - CLASSES_OF_FULLY_SHARD if shares else CLASSES_OF_SHARDS
     for instance in (base, *model.modules(), *params):
         if _list_class_names(instance) & refused:
             raise ValueError(

@@ -20,7 +20,7 @@ from tula_cli.spec.merge import apply_overrides, flatten_mapping
 from tula_cli.spec.old_keys import drop_removed_values
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.yaml_text import read_yaml
-from tula_cli.words import describe_part, make_relative_path
+from tula_cli.words import describe_node_type, make_relative_path
 
 _HARDWARE_SECTIONS = ("name", "cluster", "pricing", "search", "baseline", "export")
 """Sections of a job in which runs of one job may differ."""

@@ -25,7 +25,7 @@ from tula_cli.words import (
     format_bytes,
     format_count,
     format_number,
-    shorten_pair,
+    shorten_around_difference,
 )
 
 if TYPE_CHECKING:
@@ -461,7 +461,7 @@ def _list_causes(difference: RunDifference) -> Iterator[str]:
 
 def _describe_change(difference: FieldDifference) -> str:
     kind, unit = [*difference.about.removesuffix(")").split(" ("), ""][:2]
-    text_before, after = shorten_pair(
+    text_before, after = shorten_around_difference(
         format_value(difference.before), format_value(difference.after), _MAX_VALUE_LENGTH
     )
     return f"{kind} {text_before} -> {after}{f' {unit}' * bool(unit)}"

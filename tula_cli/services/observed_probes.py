@@ -25,7 +25,7 @@ from tula_cli.services.observe import list_jobs_of_script, measure_observed_job
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec
 from tula_cli.spec.signature import compute_measurement_signature
-from tula_cli.words import describe_probe_place, format_count
+from tula_cli.words import describe_probe_configuration, format_count
 
 
 def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = None) -> Work[None]:
@@ -85,7 +85,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
         known = run.read_result(result.id)
         if not isinstance(known, Measured) or known.measured_at < result.measured_at:
             run.write_result(result)
-    places = [describe_probe_place(result.nodes, result.local_batch) for result in reversed(results.values())]
+    places = [describe_probe_configuration(result.nodes, result.local_batch) for result in reversed(results.values())]
     yield Note(f"probes taken from observed jobs: {'; '.join(places)}")
 
 

@@ -518,7 +518,7 @@ def plan_variants(
         raise errors[0][1]
     for name, infeasible in errors:
         if name is not None:
-            yield WarningEvent(messages.part_left_out(part=describe_part(name), reason=infeasible.message))
+            yield WarningEvent(messages.part_left_out(part=describe_node_type(name), reason=infeasible.message))
     yield from (WarningEvent(warning) for _, plan in planned for warning in plan.code.warnings)
     return planned
 

@@ -50,7 +50,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.spec.workload import get_workload
-from tula_cli.words import escape_spreadsheet_cell, format_count, format_duration, is_too_wide, join_words
+from tula_cli.words import escape_spreadsheet_cell, format_count, format_duration, is_interval_too_wide, join_words
 
 if TYPE_CHECKING:
     from tula_cli.cluster.launcher import Launcher
@@ -655,7 +655,7 @@ def list_choice_warnings(
     if estimator.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
         yield messages.fit_error_unknown()
     low, high = chosen.hours_low, chosen.hours_high
-    if low is not None and high is not None and is_too_wide(low, high):
+    if low is not None and high is not None and is_interval_too_wide(low, high):
         yield messages.time_too_uncertain(low_hours=max(low, 0.0), high_hours=high)
     if chosen.further:
         yield messages.beyond_probed_nodes(

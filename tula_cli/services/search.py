@@ -21,7 +21,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.words import describe_probe_place
+from tula_cli.words import describe_probe_configuration
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.adaptive import Candidate
@@ -131,7 +131,7 @@ def choose_next_round(
         _group_candidates_by_nodes(spec, fitting or candidates).items(), whole_steps=whole_steps
     )
     if missing := [probe for probe in start if probe not in results_by_config]:
-        reason = f"initial probes: {'; '.join(describe_probe_place(*probe) for probe in missing)}"
+        reason = f"initial probes: {'; '.join(describe_probe_configuration(*probe) for probe in missing)}"
         return Round(group_probes_by_nodes(missing), (reason,), "")
     estimator = Estimator.fit(
         spec,

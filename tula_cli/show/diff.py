@@ -12,7 +12,7 @@ from tula_cli.words import (
     format_number,
     format_size,
     make_relative_path,
-    shorten_pair,
+    shorten_around_difference,
 )
 
 if TYPE_CHECKING:

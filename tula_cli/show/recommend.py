@@ -19,7 +19,7 @@ from tula_cli.words import (
     format_number,
     format_percent,
     format_size,
-    is_too_wide,
+    is_interval_too_wide,
 )
 
 if TYPE_CHECKING:

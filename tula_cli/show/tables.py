@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.words import (
     describe_configuration,
-    describe_part,
+    describe_node_type,
     format_count,
     format_duration,
     format_moment,
@@ -167,7 +167,7 @@ def render_by_type(
     for index, (name, part) in enumerate(parts_by_name.items()):
         if name is not None:
             yield from () if index == 0 else ("",)
-            yield style_text(describe_part(name), "bold")
+            yield style_text(describe_node_type(name), "bold")
         yield from describe(part)
 
 

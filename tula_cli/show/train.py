@@ -15,7 +15,7 @@ from tula_cli.words import (
     format_duration,
     format_number,
     format_percent,
-    is_too_wide,
+    is_interval_too_wide,
     make_relative_path,
 )
 
@@ -187,7 +187,7 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         yield "train.early_stopping may end the training earlier; times and costs are for all epochs"
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
-    wide = ", too uncertain for a decision" * is_too_wide(predicted.hours_low, at_most)
+    wide = ", too uncertain for a decision" * is_interval_too_wide(predicted.hours_low, at_most)
     high = "" if at_most is None else f" (90 % interval up to {format_duration(3600 * at_most)}{wide})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
     energy = "" if predicted.kwh is None else f", {format_number(predicted.kwh)} kWh"

@@ -120,7 +120,7 @@ def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
     )
     trainer = worker_measure_probe._build_trainer(probe_task(job, 64), alone, build_datasets(job), local_batch=64)
     worker_measure_probe._run_warm_up(trainer, worker_measure_probe.repeat_steps(trainer))
-    assert trainer.scaler.get_scale() < 2.0**29 and trainer.ags is not None and trainer.ags.factors.ready
+    assert trainer.scaler.get_scale() < 2.0**29 and trainer.ags is not None and trainer.ags.factors.has_factors
 
 
 def test_a_training_that_diverges_in_its_first_steps_is_not_measured(alone: Ranks, run: RunDir) -> None:

@@ -80,7 +80,7 @@ def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     then.parallel.module.load_state_dict(first.parallel.module.state_dict())
     then.base.load_state_dict(first.optimizer.state_dict())
     if then.ags:
-        then.ags.refresh_soon()
+        then.ags.request_refresh()
     then.move_to(first.position)
     then.lr_factor = lambda epoch: self_tuning.compute_lr_factor(arm, epoch, start=1)
     list(worker_train_loop.run_steps(then))

@@ -259,7 +259,9 @@ class TrainingMonitor(ScriptMonitor):
     program: "ScriptTraining"
     leads: bool = False
     _next_row: float = 0.0
-    _next_print: float = words.compute_log_pause(0.0)  # seconds after the start of the next progress line
+    _next_print: float = words.compute_seconds_to_next_progress_line(
+        0.0
+    )  # seconds after the start of the next progress line
     _next_epoch: float = 0.0  # epoch at whose start a progress line is printed earlier
     _next_look: float = 0.0
     _began: float = field(default_factory=time.monotonic)
@@ -308,13 +310,16 @@ class TrainingMonitor(ScriptMonitor):
         age = time.monotonic() - self._began
         if row is None or (age < self._next_print and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
             return
-        self._next_print, self._next_epoch = age + words.compute_log_pause(age), math.floor(row["epoch"] or 0) + 1
+        self._next_print, self._next_epoch = (
+            age + words.compute_seconds_to_next_progress_line(age),
+            math.floor(row["epoch"] or 0) + 1,
+        )
         progress_text = words.describe_progress(
             epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], remaining=row["eta"],
         )  # fmt: skip
         with self.run.open_log(self.run.get_log_path(self.task.id, self.command.attempt)) as log:
-            log.write(f"{words.stamp_line(progress_text)}\n".encode())
+            log.write(f"{words.add_timestamp(progress_text)}\n".encode())
 
     @cached_property
     def _pace(self) -> "ScriptLevelDetector":

@@ -51,7 +51,7 @@ from tula_cli.words import (
     format_number,
     format_percent,
     get_first_line,
-    is_too_wide,
+    is_interval_too_wide,
     start_sentence,
 )
 
@@ -294,7 +294,7 @@ class ScalingPoint:
     @property
     def caveats(self) -> list[str]:
         low, high = self.row.step_low, self.row.step_high
-        names = ["interval_unknown"] * (low is None) + ["wide_interval"] * is_too_wide(low, high)
+        names = ["interval_unknown"] * (low is None) + ["wide_interval"] * is_interval_too_wide(low, high)
         if self.efficiency > HIGHEST_EFFICIENCY:
             return [*names, "efficiency_above_110"]
         return [*names, *["efficiency_above_100"] * (self.efficiency >= MARKED_EFFICIENCY)]

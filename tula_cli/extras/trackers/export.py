@@ -348,7 +348,7 @@ def export_run(
                 yield from session.update(active=is_active(session.run))
             if last:
                 break
-            if (now := time.monotonic()) - last_note >= words.compute_log_pause(now - began):
+            if (now := time.monotonic()) - last_note >= words.compute_seconds_to_next_progress_line(now - began):
                 last_note = now
                 yield Note("; ".join(map(_describe_count, sessions)))
             sleep(interval)

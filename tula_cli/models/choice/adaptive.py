@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, StepTimeFit
-from tula_cli.words import describe_probe_place, format_percent, join_words
+from tula_cli.words import describe_probe_configuration, format_percent, join_words
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -313,4 +313,4 @@ def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> 
 
 def _describe_probe_choice(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
     spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
-    return f"{describe_probe_place(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {100 * spread:.0f} %; a probe of this configuration is expected to improve the decisions by {100 * worth:.1f} %"
+    return f"{describe_probe_configuration(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {100 * spread:.0f} %; a probe of this configuration is expected to improve the decisions by {100 * worth:.1f} %"

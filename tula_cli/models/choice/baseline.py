@@ -34,7 +34,7 @@ from tula_cli.words import (
     format_duration,
     format_number,
     is_cost_in_node_hours,
-    is_too_wide,
+    is_interval_too_wide,
 )
 
 MAX_ABOUT_EQUAL = 0.10
@@ -301,7 +301,7 @@ def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, 
 def _describe_interval(row: Prediction) -> str:
     if row.hours_low is None or row.hours_high is None:
         return ""
-    wide = ", too uncertain for a decision" * is_too_wide(row.hours_low, row.hours_high)
+    wide = ", too uncertain for a decision" * is_interval_too_wide(row.hours_low, row.hours_high)
     return f"90 % interval: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{wide}."
 
 

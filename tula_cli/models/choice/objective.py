@@ -21,7 +21,7 @@ from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.step_time import StepTimeFit
 from tula_cli.query import QUANTITIES, Curve, Objective, Quantity, get_quantity
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.words import format_count, format_number, is_too_wide
+from tula_cli.words import format_count, format_number, is_interval_too_wide
 
 # --- The knee
 
@@ -337,7 +337,7 @@ def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Predicti
     """
     is_better = (rows["batch"] == chosen.batch) & (rows["hours"] <= chosen.hours) & (rows["cost"] < chosen.cost)
     better = [rows.prediction(place) for place in np.flatnonzero(is_better).tolist()]
-    certain = [row for row in better if not is_too_wide(row.hours_low, row.hours_high)]
+    certain = [row for row in better if not is_interval_too_wide(row.hours_low, row.hours_high)]
     return min(certain, key=lambda row: row.cost, default=chosen)
 
 

@@ -26,7 +26,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
 from tula_cli.models.time.noise import BLOCKS, Z90, compute_block_deviation, compute_trimmed_mean
-from tula_cli.words import describe_probe_place, format_count
+from tula_cli.words import describe_probe_configuration, format_count
 
 if TYPE_CHECKING:
     from statsmodels.regression.linear_model import RegressionResultsWrapper
@@ -830,7 +830,7 @@ class Observation:
         return None if spread is None else spread / self.seconds
 
     def __str__(self) -> str:
-        return describe_probe_place(self.nodes, self.local_batch)
+        return describe_probe_configuration(self.nodes, self.local_batch)
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class Measured(Record):
         step = sum(self.step_times) / len(self.step_times)
         configuration_text = words.describe_configuration(self.nodes, self.batch, self.local_batch)
         pace = f"{words.format_number(1000 * step)} ms per step, {words.format_number(self.batch / step)} samples/s"
-        return words.stamp_line(
+        return words.add_timestamp(
             f"measured {configuration_text}: {pace}, {words.format_bytes(self.memory.peak)} per GPU"
         )
 

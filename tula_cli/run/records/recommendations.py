@@ -15,7 +15,7 @@ from tula_cli.words import (
     format_count,
     format_duration,
     format_number,
-    is_too_wide,
+    is_interval_too_wide,
     join_words,
 )
 
@@ -188,7 +188,7 @@ class Caveats:
 
     def list_caveats(self, row: Prediction) -> tuple[str, ...]:
         """Return the caveats of a configuration, by the keys of `CAVEATS`."""
-        names = ["wide_interval"] * is_too_wide(row.hours_low, row.hours_high)
+        names = ["wide_interval"] * is_interval_too_wide(row.hours_low, row.hours_high)
         if _list_configuration_fields(row) != _list_configuration_fields(self._choice):
             intervals = _list_quantity_intervals(row)
             names += [
@@ -411,7 +411,7 @@ def _format_interval(low: float | None, high: float | None, divisor: float) -> s
     if low is None or high is None:
         return "unknown"
     ends = f"{format_number(3600 * low / divisor)} to {format_number(3600 * high / divisor)}"
-    return f"{ends} (too uncertain to decide by)" if is_too_wide(low, high) else ends
+    return f"{ends} (too uncertain to decide by)" if is_interval_too_wide(low, high) else ends
 
 
 class QueryLimits(Record):

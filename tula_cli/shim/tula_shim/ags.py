@@ -184,7 +184,7 @@ class AgsSteps:
         settings, library = self.settings, importlib.import_module(PACKAGE)
         if not self.plan.training:  # the last steps of a probe have no reductions, as planned
             warnings.simplefilter("ignore", library.MissedRefreshWarning)
-        made = library.configured({**settings["settings"], "apply_to": target})
+        made = library.configure_ags({**settings["settings"], "apply_to": target})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", library.IdentityWarning)  # reported as a note instead
             return library.TulaOptimizer(
@@ -259,7 +259,7 @@ class AgsSteps:
                 self._step.__exit__(None, None, None)
         self._step, self.rounds = None, 0
         self._taken += 1
-        refreshed = self.tula.factors.n_refresh > self._refreshes or not self._each_step
+        refreshed = self.tula.factors.n_refresh > self._refreshes or not self._refreshes_each_step
         self._refreshes = self.tula.factors.n_refresh
         self._without = 0 if refreshed else self._without + 1
         if self._without > (MOST_WITHOUT if self._refreshes else PATIENCE):
@@ -268,7 +268,7 @@ class AgsSteps:
             )
 
     @property
-    def _each_step(self) -> bool:
+    def _refreshes_each_step(self) -> bool:
         assert self.tula is not None
         return self.tula.identity is None and self.settings["settings"]["refresh"] == {"every": 1}
 
@@ -305,7 +305,7 @@ class AgsSteps:
     def compute_small_batch_gradient(self, loss: Callable[[int], Any]) -> None:
         """Compute the small batch's gradient if AGS needs it in this step (`TulaOptimizer.small_batch`)."""
         self.offered = True
-        if self.tula is not None and self.tula.wants_small_batch:
+        if self.tula is not None and self.tula.needs_small_batch:
             scalers = [scaler for reference in self.split.scalers if (scaler := reference()) is not None]
             self.tula.small_batch(
                 loss, scaler=next((candidate for candidate in scalers if candidate.is_enabled()), None)

@@ -654,7 +654,7 @@ def _measure_refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[
 def _run_step_with_refresh(trainer: Trainer, stream: Iterator[Step]) -> Step:
     """Take a step that refreshes the AGS factors; if it overflows, as fp16's first step may, the next one does."""
     if trainer.ags:
-        trainer.ags.refresh_soon()
+        trainer.ags.request_refresh()
     return next(stream)
 
 

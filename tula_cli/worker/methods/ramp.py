@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tula_cli.optim.orthogonal import REFUSED, describe_why_not_orthogonalizable
+from tula_cli.optim.orthogonal import REFUSED_OPTIMIZERS, describe_why_not_orthogonalizable
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.ortho import WithOrtho
 from tula_cli.worker.methods.plain import Configuration, Memory
@@ -29,7 +29,9 @@ class WithRamp(WithOrtho):
             super().check(spec, model, optimizer)
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
-        return Memory() if spec.optimizer.name in REFUSED else super().memory(spec, parameters, several=several)
+        return (
+            Memory() if spec.optimizer.name in REFUSED_OPTIMIZERS else super().memory(spec, parameters, several=several)
+        )
 
 
 METHOD = WithRamp

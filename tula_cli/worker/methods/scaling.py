@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import compute_small_batch_size
-from tula_cli.optim import TulaOptimizer, configured
-from tula_cli.optim.ags import Configured, IdentityWarning, count_samples_per_rank, find_embeddings
+from tula_cli.optim import TulaOptimizer, configure_ags
+from tula_cli.optim.ags import AgsArguments, IdentityWarning, count_samples_per_rank, find_embeddings
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.finetune import find_parameters
@@ -18,9 +18,9 @@ from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 from tula_cli.worker.parallel.sharding import Parallel
 
 
-def make_ags_arguments(ags: Ags, **changed: Any) -> Configured:
+def make_ags_arguments(ags: Ags, **changed: Any) -> AgsArguments:
     """Return new arguments for a TulaOptimizer; `changed` overrides settings of the section `ags`."""
-    return configured(ags.resolved().model_dump() | changed)
+    return configure_ags(ags.resolved().model_dump() | changed)
 
 
 def get_small_batch_limit(configuration: Configuration) -> int:
@@ -43,7 +43,7 @@ def list_excluded_parameters(model: nn.Module, ags: Ags) -> Iterable[nn.Paramete
 class Scaling(Plain):
     """Wraps the optimizer in a TulaOptimizer, configured by the section `ags`."""
 
-    def settings(self, ags: Ags, **changed: Any) -> Configured:
+    def settings(self, ags: Ags, **changed: Any) -> AgsArguments:
         """Return new arguments for a TulaOptimizer."""
         return make_ags_arguments(ags, **changed)
 
@@ -122,7 +122,7 @@ class Scaling(Plain):
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
         """Compare the gradient of a small batch with that of the large one, when Algorithm 1 requires it (line 10)."""
         ags = self.scaling(loop.optimizer)
-        if ags is None or not ags.wants_small_batch:
+        if ags is None or not ags.needs_small_batch:
             return False
         ags.small_batch(small_loss, scaler=loop.scaler)
         return not loop.spec.ags.resolved().refreshes_each_step

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from tula_cli.optim import Static
-from tula_cli.optim.ags import Configured
+from tula_cli.optim.ags import AgsArguments
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Memory
@@ -16,7 +16,7 @@ from tula_cli.worker.methods.scaling import Scaling, make_ags_arguments
 class StaticScaling(Scaling):
     """Gradient scaling with a constant factor that is known in advance."""
 
-    def settings(self, ags: Ags, **changed: Any) -> Configured:
+    def settings(self, ags: Ags, **changed: Any) -> AgsArguments:
         arguments = make_ags_arguments(ags, **changed)
         arguments["factors"] = Static(None if ags.factor == "auto" else ags.factor)
         return arguments

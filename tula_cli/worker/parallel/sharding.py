@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
-from tula_cli.optim.gradient_stats import squared_norm
+from tula_cli.optim.gradient_stats import compute_squared_norm
 from tula_cli.optim.sharding import compute_sharded_squared_norm
 from tula_cli.spec.sections import Train
 from tula_cli.worker.build.recompute import list_blocks
@@ -35,7 +35,7 @@ class Replicated(DistributedDataParallel):
 
     def compute_squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the squared norm of the averaged gradient, given this rank's gradients or shards."""
-        return squared_norm(gradients)
+        return compute_squared_norm(gradients)
 
     def release_gathered(self) -> None:
         """Release what forward passes without a backward pass have gathered: nothing."""

@@ -314,7 +314,7 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.optimizer.load_state_dict(state)
         return
     trainer.base.load_state_dict(state)
-    trainer.ags.refresh_soon()
+    trainer.ags.request_refresh()
 
 
 def _match_parameter_strides(optimizer: torch.optim.Optimizer) -> None:

@@ -104,7 +104,7 @@ class Diagnostics:
     def _update_factor_mean(self, ags: TulaOptimizer) -> None:
         """Update the mean of the factors that act from the coming step on, if the factors have changed."""
         factors = ags.factors
-        if not factors.ready:
+        if not factors.has_factors:
             self.factor, self.refreshes_seen = None, -1
         elif factors.n_refresh != self.refreshes_seen:
             self.factor, self.refreshes_seen = factors.mean, factors.n_refresh

@@ -14,7 +14,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.time.changes import Level, StepTimeDrift, describe_level_change, describe_step_change
 from tula_cli.models.time.noise import compute_trimmed_mean
-from tula_cli.optim import advice
+from tula_cli.optim import explain_small_effect
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, open_file, open_to_append, read_lines, write_atomic
 from tula_cli.run.records.recommendations import Prediction, StageSteps
@@ -25,12 +25,12 @@ from tula_cli.run.step_series import MAX_ROWS_UNJOINED, StepRow, format_rows, jo
 from tula_cli.run.training_run import TrainingRun, is_complete_row
 from tula_cli.spec.job import get_warmup_epochs
 from tula_cli.words import (
-    compute_log_pause,
+    add_timestamp,
+    compute_seconds_to_next_progress_line,
     describe_progress,
     format_count,
     format_duration,
     format_number,
-    stamp_line,
 )
 from tula_cli.worker import environment, messages
 from tula_cli.worker.build.batches import TokenCounter
@@ -238,7 +238,9 @@ class TrainingLog:
         self.changed = False  # whether a change of the step time was reported
         self.last_row = 0.0
         self.began = time.monotonic()
-        self.next_print = self.began + compute_log_pause(0.0)  # monotonic time of the next progress line
+        self.next_print = self.began + compute_seconds_to_next_progress_line(
+            0.0
+        )  # monotonic time of the next progress line
         self.unjudged: list[Mapping[str, float]] = []  # AGS reports of the newest epochs, until judged
         self.warned: set[str] = set()  # kinds of warnings that were already given
 
@@ -258,7 +260,7 @@ class TrainingLog:
     def _print(self, line: str) -> None:
         """Print a line to the job's log, which `tula logs` shows; rank 0 alone."""
         if self.trainer.ranks.is_first:
-            sys.stdout.write(f"{stamp_line(line)}\n")
+            sys.stdout.write(f"{add_timestamp(line)}\n")
             sys.stdout.flush()
 
     def start(self) -> None:
@@ -384,7 +386,7 @@ class TrainingLog:
 
     def _delay_next_print(self) -> None:
         """Delay the next line about steps, after a line that has reported the progress."""
-        self.next_print = time.monotonic() + compute_log_pause(time.monotonic() - self.began)
+        self.next_print = time.monotonic() + compute_seconds_to_next_progress_line(time.monotonic() - self.began)
 
     def _compute_token_rates(self, step_time: float) -> dict[str, float | None]:
         """Return the tokens per second over all GPUs and the share of padding; None if batches are not text."""
@@ -524,7 +526,7 @@ class TrainingLog:
             for name in ("scaled", "jumps_up", "jumps_down")
         }
         self.unjudged = []
-        for kind, message in advice({**ags, **shares, "steps": steps}).items():
+        for kind, message in explain_small_effect({**ags, **shares, "steps": steps}).items():
             if kind not in self.warned:
                 self.warned.add(kind)
                 self.warn(messages.ags_hardly_scales(text=message))

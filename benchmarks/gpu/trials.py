@@ -242,10 +242,10 @@ def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
     fixed = Fixed.of(spec, me, batch=batch)
     fixed.warm_up()
     step = fixed.step()
-    seconds = fixed.trainer.clock.seconds(step.start, step.end)
+    seconds = fixed.trainer.clock.measure_seconds(step.start, step.end)
     fixed.evaluate()
     fixed.trainer.clock.wait()
-    peak, reserved = meter.peak()
+    peak, reserved = meter.read_peak()
     ags = fixed.trainer.ags
     memory = split_memory(
         fixed.trainer.parallel.module,

@@ -70,7 +70,7 @@ def trained(name: str, me: Ranks, *, tiny: bool) -> dict[str, Any]:
     before = reserved(me)
     list(norms.watch(itertools.islice(stream, many), trainer.scaler))
     growth = reserved(me) - before
-    trainer.method.join(trainer)  # post-local SGD: the average of the replicas
+    trainer.method.synchronize_replicas(trainer)  # post-local SGD: the average of the replicas
     equal = len(set(me.gather(weights(trainer)))) == 1
     exposed = exposed_synchronisation(trainer, stream)
     steps = few + many

@@ -105,10 +105,10 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
     if len(probes) < 2:
         raise SystemExit(f"{model} {precision}: batch {small[len(probes)]} does not fit {capacity / 2**20:.0f} MiB")
     corrected, after_one = (memory.fit_memory_model([*some, *inspection.footprints]) for some in (probes, probes[:1]))
-    largest_corrected = corrected.largest_local_batch(capacity, margin=0.0)
+    largest_corrected = corrected.compute_largest_local_batch(capacity, margin=0.0)
     most = largest_corrected or 8 * small[-1]
     sizes = ladder(small[-1], min(most, options.cap_batch) if options.no_bisection else most)
-    chosen = corrected.largest_local_batch(capacity, margin=MEMORY_MARGIN) or small[0]
+    chosen = corrected.compute_largest_local_batch(capacity, margin=MEMORY_MARGIN) or small[0]
     larger, true, suffered = beyond(job, sizes, largest_corrected or small[-1], chosen, options, device=device)
     results = [*probes, *larger]
     return Outcome(
@@ -119,12 +119,12 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
         batches=tuple(probe.local_batch for probe in results),
         probes=tuple(small),
         peaks=tuple(probe.memory.peak for probe in results),
-        estimated=tuple(estimate.peak(probe.local_batch) for probe in results),
-        after_one=tuple(after_one.peak(probe.local_batch) for probe in results),
-        corrected=tuple(corrected.peak(probe.local_batch) for probe in results),
+        estimated=tuple(estimate.compute_peak(probe.local_batch) for probe in results),
+        after_one=tuple(after_one.compute_peak(probe.local_batch) for probe in results),
+        corrected=tuple(corrected.compute_peak(probe.local_batch) for probe in results),
         libraries=(estimate.libraries, results[0].memory.libraries or 0),
         largest=true,
-        largest_estimated=estimate.largest_local_batch(capacity, margin=0.0),
+        largest_estimated=estimate.compute_largest_local_batch(capacity, margin=0.0),
         largest_corrected=largest_corrected,
         suffered=suffered,
         compute_times=tuple(_alone(probe) for probe in results),
@@ -190,7 +190,7 @@ def limit(estimate: MemoryModel, inspection: Inspection, options: argparse.Names
         assert inspection.capacity is not None
         return min(inspection.capacity, stated or inspection.capacity)
     # Without bisection nothing is to end at the limit.
-    return stated or int(estimate.peak(options.cap_batch * (8 if options.no_bisection else 1)))
+    return stated or int(estimate.compute_peak(options.cap_batch * (8 if options.no_bisection else 1)))
 
 
 def ladder(above: int, largest: int) -> list[int]:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
 
 from replay_data import MeasuredSet, Where, load
 
-from tula_cli.models.observed import CHEAPER, predict_request, should_advise_request
+from tula_cli.models.observed import MAX_ADVISED_COST_RATIO, predict_request, should_advise_request
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def score_pairs(pairs: Sequence[Pair]) -> Score:
     )
     covered = [pair.low <= pair.actual <= pair.high for pair in pairs]
     ring_error, error = abs(ring / actual - 1), abs(predicted / actual - 1)
-    cheaper = actual / observed <= CHEAPER
-    advised = [pair.actual <= CHEAPER * pair.observed for pair in pairs if pair.advised]
+    cheaper = actual / observed <= MAX_ADVISED_COST_RATIO
+    advised = [pair.actual <= MAX_ADVISED_COST_RATIO * pair.observed for pair in pairs if pair.advised]
     return Score(
         pairs=len(pairs),
         ring_median=float(np.median(ring_error)),
@@ -107,8 +107,8 @@ def score_pairs(pairs: Sequence[Pair]) -> Score:
         median=float(np.median(error)),
         p90=float(np.quantile(error, 0.9)),
         covered=float(np.mean(covered)),
-        ring_right=float(np.mean((ring / observed <= CHEAPER) == cheaper)),
-        right=float(np.mean((predicted / observed <= CHEAPER) == cheaper)),
+        ring_right=float(np.mean((ring / observed <= MAX_ADVISED_COST_RATIO) == cheaper)),
+        right=float(np.mean((predicted / observed <= MAX_ADVISED_COST_RATIO) == cheaper)),
         advised=len(advised) / len(pairs),
         advised_cheaper=float(np.mean(advised)) if advised else None,
     )
@@ -141,7 +141,7 @@ def score_fitted(pairs: Sequence[Pair]) -> FittedScore:
         warnings.simplefilter("ignore")  # few pairs do not determine all coefficients, which changes no fitted value
         fitted = QuantReg(actual, columns).fit(q=0.5, max_iter=3000).fittedvalues
     error = abs(np.exp(fitted - actual) - 1)
-    cheaper = np.log(CHEAPER)
+    cheaper = np.log(MAX_ADVISED_COST_RATIO)
     return FittedScore(
         median=float(np.median(error)),
         p90=float(np.quantile(error, 0.9)),

@@ -372,7 +372,7 @@ def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
     memory = device.MemoryMeter(me.device)
     memory.reset()
     bench.step(name)()
-    peak, _ = memory.peak()
+    peak, _ = memory.read_peak()
     size = sum(p.numel() * p.element_size() for p in trainer.parallel.parameters())
     factors: list[torch.Tensor] = trainer.ags.factors.values if trainer.ags else []
     lasting = sum(factor.numel() * factor.element_size() for factor in factors)

@@ -51,7 +51,7 @@ def _kneed(line: Sequence[Prediction]) -> int:
     x = [math.log2(row.batch) for row in line]
     result = KneeLocator(x, times, S=1.0, curve="convex", direction="decreasing", online=False).knee
     if result is None:
-        return next(row.batch for row in line if row.hours <= min(times) * (1 + objective.FALLBACK))
+        return next(row.batch for row in line if row.hours <= min(times) * (1 + objective.MAX_EXCESS_WITHOUT_KNEE))
     return min(line, key=lambda row: abs(math.log2(row.batch) - result)).batch
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from replay_baselines import MODELS, Predictor
 from replay_data import MeasuredSet, Where, load
 
-from tula_cli.models.choice.candidates import Ints, to_columns, to_configs
+from tula_cli.models.choice.candidates import Ints, convert_to_columns, convert_to_configs
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.ramp_costs import StageObjective, StageTimes
 from tula_cli.models.time.step_time import Estimates
@@ -125,7 +125,7 @@ class Trainings:
     def predict_steps(self, nodes: Ints, batch: Ints) -> Estimates:
         """Return the step times at many configurations, without intervals."""
         unknown = np.full(len(nodes), math.nan)
-        seconds = np.array([self.seconds(config) for config in to_configs(nodes, batch)])
+        seconds = np.array([self.seconds(config) for config in convert_to_configs(nodes, batch)])
         return Estimates(seconds, low=unknown, high=unknown, fitted=unknown)
 
     @cached_property
@@ -152,7 +152,7 @@ class Trainings:
             startup=lambda counts, _: np.full(len(counts), self.start),
             by=by,
         )
-        columns = to_columns([config])
+        columns = convert_to_columns([config])
         stages = times.make_stage_table(*columns, self.predict_steps(*columns)).build_records(0)
         value = (EPOCHS * self.size - sum(stage.steps * stage.batch for stage in stages)) // config.batch
         every = [

@@ -138,11 +138,11 @@ class SlowExit(Here):
         self.queries[task.job] = 0
         return super().submit(run, task)
 
-    def states(self, look, jobs):
+    def query_states(self, snapshot, jobs):
         for job in jobs:
             self.queries[job.id] += 1
             self.says[job.id] = "running" if self.queries[job.id] < 5 else "ended"
-        return super().states(look, jobs)
+        return super().query_states(snapshot, jobs)
 
 
 @pytest.fixture
@@ -1471,7 +1471,7 @@ def test_ctrl_c_as_a_process(here):
     path.write_text("one\n")
     (here / "sitecustomize.py").write_text(
         "from tula_cli.cluster import local\nfrom tula_cli.cluster.scheduler import SchedulerState\n"
-        "local.LocalLauncher.states = lambda self, run, jobs: {job.id: SchedulerState('running') for job in jobs}\n"
+        "local.LocalLauncher.query_states = lambda self, run, jobs: {job.id: SchedulerState('running') for job in jobs}\n"
     )
     variables = {"PYTHONPATH": os.pathsep.join([str(here), str(ROOT)]), "PYTHONUNBUFFERED": "1"}
     started = process("logs", "--follow", cwd=here, **variables)

@@ -21,7 +21,7 @@ from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.chains import get_chain_state
 from tula_cli.cluster.decisions import History, decide
-from tula_cli.cluster.failures import find_failure_of_error, write_failure_of_follower
+from tula_cli.cluster.failures import convert_error_to_failure, write_follower_failure
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.rank_processes import RankStart
 from tula_cli.cluster.rank_program import WorkerProgram
@@ -61,7 +61,7 @@ class Cluster:
         self.delayed: list[tuple[str, int]] = []  # jobs that were delayed, and minutes
         self.complaint = ""
 
-    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+    def find_end_reason(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
         return self.endings.get(job_id)
 
     def exclude(self, ids: Sequence[str], nodes: str) -> str:
@@ -97,7 +97,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     result = Cluster()
-    monkeypatch.setattr(scheduler, "find_outcome", result.ended_how)
+    monkeypatch.setattr(scheduler, "find_outcome", result.find_end_reason)
     monkeypatch.setattr(scheduler, "cancel_jobs", result.cancel)
     for order, name in (
         ("delay", "delay_job"), ("end_delay", "end_delay"), ("exclude", "exclude_nodes"),
@@ -134,7 +134,9 @@ class Chain:
         self.run.write_task(self.task)
         self.script = ""
         self.submit(LINKS)
-        monkeypatch.setattr(RankStart, "argv", lambda _: [sys.executable, "-c", textwrap.dedent(self.script)])
+        monkeypatch.setattr(
+            RankStart, "make_command_line", lambda _: [sys.executable, "-c", textwrap.dedent(self.script)]
+        )
 
     def submit(self, links: tuple[str, ...]) -> None:
         job = Job(id="train-s", scheduler="slurm", scheduler_id=links[0], nodes=1, submitted_at=1.0, links=links)
@@ -677,7 +679,7 @@ def test_what_is_missing_on_the_node_is_reported_once_and_ends_the_chain(
 ) -> None:
     chain.script = "pass"
     if missing == "wrapper":
-        monkeypatch.setattr(RankStart, "argv", lambda _: ["nosuch-wrapper", sys.executable])
+        monkeypatch.setattr(RankStart, "make_command_line", lambda _: ["nosuch-wrapper", sys.executable])
     elif missing == "workdir":
         chain.run.write_task(chain.task.model_copy(update={"workdir": "/nosuch-workdir"}))
     else:
@@ -772,7 +774,7 @@ def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Cha
     chain.run.write_failure(root)
     exited = failures.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
     attempt = make_runs.attempt("train-s-1", start=1.0)
-    failure = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
+    failure = failures.find_rank_failure(chain.run, chain.task, attempt, exited)
     failures.write_exit_report(chain.run, chain.task, attempt, exited, failure)
     assert failures.find_root_cause(chain.run, chain.task, attempt, failure).rank == 5, "by a clock that runs ahead"
 
@@ -783,7 +785,7 @@ def test_a_kill_for_memory_is_reported_although_another_rank_failed_first(chain:
                 failed_at=1.0)
     )  # fmt: skip
     exited = failures.RankExit(exit_code=-9, oom_kill=True, words="", rank=0)
-    failure = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    failure = failures.find_rank_failure(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert failure.outcome in ("host_oom", "device_oom")
 
 
@@ -805,14 +807,14 @@ def test_what_a_launcher_says_of_an_end_is_reported(
     chain: Chain, tmp_path: Path, log: str, outcome: str, words: str
 ) -> None:
     exited = failures.RankExit(exit_code=1, oom_kill=False, words=log, rank=0)
-    failure = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    failure = failures.find_rank_failure(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert (failure.outcome, failure.message) == (outcome, words)
 
 
 def test_an_exit_code_that_a_script_has_chosen_is_reported_with_its_own_last_line(chain: Chain) -> None:
     log = "epoch 2 done\n2026-11-28 05:34:16+0000 epoch 2, sample 128: batch 8, 1340 samples/s, 0 s left"
     exited = failures.RankExit(exit_code=7, oom_kill=False, words=log, rank=0)
-    failure = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    failure = failures.find_rank_failure(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert failure.message == "exited with code 7; last output: epoch 2 done"
 
 
@@ -824,10 +826,10 @@ def test_a_lost_rank_is_reported_in_short_by_those_that_noticed(chain: Chain, tm
     chain.run.write_failure(noticed)
     attempt = make_runs.attempt("train-s-1", start=1.0)
     exited = failures.RankExit(exit_code=1, oom_kill=False, words="", rank=0)
-    failure = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
+    failure = failures.find_rank_failure(chain.run, chain.task, attempt, exited)
     assert failure.summary == "rank 1 lost its connection to another rank, which reported no error"
     exited = failures.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
-    failure = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
+    failure = failures.find_rank_failure(chain.run, chain.task, attempt, exited)
     assert (failure.outcome, failure.message) == ("signal", "its process was killed by SIGKILL"), (
         "the first cause, where it is known"
     )
@@ -1193,8 +1195,8 @@ def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain
     chain.was_killed("11")
     (lost,) = chain.run.get_training("s").read_attempts()
     error = Broken("at the other node")
-    failure = find_failure_of_error(error, chain.run, chain.task)
-    write_failure_of_follower(chain.run, chain.task, lost, 3, failure, error)
+    failure = convert_error_to_failure(error, chain.run, chain.task)
+    write_follower_failure(chain.run, chain.task, lost, 3, failure, error)
     chain.will_finish()
     chain.start("12")
     first, _ = chain.run.get_training("s").read_attempts()
@@ -1303,7 +1305,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
 ) -> None:
     chain.script = script
     if outcome == "host_oom":  # on CPUs the node's memory is the device's
-        monkeypatch.setattr(failures, "compute_device", lambda *_: "cuda")
+        monkeypatch.setattr(failures, "find_device_type", lambda *_: "cuda")
     if outcome in ENDED_FROM_OUTSIDE:
         chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
         cluster.endings["11"] = outcome

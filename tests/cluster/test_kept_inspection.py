@@ -9,7 +9,7 @@ from make_results import inspected
 from tula_cli.cluster import inspection as kept_inspection
 from tula_cli.cluster.inspection import (
     BUILDING,
-    FOLDER,
+    CACHE_FOLDER,
     CachedInspection,
     describe_inspection_dependencies,
     find_newest_change,
@@ -43,7 +43,7 @@ def built(tmp_path, monkeypatch):
 
 
 def entries(built):
-    return sorted((built.root / FOLDER).glob("*.json"))
+    return sorted((built.root / CACHE_FOLDER).glob("*.json"))
 
 
 def test_a_second_inspection_builds_nothing_and_says_so(built):
@@ -216,7 +216,7 @@ def test_a_folder_that_cannot_be_written_costs_no_answer(built):
 
 def test_all_but_the_newest_entries_are_removed(built, monkeypatch):
     monkeypatch.setattr(kept_inspection, "MAX_ENTRIES_KEPT", 3)
-    folder = built.root / FOLDER
+    folder = built.root / CACHE_FOLDER
     folder.mkdir(parents=True)
     for number in range(4):
         (folder / f"{number}.json").touch()

@@ -123,14 +123,14 @@ def test_a_probe_job_is_one_job_under_a_name_of_its_own(slurm, run):
 
 def test_the_dry_run_is_what_is_submitted_byte_for_byte(slurm, run):
     for task in (probes(run), training(run, hours=0.1)):
-        shown = SlurmLauncher().script(run, task)
+        shown = SlurmLauncher().render_script(run, task)
         assert slurm.script(submitted(run, task).scheduler_id) == shown
     assert "#SBATCH --partition=main" in shown
 
 
 def test_the_dry_run_touches_nothing(slurm, run):
     before = sorted(run.path.rglob("*"))
-    SlurmLauncher().script(run, training(run))
+    SlurmLauncher().render_script(run, training(run))
     assert sorted(run.path.rglob("*")) == before
     assert not slurm.calls("sbatch")
 
@@ -657,7 +657,7 @@ def test_variables_do_not_override_or_contradict_what_the_script_says(slurm, run
     for name in (*CONTRADICTING, *OF_THE_SITE):
         monkeypatch.setenv(f"SBATCH_{name}", "1")
     changed = make.spec(cluster={"kind": "slurm", "slurm": {"partition": "gpu", "memory": "4G", "cpus_per_task": 2}})
-    script = run.write_script("x", SlurmLauncher().script(run, probes(run).model_copy(update={"spec": changed})))
+    script = run.write_script("x", SlurmLauncher().render_script(run, probes(run).model_copy(update={"spec": changed})))
     kept = {name for name in slurm_scheduler.make_sbatch_environment(script) if name.startswith("SBATCH_")}
     assert kept == {f"SBATCH_{name}" for name in OF_THE_SITE}
 
@@ -665,7 +665,7 @@ def test_variables_do_not_override_or_contradict_what_the_script_says(slurm, run
 def test_what_a_job_says_nothing_of_stays_with_the_variables_of_the_site(slurm, run, monkeypatch):
     for name in ("PARTITION", "MEM_PER_CPU", "CPUS_PER_GPU", "GPUS"):
         monkeypatch.setenv(f"SBATCH_{name}", "1")
-    script = run.write_script("x", SlurmLauncher().script(run, probes(run)))
+    script = run.write_script("x", SlurmLauncher().render_script(run, probes(run)))
     kept = {name for name in slurm_scheduler.make_sbatch_environment(script) if name.startswith("SBATCH_")}
     assert "SBATCH_GPUS" not in kept and "SBATCH_MEM_PER_CPU" in kept
 
@@ -714,7 +714,7 @@ def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeyp
     monkeypatch.setenv("SLURMD_NODENAME", "gpu7")
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
     dying = [sys.executable, "-c", "raise RuntimeError('CUDA error: uncorrectable ECC error encountered')"]
-    monkeypatch.setattr(RankStart, "argv", lambda _: dying)
+    monkeypatch.setattr(RankStart, "make_command_line", lambda _: dying)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)}  # fmt: skip
     supervise(run.path, task.id, environ=environ)
     for number, handler in handlers.items():

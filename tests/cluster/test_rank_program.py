@@ -59,9 +59,9 @@ def test_ranks_of_the_worker_that_leave_no_result_have_failed(tmp_path: Path) ->
     }
     program = make_rank_program(RunDir(tmp_path), tasks(tmp_path, loop)["train"])
     assert isinstance(program, WorkerProgram)
-    failure = program.judge_clean_exit()
+    failure = program.find_clean_exit_failure()
     assert failure is not None and (failure.outcome, failure.message) == ("unknown", "the ranks ended without a result")
-    assert not program.find_meeting_address() and not program.preview_command()
+    assert not program.find_rank_rendezvous() and not program.preview_command()
 
 
 @pytest.mark.parametrize(("launch", "index", "ranks"), [("node", 1, ["2", "3"]), ("rank", 1, ["1"])])

@@ -46,12 +46,12 @@ class Site:
 
     def submit(self, job: JobRequest) -> str:
         path = self.folder / f"{job.name}.sh"
-        path.write_text(self.scheduler.script(job))
+        path.write_text(self.scheduler.render_script(job))
         return self.scheduler.submit(path, job)
 
     def state(self, id_: str) -> str:
         """Return how a job stands; one that nobody knows any more is over."""
-        result = self.scheduler.ask([id_]).get(id_)
+        result = self.scheduler.query_states([id_]).get(id_)
         return result.state if result is not None else "ended"
 
     def until(self, id_: str, state: str, *, by: str = "", reason: str = "None") -> None:
@@ -141,9 +141,9 @@ def queue(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_script_is_text_with_the_command_in_it_and_touches_nothing(site: Site) -> None:
-    text = site.scheduler.script(site.job("print('hello there')", setup=("module load x",)))
+    text = site.scheduler.render_script(site.job("print('hello there')", setup=("module load x",)))
     assert text.startswith("#!/bin/") and "hello there" in text and "module load x" in text
-    assert not list(site.folder.glob("*.sh")) and site.scheduler.absent() == ""
+    assert not list(site.folder.glob("*.sh")) and site.scheduler.describe_why_absent() == ""
 
 
 def test_a_job_waits_or_runs_and_is_over_when_it_has_ended(site: Site) -> None:
@@ -156,7 +156,7 @@ def test_a_job_waits_or_runs_and_is_over_when_it_has_ended(site: Site) -> None:
         assert site.state(id_) == "pending"
         site.until(id_, "running")
         site.until(id_, "ended")
-    assert site.scheduler.ended_how(id_) is None, "it ended by itself"
+    assert site.scheduler.find_end_reason(id_) is None, "it ended by itself"
     assert site.scheduler.cancel([id_]) == "", "what is over is no complaint"
 
 
@@ -164,10 +164,10 @@ def test_all_jobs_are_asked_for_at_once_and_one_that_nobody_knows_is_not_alive(s
     ids = [site.submit(site.job(name=f"job{number}")) for number in range(2)]
     for id_ in ids:
         site.until(id_, "running")
-    answer = site.scheduler.ask([*ids, "987654"])
+    answer = site.scheduler.query_states([*ids, "987654"])
     assert {answer[id_].state for id_ in ids} == {"running"}
     assert "987654" not in answer or answer["987654"].state == "ended"
-    assert site.scheduler.ask([]) == {} and site.scheduler.cancel([]) == ""
+    assert site.scheduler.query_states([]) == {} and site.scheduler.cancel([]) == ""
     site.scheduler.cancel(ids)
 
 
@@ -179,7 +179,7 @@ def test_a_cancelled_job_is_over_and_the_one_beside_it_lives(site: Site) -> None
     site.wait(lambda: site.state(gone) == "ended")
     assert site.state(stays) == "running"
     if site.queues:
-        assert site.scheduler.ended_how(gone) == "cancelled" and site.scheduler.ended_how(stays) is None
+        assert site.scheduler.find_end_reason(gone) == "cancelled" and site.scheduler.find_end_reason(stays) is None
     site.scheduler.cancel([stays])
 
 
@@ -191,7 +191,7 @@ def test_a_job_of_more_than_there_is_is_refused_in_a_sentence_or_told_to_be_hope
     except SchedulerError as error:
         assert error.message and error.hint and "\n" not in error.message
         return
-    queue.wait(lambda: (state := queue.scheduler.ask([id_]).get(id_)) is not None and state.hopeless)
+    queue.wait(lambda: (state := queue.scheduler.query_states([id_]).get(id_)) is not None and state.hopeless)
     queue.scheduler.cancel([id_])
 
 
@@ -203,7 +203,7 @@ def test_what_a_scheduler_cannot_do_it_says(tmp_path: Path) -> None:
     assert isinstance(SlurmScheduler(), AvoidsNodes) and not isinstance(here.scheduler, AvoidsNodes)
     with pytest.raises(SchedulerError, match="cannot wait for each other"):
         here.submit(here.job(name="later", after=(id_,)))
-    assert here.scheduler.queued(["job"]) == [] and here.scheduler.partitions() == []
+    assert here.scheduler.list_queued_jobs(["job"]) == [] and here.scheduler.list_partitions() == []
     here.scheduler.cancel([id_])
 
 
@@ -213,12 +213,14 @@ def test_what_a_scheduler_cannot_do_it_says(tmp_path: Path) -> None:
 def test_a_job_is_found_again_by_its_name_while_it_is_not_over(queue: Site) -> None:
     id_ = queue.submit(queue.job(name="tula-toy-train"))
     queue.submit(queue.job(name="tula-toy-train.2", after=(id_,)))
-    result = queue.scheduler.queued(["tula-toy-train", "tula-toy-probe"])
+    result = queue.scheduler.list_queued_jobs(["tula-toy-train", "tula-toy-probe"])
     assert [(job.id, job.name) for job in result] == [(id_, "tula-toy-train")]
-    queue.scheduler.cancel([job.id for job in queue.scheduler.queued(["tula-toy-train.2"])])
+    queue.scheduler.cancel([job.id for job in queue.scheduler.list_queued_jobs(["tula-toy-train.2"])])
     queue.scheduler.cancel([id_])
     queue.wait(
-        lambda: queue.state(id_) == "ended" and not queue.scheduler.queued(["tula-toy-train", "tula-toy-train.2"])
+        lambda: (
+            queue.state(id_) == "ended" and not queue.scheduler.list_queued_jobs(["tula-toy-train", "tula-toy-train.2"])
+        )
     )
 
 
@@ -231,7 +233,7 @@ def test_a_job_starts_when_those_before_it_are_over_however_they_ended(queue: Si
     if queue.fake is not None:
         assert queue.fake.jobs()[1]["dependency"] == f"afterany:{first}"
         queue.fake.set(second, "PENDING", "Dependency")
-    queue.wait(lambda: queue.scheduler.ask([second])[second].reason == "Dependency")
+    queue.wait(lambda: queue.scheduler.query_states([second])[second].reason == "Dependency")
     if how == "cancelled":
         queue.scheduler.cancel([first])
     elif queue.fake is not None:
@@ -246,21 +248,21 @@ def test_a_held_job_waits_until_it_is_released(queue: Site) -> None:
     id_ = queue.submit(queue.job(name="second", after=(first,)))
     queue.until(first, "running")
     assert queue.scheduler.hold([id_]) == ""
-    queue.wait(lambda: queue.scheduler.ask([id_])[id_].on_hold)
-    assert queue.scheduler.ask([id_])[id_].hopeless, "waiting does not bring it"
+    queue.wait(lambda: queue.scheduler.query_states([id_])[id_].on_hold)
+    assert queue.scheduler.query_states([id_])[id_].hopeless, "waiting does not bring it"
     assert queue.scheduler.release([id_]) == ""
-    queue.wait(lambda: not queue.scheduler.ask([id_])[id_].on_hold)
+    queue.wait(lambda: not queue.scheduler.query_states([id_])[id_].on_hold)
     queue.scheduler.cancel([id_, first])
 
 
 def test_a_job_has_an_end_and_is_ended_there(queue: Site) -> None:
     id_, began = queue.submit(queue.job()), time.time()
     ends = time.time() + 60
-    queue.wait(lambda: id_ in queue.scheduler.ask([id_]))
+    queue.wait(lambda: id_ in queue.scheduler.query_states([id_]))
     if queue.fake is not None:
         queue.fake.set(id_, "RUNNING", ends=local(ends))
     queue.until(id_, "running") if queue.fake is None else None
-    answer = queue.scheduler.ends_at(id_, {})
+    answer = queue.scheduler.find_end_time(id_, {})
     assert answer is not None and began < answer < began + 100
     if queue.fake is not None:
         queue.fake.set(id_, "TIMEOUT")
@@ -270,7 +272,7 @@ def test_a_job_has_an_end_and_is_ended_there(queue: Site) -> None:
         queue.scheduler.cancel([id_])
         return
     queue.wait(lambda: queue.state(id_) == "ended")
-    queue.wait(lambda: queue.scheduler.ended_how(id_) == "time_limit")
+    queue.wait(lambda: queue.scheduler.find_end_reason(id_) == "time_limit")
 
 
 def test_partitions_tell_what_a_job_can_have(queue: Site) -> None:
@@ -278,7 +280,7 @@ def test_partitions_tell_what_a_job_can_have(queue: Site) -> None:
         queue.fake.fault(
             sinfo="main*|up|1:00:00|infinite|2|idle|4|8000|(null)\nold|down|1:00:00|infinite|2|idle|4|8000|(null)"
         )
-    (only,) = [partition for partition in queue.scheduler.partitions() if partition.default]
+    (only,) = [partition for partition in queue.scheduler.list_partitions() if partition.default]
     assert only.name and only.usable == 2 and (only.minutes is None or only.minutes > 0)
 
 
@@ -297,11 +299,13 @@ def test_each_task_knows_its_place_and_a_process_outside_knows_none(queue: Site)
             {"SLURM_PROCID": str(at), "SLURM_LOCALID": str(at % 2), "SLURM_NODEID": str(at // 2)} for at in range(4)
         ]
         tasks = [same | item for item in value]
-    places = sorted((queue.scheduler.place(task) for task in tasks), key=lambda place: place.index if place else -1)
+    places = sorted(
+        (queue.scheduler.find_position(task) for task in tasks), key=lambda place: place.index if place else -1
+    )
     assert [place and (place.index, place.local_index) for place in places] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert {place and (place.job_id, place.count, place.nodes, place.restarts) for place in places} == {(id_, 4, 2, 0)}
     assert all(place and place.hosts for place in places)
-    assert queue.scheduler.place({"PATH": "/bin"}) is None
+    assert queue.scheduler.find_position({"PATH": "/bin"}) is None
 
 
 def test_a_requeued_job_tells_of_each_of_its_starts(tmp_path: Path) -> None:
@@ -311,7 +315,7 @@ def test_a_requeued_job_tells_of_each_of_its_starts(tmp_path: Path) -> None:
     site.wait(lambda: (site.folder / "starts").exists() and (site.folder / "starts").read_text() == "1")
     assert isinstance(site.scheduler, tiny_queue.TinyQueue) and site.scheduler._complaint("requeue", [id_]) == ""
     site.wait(lambda: (site.folder / "starts").read_text() == "12")
-    assert site.scheduler.ended_how(id_, restart=0) == "preempted" and site.scheduler.ended_how(id_) is None
+    assert site.scheduler.find_end_reason(id_, restart=0) == "preempted" and site.scheduler.find_end_reason(id_) is None
     next(value, None)
 
 
@@ -348,7 +352,7 @@ def test_a_training_on_it_is_a_chain_that_is_found_again_and_cancelled(tmp_path:
     assert launcher.submit(run, task) == job, "what waits is taken as it is"
     state = launcher.states(run.read_snapshot(), [job])[job.id]
     assert (state.state, state.reason) == ("pending", "all nodes are taken")
-    script = launcher.script(run, task)
+    script = launcher.render_script(run, task)
     assert f"-m tula_cli.cluster.job_main {OWN}" in script and "train-s-1" in script
     launcher.cancel(run, job)
     assert {site.state(id_) for id_ in job.links} == {"ended"} and site.state(blocker) == "running"

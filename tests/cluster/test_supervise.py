@@ -50,7 +50,7 @@ class Ranks:
         self.run, self.folder = run, folder
         self.starts: list[str] = []
         self.scripts: list[str] = []
-        monkeypatch.setattr(RankStart, "argv", lambda start: self.argv(start.task))
+        monkeypatch.setattr(RankStart, "make_command_line", lambda start: self.argv(start.task))
 
     def will(self, *scripts: str) -> None:
         self.scripts = list(scripts)
@@ -559,7 +559,7 @@ _HOLD = """
     from tula_cli.run.directory import RunDir
     run, name, seconds = RunDir(pathlib.Path(sys.argv[2])), sys.argv[3], float(sys.argv[4])
     task = run.read_task(name)
-    with local.hold_machine_ticket(run, task) as ticket, open(run.path / "times", "a") as times:
+    with local.register_on_machine(run, task) as ticket, open(run.path / "times", "a") as times:
         print(name, "begin", time.monotonic(), file=times, flush=True)
         time.sleep(seconds)
         print(name, "end", time.monotonic(), [one.holder for one in ticket.list_conflicting_trainings()], file=times, flush=True)
@@ -605,7 +605,7 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
         sys.path[:0] = sys.argv[1].split(":")
         from tula_cli.cluster import rank_processes, supervise
         script = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-        rank_processes.RankStart.argv = lambda _: [sys.executable, "-c", script]
+        rank_processes.RankStart.make_command_line = lambda _: [sys.executable, "-c", script]
         import pathlib
         supervise.supervise(pathlib.Path({str(run.path)!r}), "train-s-1")
     """
@@ -658,7 +658,7 @@ def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
     run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = "import os, time; time.sleep(60 * (os.environ['RANK'] == '0')); os._exit(3)"
-    monkeypatch.setattr(RankStart, "argv", lambda _: [sys.executable, "-c", script])
+    monkeypatch.setattr(RankStart, "make_command_line", lambda _: [sys.executable, "-c", script])
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.1)
     monkeypatch.setattr(task_records, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
@@ -700,7 +700,7 @@ def test_a_leader_waits_for_a_cause_where_ranks_have_only_lost_a_peer(run: RunDi
     writing = threading.Timer(0.5, write, (2, "signal"))
     started = time.monotonic()
     writing.start()
-    leader._await_reports()
+    leader._wait_for_reports()
     assert 0.4 < time.monotonic() - started < cluster_attempt.PEER_GRACE
     assert [failure.outcome for failure in run.read_failures(task.id)].count("signal") == 1
 
@@ -708,7 +708,7 @@ def test_a_leader_waits_for_a_cause_where_ranks_have_only_lost_a_peer(run: RunDi
 def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -> None:
     task = on_slurm(probe)
     start = RankStart(run, allocation(3, 4), task, LeaderCommand(task=task.id, attempt=2, ranks=4))
-    assert start.argv() == [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path), probe.id, "2"]
+    assert start.make_command_line() == [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path), probe.id, "2"]
     environment = start.make_environments()[0]
     ranks = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
     assert ranks == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "8"}
@@ -719,7 +719,7 @@ def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, 
     command = LeaderCommand(task=task.id, attempt=1, ranks=4, meeting="10.0.0.1:4711")
     start = RankStart(run, allocation(1, 2), task, command)
     wanted = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=4711", "--nproc-per-node=2"}
-    assert wanted < set(start.argv())
+    assert wanted < set(start.make_command_line())
     environment = start.make_environments()[0]
     assert "RANK" not in environment, "torchrun sets it"
     assert environment["OMP_NUM_THREADS"] == "4"
@@ -729,9 +729,9 @@ def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, 
 def test_a_wrapper_stands_before_every_rank(run: RunDir, probe: ProbeTask) -> None:
     words, command = ["numactl", "--localalloc"], LeaderCommand(task=probe.id, attempt=1, ranks=4, meeting="h:1")
     by_srun = on_slurm(probe, wrapper=words)
-    assert RankStart(run, allocation(0, 4), by_srun, command).argv()[:3] == [*words, sys.executable]
+    assert RankStart(run, allocation(0, 4), by_srun, command).make_command_line()[:3] == [*words, sys.executable]
     by_torchrun = on_slurm(probe, wrapper=words, launcher="torchrun")
-    argv = RankStart(run, allocation(0, 4), by_torchrun, command).argv()
+    argv = RankStart(run, allocation(0, 4), by_torchrun, command).make_command_line()
     at = argv.index("--no-python")
     assert argv[at + 1 : at + 4] == [*words, sys.executable]
 
@@ -759,7 +759,7 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
     def outcome(device: str, *driver: str) -> str | None:
         monkeypatch.setattr(devices, "GPU_DRIVER_FILES", [str(tmp_path / name) for name in driver])
         spec = make_runs.spec(cluster={"device": device})
-        failure = failures.find_failure_of_ranks(run, probe.model_copy(update={"spec": spec}), attempt, exited)
+        failure = failures.find_rank_failure(run, probe.model_copy(update={"spec": spec}), attempt, exited)
         assert failure.rank == 1
         return failure.outcome
 

@@ -50,10 +50,10 @@ class Tula:
         self.folder = folder
         self.environment = {**os.environ, "COLUMNS": "120", **environment}
         (folder / "job.yaml").write_text(job)
-        shared = folder.parent / inspection.FOLDER
+        shared = folder.parent / inspection.CACHE_FOLDER
         shared.mkdir(exist_ok=True)
         (folder / "tula-runs").mkdir()
-        (folder / "tula-runs" / inspection.FOLDER).symlink_to(shared)
+        (folder / "tula-runs" / inspection.CACHE_FOLDER).symlink_to(shared)
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "tula_cli", *arguments]

@@ -72,7 +72,7 @@ class FakeLauncher:
     scheduler: str = "local"
     flags: dict[str, bool] = field(default_factory=dict)  # of what is said: held, suspended ...
 
-    def script(self, run: RunDir, task: ProbeTask | TrainTask) -> str:
+    def render_script(self, run: RunDir, task: ProbeTask | TrainTask) -> str:
         return f"#!/bin/bash\n# {task.job}"
 
     def submit(self, run: RunDir, task: ProbeTask | TrainTask) -> Job:
@@ -80,7 +80,7 @@ class FakeLauncher:
         self.says.setdefault(task.job, "running")
         return job(task.job, nodes=task.nodes, scheduler=self.scheduler)
 
-    def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+    def query_states(self, snapshot: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         self.asked += 1
         text = {job.id: self.says.get(job.id, "ended") for job in jobs}
         return {id_: SchedulerState(state, self.reason, self.starts_at, **self.flags) for id_, state in text.items()}  # type: ignore[arg-type]

@@ -145,7 +145,7 @@ def free(folder: Path, ranks: Ranks) -> dict[str, Any]:
     subject = trainer(spec(**FREE, **NORM, dataset={"args": {"size": 640}}), ranks)
     list(islice(worker_train_loop.run_steps(subject), 6))
     conv, norm = subject.parallel.module[0], subject.parallel.module[1]
-    with subject.method.evaluating(subject), torch.no_grad():
+    with subject.method.use_evaluated_weights(subject), torch.no_grad():
         seen = [conv(inputs) for inputs, _ in islice(worker_train_loop.list_upcoming_micro_batches(subject), 4)]
     value = [torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)]
     value.append(torch.stack([output.transpose(0, 1).flatten(1).var(1) for output in seen]).mean(0))
@@ -332,7 +332,7 @@ def left(folder: Path, ranks: Ranks) -> dict[str, bool]:
     for _ in islice(worker_train_loop.run_steps(subject), 31):
         pass
     before = _agree(ranks, _whole(subject)), subject.apart
-    subject.method.join(subject)
+    subject.method.synchronize_replicas(subject)
     return {"before": before[0], "apart": before[1], "after": _agree(ranks, _whole(subject)), "still": subject.apart}
 
 
@@ -342,7 +342,7 @@ def scales(folder: Path, ranks: Ranks) -> float:
     next(worker_train_loop.run_steps(subject))
     subject.scaler.update(2.0 ** (ranks.rank + 3))
     subject.apart = True
-    subject.method.join(subject)
+    subject.method.synchronize_replicas(subject)
     return float(subject.scaler.get_scale())
 
 

@@ -52,7 +52,7 @@ class NeedsArguments(Lookahead):
 class Refuses(Lookahead):
     """Says by itself what it needs of the job."""
 
-    def check(self, spec: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, spec: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         from tula_cli.errors import SpecError
 
         if spec.train.lr_scaling != "linear":

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tula_cli.cluster.scheduler import JobRequest, Limits, Place, Queued, SchedulerState
+from tula_cli.cluster.scheduler import JobRequest, PartitionLimits, ProcessPosition, QueuedJob, SchedulerState
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
 
@@ -30,12 +30,12 @@ class TinyQueue:
 
     # --- where jobs are submitted
 
-    def absent(self) -> str:
+    def describe_why_absent(self) -> str:
         return "" if Path(self.home).parent.is_dir() else f"there is no {self.home}"
 
-    def script(self, job: JobRequest) -> str:
+    def render_script(self, job: JobRequest) -> str:
         starter = shlex.join([sys.executable, "-I", "-S", str(COMMANDS), self.home, "run"])
-        return "\n".join(["#!/bin/sh", *job.lines("$TQ_JOB"), f"exec {starter} {job.command}", ""])
+        return "\n".join(["#!/bin/sh", *job.make_preamble("$TQ_JOB"), f"exec {starter} {job.command}", ""])
 
     def submit(self, script: Path, job: JobRequest) -> str:
         after = ",".join(job.after)
@@ -45,14 +45,14 @@ class TinyQueue:
             raise SchedulerError(f"{self.name} {done.stderr.strip()}", "request less")
         return done.stdout.strip()
 
-    def queued(self, names: Sequence[str]) -> list[Queued]:
+    def list_queued_jobs(self, names: Sequence[str]) -> list[QueuedJob]:
         jobs = self._jobs()
         if jobs is None:
             raise SchedulerError(f"{self.name} does not answer", "run the same command again later")
         wanted = [(id_, job) for id_, job in jobs.items() if job["name"] in names]
-        return [Queued(id_, job["name"]) for id_, job in wanted if job["state"] != "over" and not job["wish"]]
+        return [QueuedJob(id_, job["name"]) for id_, job in wanted if job["state"] != "over" and not job["wish"]]
 
-    def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
+    def query_states(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
         jobs = self._jobs()
         if jobs is None:
             return {id_: SchedulerState("unknown", f"{self.name} does not answer", silent=True) for id_ in ids}
@@ -67,26 +67,28 @@ class TinyQueue:
     def release(self, ids: Sequence[str]) -> str:
         return self._complaint("release", ids)
 
-    def partitions(self) -> Sequence[Limits]:
+    def list_partitions(self) -> Sequence[PartitionLimits]:
         path = Path(self.home, "settings.json")
-        return [Limits("all", default=True, usable=json.loads(path.read_text())["nodes"] if path.exists() else 2)]
+        return [
+            PartitionLimits("all", default=True, usable=json.loads(path.read_text())["nodes"] if path.exists() else 2)
+        ]
 
     # --- inside a job
 
-    def place(self, environ: Mapping[str, str]) -> Place | None:
+    def find_position(self, environ: Mapping[str, str]) -> ProcessPosition | None:
         if "TQ_TASK" not in environ:
             return None
         nodes, tasks = int(environ["TQ_NODES"]), int(environ["TQ_TASKS"])
-        return Place(
+        return ProcessPosition(
             environ["TQ_JOB"], index=int(environ["TQ_TASK"]), count=nodes * tasks, local_index=int(environ["TQ_LOCAL"]), nodes=nodes,
             restarts=int(environ["TQ_STARTS"]) - 1, hosts=f"{nodes} of this machine",
         )  # fmt: skip
 
-    def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
+    def find_end_time(self, job_id: str, environ: Mapping[str, str]) -> float | None:
         job = (self._jobs() or {}).get(job_id)
         return None if job is None else job["ends"]
 
-    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+    def find_end_reason(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
         job = (self._jobs() or {}).get(job_id)
         if job is None:
             return None

@@ -150,7 +150,7 @@ def peaks() -> dict[str, int]:
     memory, result = device.MemoryMeter(torch.device("cpu")), {}
 
     def peak(name: str) -> None:
-        result[name], _ = memory.peak()
+        result[name], _ = memory.read_peak()
         memory.reset()
 
     memory.reset()

@@ -7,11 +7,11 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
 from tula_cli.models.claims import (
-    STREAM,
+    STREAM_SAMPLER_NAME,
     ObservedRate,
     count_epoch_samples,
     describe_unmet_expectations,
-    find_changed_batch,
+    detect_batch_change,
     find_dataset_size,
     find_differences,
     fit_lr_exponent,
@@ -244,7 +244,7 @@ def test_a_given_size_may_be_a_twentieth_and_a_step_off(steps: int) -> None:
 
 
 def test_of_a_stream_a_given_size_counts_and_not_what_it_says_of_itself() -> None:
-    stream = loader(dataset=1000, sampler=STREAM, batches=60)
+    stream = loader(dataset=1000, sampler=STREAM_SAMPLER_NAME, batches=60)
     given = ExpectedValues(world=2, batch=32, accumulate=2, dataset=320)
     assert list_mismatches(ranks(loader=stream, expected=given)) == []
     assert figures(list_mismatches(ranks(loader=loader(batches=60)))) == [("epoch-steps-differ", 11, 30)]
@@ -259,7 +259,7 @@ def test_a_batch_that_grows_among_the_first_steps_is_seen() -> None:
 
 @pytest.mark.parametrize(("seen", "changed"), [(32.0, None), (33.0, None), (64.0, 64.0), (16.0, 16.0), (None, None)])
 def test_a_batch_has_changed_once_the_usual_step_is_another(seen: float | None, changed: float | None) -> None:
-    assert find_changed_batch(seen, before=32.0) == changed
+    assert detect_batch_change(seen, before=32.0) == changed
 
 
 def test_probes_of_a_script_are_compared_and_its_rates_only_where_they_were_given() -> None:

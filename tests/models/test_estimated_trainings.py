@@ -8,7 +8,7 @@ import pytest
 from make_results import MIB, Truth, of_a_script, out_of_memory, probe_all, spec
 
 from tula_cli.models import cost, estimator
-from tula_cli.models.choice.candidates import to_configs
+from tula_cli.models.choice.candidates import convert_to_configs
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.run.records.probes import Overheads
@@ -44,10 +44,10 @@ def fitted(name: str) -> Estimator:
 @pytest.mark.parametrize("name", JOBS)
 def test_a_table_says_of_each_configuration_what_is_said_of_it_alone(name: str) -> None:
     result = fitted(name)
-    table = result.estimate(*result.find_known_configurations())
+    table = result.predict_configurations(*result.find_known_configurations())
     assert len(table) > 10 and table["measured"].any() and not table["measured"].all()
     spot = {Config(row.nodes, row.batch): row for row in result.predict_on_spot(table).predictions()}
-    for config, row in zip(to_configs(*result.find_known_configurations()), table.predictions(), strict=True):
+    for config, row in zip(convert_to_configs(*result.find_known_configurations()), table.predictions(), strict=True):
         alone = result.predict(config)
         assert same(row, alone)
         there = result.predict_if_known(config, "spot")
@@ -68,9 +68,9 @@ def same(one: Prediction, other: Prediction) -> bool:
 @pytest.mark.parametrize("name", JOBS)
 def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) -> None:
     result, job = fitted(name), fitted(name).spec
-    table = result.estimate(*result.find_known_configurations())
+    table = result.predict_configurations(*result.find_known_configurations())
     for here in (table, result.predict_on_spot(table)):
-        for row in here.take(range(0, len(here), 5)).predictions():
+        for row in here.select_rows(range(0, len(here), 5)).predictions():
             hours, paid = one_by_one(result, job, row)
             assert (row.hours, row.cost) == pytest.approx((hours, paid), rel=1e-9)
 
@@ -95,7 +95,7 @@ def one_by_one(result: Estimator, job: JobSpec, row: Prediction) -> tuple[float,
     seconds = cost.compute_training_seconds(
         work, step_time=row.step_time, overheads=overheads, checkpoint_every=every, **value
     )
-    own_memory = result.memory.for_ranks(row.nodes * gpus).reserved(row.local_batch)
+    own_memory = result.memory.for_ranks(row.nodes * gpus).compute_reserved(row.local_batch)
     reserved = row.peak_memory if row.measured else own_memory
     assert reserved == row.peak_memory
     paid = cost.compute_cost(
@@ -107,16 +107,16 @@ def one_by_one(result: Estimator, job: JobSpec, row: Prediction) -> tuple[float,
 @pytest.mark.parametrize("name", ["plain", "shares"])
 def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> None:
     result = fitted(name)
-    candidates = result.configurations([1, 2, 4, 8, 16, 64, 128, 256])
+    candidates = result.list_configurations([1, 2, 4, 8, 16, 64, 128, 256])
     record = {
         config: (result.describe_why_infeasible(config), result.describe_why_unknown(config)) for config in candidates
     }
     nodes = [1, 2, 4, 8, 16, 64, 128, 256]
     assert result.list_feasible_configurations(nodes) == [config for config, (why, _) in record.items() if not why]
-    assert to_configs(*result.find_known_configurations(nodes)) == [
+    assert convert_to_configs(*result.find_known_configurations(nodes)) == [
         config for config, whys in record.items() if not any(whys)
     ]
-    assert to_configs(*result.find_unknown_configurations(nodes)) == [
+    assert convert_to_configs(*result.find_unknown_configurations(nodes)) == [
         config for config, (why, other) in record.items() if not why and other
     ]
     assert (
@@ -136,6 +136,6 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_script_that_tells_little_has_a_table_too() -> None:
     result = Estimator.fit(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
-    table = result.estimate(*result.find_known_configurations())
+    table = result.predict_configurations(*result.find_known_configurations())
     assert np.isfinite(table["hours"]).all() and np.isnan(table["kwh"]).all()
-    assert same(table.prediction(3), result.predict(to_configs(*result.find_known_configurations())[3]))
+    assert same(table.prediction(3), result.predict(convert_to_configs(*result.find_known_configurations())[3]))

@@ -9,7 +9,7 @@ from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import messages
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.observations import TooFew
+from tula_cli.models.observations import TooFewMeasurements
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, GpuState, Host, Measured, OutOfMemory
 from tula_cli.services.search import choose_probes
@@ -141,12 +141,12 @@ def test_out_of_memory_everywhere_is_infeasible() -> None:
 
 
 def test_nothing_measured_is_too_few() -> None:
-    with pytest.raises(TooFew, match="no probe"):
+    with pytest.raises(TooFewMeasurements, match="no probe"):
         Estimator.fit(spec(), [])
     failed = Failed(id="a", nodes=2, gpus_per_node=1, local_batch=16, outcome="user", message="KeyError: 'x'")
-    with pytest.raises(TooFew, match="KeyError"):
+    with pytest.raises(TooFewMeasurements, match="KeyError"):
         Estimator.fit(spec(), [failed, out_of_memory(2, 32)])
-    assert TooFew("").exit_code == BadMeasurements("").exit_code == 4
+    assert TooFewMeasurements("").exit_code == BadMeasurements("").exit_code == 4
 
 
 def test_different_hardware_is_not_mixed() -> None:
@@ -320,7 +320,7 @@ def test_a_script_is_forecast_by_its_steps_start_up_and_peaks() -> None:
         assert row.peak_memory == pytest.approx(truth.peak(batch // nodes), rel=1e-6)
         assert row.refresh_share == 0.0
     assert forecast.eval_size is None
-    assert forecast.largest_local_batch(1) == (int(16 * 1024 * 0.9) - 400) // 2
+    assert forecast.compute_largest_local_batch(1) == (int(16 * 1024 * 0.9) - 400) // 2
 
 
 @pytest.mark.parametrize(

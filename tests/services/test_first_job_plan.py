@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from read_diagnostics import values
 
 from tula_cli.cluster.inspection import CachedInspection, NotInspectable
-from tula_cli.cluster.scheduler import Queued, SchedulerState
+from tula_cli.cluster.scheduler import QueuedJob, SchedulerState
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import Interruption, JobFailed, OverBudget, Pending, SchedulerError
 from tula_cli.run.directory import RunDir
@@ -55,7 +55,7 @@ class World(make.FakeLauncher):
         self.first_jobs = self.tried = 0
         self.said: list[str] = []
         self.answer, self.here = True, False
-        self.queue: dict[str, Queued] = {}
+        self.queue: dict[str, QueuedJob] = {}
         monkeypatch.setattr(first_job, "submit_script", self._submit_first_job)
         monkeypatch.setattr(first_job, "find_queued", lambda *_: self.queue)
         monkeypatch.setattr(first_job.scheduler, "query_states", lambda ids: {ids[0]: SchedulerState("ended")})
@@ -357,7 +357,7 @@ def left_behind(world: World) -> Path:
     """Submit a first job as a command does that is killed after that; return the file of what it is asked."""
     first_job._WatchedJob(world.run, spec(), lambda _: None).submit_or_adopt()
     name = f"tula-{world.run.id}-inspection"
-    world.queue[name] = Queued("7", name, "")
+    world.queue[name] = QueuedJob("7", name, "")
     return world.run.submitit_dir / "inspection-spec.json"
 
 
@@ -401,6 +401,6 @@ def test_a_job_that_tells_nothing_is_an_error_with_its_words(world: World, monke
         return "8"
 
     monkeypatch.setattr(first_job, "submit_script", silent)
-    monkeypatch.setattr(first_job, "LAG", 0.0)
+    monkeypatch.setattr(first_job, "LOG_LAG_SECONDS", 0.0)
     with pytest.raises(JobFailed, match="No module named 'torch'"):
         first_job.inspect_on_node(world.run, spec(), sleep=lambda _: None)

@@ -828,10 +828,10 @@ class Refusing(make.FakeLauncher):
     refused: tuple[str, ...] = ()
     silent = False
 
-    def states(self, look, jobs):
+    def query_states(self, snapshot, jobs):
         if self.silent:
             raise SchedulerError("squeue does not answer")
-        return super().states(look, jobs)
+        return super().query_states(snapshot, jobs)
 
     def cancel(self, run, job):
         if job.id in self.refused:

@@ -46,7 +46,7 @@ def test_events_of_a_gpu_are_waited_for_when_they_are_read(monkeypatch: pytest.M
     play(monkeypatch, initialized=True)
     clock = clocks.make_clock()
     begin, end = clock.mark(), clock.mark()
-    assert (clock.device, clock.seconds(begin, end)) == ("cuda", pytest.approx(0.01))
+    assert (clock.device, clock.measure_seconds(begin, end)) == ("cuda", pytest.approx(0.01))
     assert clocks.read_peak_memory() == {"allocated": 3, "reserved": 5} and clocks.read_hardware_name() == "GPU"
 
 
@@ -54,7 +54,7 @@ def test_a_gpu_that_the_script_leaves_alone_does_not_count(monkeypatch: pytest.M
     play(monkeypatch, initialized=False)
     clock = clocks.make_clock()
     begin = clock.mark()
-    assert clock.device == "cpu" and 0 <= clock.seconds(begin, clock.mark()) < 5
+    assert clock.device == "cpu" and 0 <= clock.measure_seconds(begin, clock.mark()) < 5
 
 
 def test_a_peak_on_the_cpu_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def submitted(folder: Path, result: JobSpec, nodes: int) -> str:
     look.write_text("sleep 1.1\n")
     value = result.model_copy(update={"cluster": result.cluster.model_copy(update={"python": f"sh {look}"})})
     task = CheckTask(id="check", job="check", spec=value, workdir=str(folder), nodes=nodes)
-    (folder / "job.sh").write_text(SlurmLauncher().script(run, task))
+    (folder / "job.sh").write_text(SlurmLauncher().render_script(run, task))
     done = subprocess.run(["sbatch", "--parsable", str(folder / "job.sh")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -40,7 +40,7 @@ def submit(folder: Path, result: JobSpec) -> None:
     run = RunDir(folder)
     run.submitit_dir.mkdir()
     task = CheckTask(id="check", job="check", spec=result, workdir=str(folder), nodes=2)
-    (folder / "job.sh").write_text(SlurmLauncher().script(run, task))
+    (folder / "job.sh").write_text(SlurmLauncher().render_script(run, task))
     done = subprocess.run(["sbatch", str(folder / "job.sh")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

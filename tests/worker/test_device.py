@@ -213,9 +213,9 @@ def test_the_peak_on_a_gpu_is_that_of_the_steps_after_the_warm_up(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 2 * peak)
     meter = device.MemoryMeter(GPU, base=100, base_reserved=200)
-    assert meter.peak() == (800, 1600)
+    assert meter.read_peak() == (800, 1600)
     meter.restart_after_warmup()
-    assert meter.peak() == (200, 400)
+    assert meter.read_peak() == (200, 400)
     assert meter.count_allocator_retries() == 0
 
 
@@ -223,11 +223,11 @@ def test_what_was_held_while_a_model_was_built_on_the_cpu_is_no_peak_of_its_step
     meter = device.MemoryMeter(torch.device("cpu"))
     meter.reset()
     _write(256 * 2**20)  # and given back at once
-    before = meter.peak()[0]
+    before = meter.read_peak()[0]
     meter.restart_after_warmup()
-    assert before - meter.peak()[0] > 192 * 2**20, "what was given back is no longer part of the peak"
+    assert before - meter.read_peak()[0] > 192 * 2**20, "what was given back is no longer part of the peak"
     _write(64 * 2**20)
-    assert 48 * 2**20 < meter.peak()[0] < 128 * 2**20, "what comes then is"
+    assert 48 * 2**20 < meter.read_peak()[0] < 128 * 2**20, "what comes then is"
 
 
 def _write(size: int) -> None:

@@ -82,17 +82,17 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnergyMeter]:
 
 
 def test_joules_are_what_the_counters_of_all_gpus_rose_by(meter: Callable[..., EnergyMeter]) -> None:
-    assert meter(FakeNvml(5_000, 17_500)).joules() == 12.5
-    assert meter(FakeNvml(5_000, 17_500), ("b", 7.5), ("c", 10.0)).joules() == 30
-    assert meter(FakeNvml(5_000, 7_000, 9_000)).joules() == 2
+    assert meter(FakeNvml(5_000, 17_500)).read_joules() == 12.5
+    assert meter(FakeNvml(5_000, 17_500), ("b", 7.5), ("c", 10.0)).read_joules() == 30
+    assert meter(FakeNvml(5_000, 7_000, 9_000)).read_joules() == 2
 
 
 def test_the_counter_is_found_by_the_name_of_the_gpu_however_it_begins(meter: Callable[..., EnergyMeter]) -> None:
-    assert meter(FakeNvml(5_000, 17_500), uuid=f"GPU-{UUID}").joules() == 12.5
+    assert meter(FakeNvml(5_000, 17_500), uuid=f"GPU-{UUID}").read_joules() == 12.5
 
 
 def test_a_gpu_that_ranks_share_counts_once(meter: Callable[..., EnergyMeter]) -> None:
-    assert meter(FakeNvml(5_000, 17_500), (UUID, 12.5), ("b", 1.0)).joules() == 13.5
+    assert meter(FakeNvml(5_000, 17_500), (UUID, 12.5), ("b", 1.0)).read_joules() == 13.5
 
 
 FAILS = FakeNvml.NVMLError("GPU is lost")
@@ -105,23 +105,23 @@ FAILS = FakeNvml.NVMLError("GPU is lost")
     ids=["no package", "old package", "no library", "fails at once", "fails midway", "does not rise", "falls"],
 )  # fmt: skip
 def test_what_cannot_be_counted_is_none_and_never_0(meter: Callable[..., EnergyMeter], nvml: ModuleType | None) -> None:
-    assert meter(nvml).joules() is None
+    assert meter(nvml).read_joules() is None
 
 
 def test_a_device_without_a_counter_has_none(meter: Callable[..., EnergyMeter]) -> None:
     no_counter = FakeNvml(1, 2)
     no_counter.readings[0] = FakeNvml.NVMLError("Not Supported")
-    assert meter(no_counter).joules() is None
-    assert meter(FakeNvml(1_000, 2_000), uuid="a part of a GPU (MIG)").joules() is None
+    assert meter(no_counter).read_joules() is None
+    assert meter(FakeNvml(1_000, 2_000), uuid="a part of a GPU (MIG)").read_joules() is None
 
 
 def test_one_rank_without_a_counter_leaves_no_sum(meter: Callable[..., EnergyMeter]) -> None:
-    assert meter(FakeNvml(5_000, 17_500), ("b", None)).joules() is None
+    assert meter(FakeNvml(5_000, 17_500), ("b", None)).read_joules() is None
 
 
 def test_ranks_on_a_cpu_count_nothing(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(1_000, 2_000))
-    assert EnergyMeter(alone).joules() is None
+    assert EnergyMeter(alone).read_joules() is None
 
 
 # --- of a training
@@ -141,7 +141,7 @@ class Meters:
     def has_counter(self) -> bool:
         return bool(self.readings)
 
-    def joules(self) -> float | None:
+    def read_joules(self) -> float | None:
         return self.readings.pop(0)
 
 

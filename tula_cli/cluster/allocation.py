@@ -45,7 +45,7 @@ def _ignore_signal(*_: object) -> None:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankPosition:
     """The position of a rank in its job."""
 
     rank: int
@@ -86,7 +86,7 @@ class Allocation:
             SchedulerError: a user-defined scheduler does not recognise the process as part of one of its jobs.
         """
         job_scheduler = scheduler or SlurmScheduler()
-        job_place = job_scheduler.place(environ)
+        job_place = job_scheduler.find_position(environ)
         if job_place is None:
             if not isinstance(job_scheduler, LocalScheduler | SlurmScheduler):
                 raise SchedulerError(
@@ -120,14 +120,14 @@ class Allocation:
     def id(self) -> str:
         return "" if self.is_local else f"{self.job_id}.{self.restarts}"
 
-    def list_ranks(self, task: Task) -> list[RankPlace]:
+    def list_ranks(self, task: Task) -> list[RankPosition]:
         """Return the ranks that this supervisor starts: one, those of its node, or all on this machine."""
         gpus = task.spec.cluster.gpus_per_node
         if self.is_local:  # one supervisor starts the ranks of all emulated nodes
-            return [RankPlace(rank, rank, rank // gpus) for rank in range(task.ranks)]
+            return [RankPosition(rank, rank, rank // gpus) for rank in range(task.ranks)]
         if task.spec.task_per_node:
-            return [RankPlace(self.index * gpus + local_rank, local_rank, self.index) for local_rank in range(gpus)]
-        return [RankPlace(self.index, self.local_index, self.index // gpus)]
+            return [RankPosition(self.index * gpus + local_rank, local_rank, self.index) for local_rank in range(gpus)]
+        return [RankPosition(self.index, self.local_index, self.index // gpus)]
 
     def count_cores_per_rank(self, task: Task) -> int | None:
         """Return the cores that the scheduler allocates per rank; None if unknown, and on this machine, which is shared."""
@@ -157,7 +157,7 @@ class Allocation:
         job_id, _, restarts = (allocation_id or self.id).rpartition(".")
         deadline = time.monotonic() + ACCOUNTING_LAG
         while True:
-            how = self.scheduler.ended_how(job_id, restart=int(restarts))
+            how = self.scheduler.find_end_reason(job_id, restart=int(restarts))
             if how is not None or time.monotonic() >= deadline:
                 break
             time.sleep(POLL)

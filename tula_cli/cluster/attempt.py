@@ -14,7 +14,7 @@ from typing import BinaryIO
 from tula_cli.cluster import failures
 from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
 from tula_cli.cluster.directory_watcher import ChangeWatcher
-from tula_cli.cluster.failures import RankExit, find_failure_of_supervisors
+from tula_cli.cluster.failures import RankExit, find_supervisor_failure
 from tula_cli.cluster.rank_processes import (
     RankCommand,
     RankGroup,
@@ -110,9 +110,9 @@ class RunningAttempt:
     attempt: Attempt
     command: LeaderCommand
     deadline: float  # monotonic time at which the task times out
-    lookout: ChangeWatcher
+    change_watcher: ChangeWatcher
     _last_heartbeat: float = 0.0  # monotonic time of the last heartbeat in the log
-    _log_capped: float = 0.0
+    _log_truncated_at: float = 0.0
 
     def run_to_exit(self) -> Failure | None:
         """Start the ranks of this supervisor, wait until they exit, and return why they failed; None after a success."""
@@ -126,19 +126,21 @@ class RunningAttempt:
             output.write("".join(f"tula: {line}\n" for line in self._clean_up_earlier_attempts(starts)).encode())
             output.flush()
             try:
-                group = self.spawner.spawn(starts, output, give_up=self._should_not_start)
+                group = self.spawner.spawn(starts, output, give_up=self._has_reason_not_to_start)
             except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
                 output_text = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
                 return self._report_not_started(output_text)
-            self._monitor.log_start()
+            self._monitor.record_start()
             stopped = self._watch_ranks(group)
             if moved := self._monitor.undo_file_changes():
                 output.write(f"tula: {moved}\n".encode())
         if stopped is not None:
             return stopped
         child, code = group.find_first_failure() or (0, 0)
-        return self._judge_exit(
-            RankExit(code, failures.count_oom_kills() > kills, read_last_bytes(log, LOG_TAIL), self._first_rank + child)
+        return self._find_exit_failure(
+            RankExit(
+                code, failures.count_oom_kills() > kills, read_last_bytes(log, LOG_TAIL), self._lowest_rank + child
+            )
         )
 
     @cached_property
@@ -155,7 +157,7 @@ class RunningAttempt:
 
     def _report_not_started(self, message: str) -> Failure:
         failure = Failure(outcome="user", message=message, host=get_node_name())
-        self._report(RankExit(127, False, message, self._first_rank), failure)
+        self._write_exit_report(RankExit(127, False, message, self._lowest_rank), failure)
         return failure
 
     def _clean_up_earlier_attempts(self, starts: Sequence[RankCommand]) -> Iterator[str]:
@@ -167,12 +169,12 @@ class RunningAttempt:
             yield f"killed processes of an earlier attempt: {', '.join(map(str, killed))}"
         if self.task.spec.cluster.device != "cpu" and has_gpu():
             memory_holders = self.memory.wait_until_memory_is_free(
-                list_visible_gpus(starts), mark, give_up=self._should_not_start
+                list_visible_gpus(starts), mark, give_up=self._has_reason_not_to_start
             )
             if memory_holders:
                 yield f"GPU memory of an earlier attempt is still in use: {memory_holders}"
 
-    def consult_scheduler(self, failure: Failure | None) -> Failure | None:
+    def apply_termination_reason(self, failure: Failure | None) -> Failure | None:
         """Return the failure of an attempt, or the scheduler's reason if it ended the allocation."""
         if self.allocation.termination.received and not self.run.is_finished(self.task):
             if self.run.is_cancelled(self.task.job):
@@ -181,7 +183,7 @@ class RunningAttempt:
             if termination.outcome == "cancelled":
                 self.run.cancel(self.task.job, by=self.allocation.scheduler.cancel_command)
             # If a follower fails, the scheduler terminates the leader too.
-            reported = find_failure_of_supervisors(self.run, self.attempt) if termination.outcome == "signal" else None
+            reported = find_supervisor_failure(self.run, self.attempt) if termination.outcome == "signal" else None
             return reported or termination
         # If the ranks have saved to stop early, a peer lost during the exit is not the reason of the end.
         stopped = self.run.read_stop_reason(self.task.id, self.attempt.number)
@@ -198,7 +200,7 @@ class RunningAttempt:
         return Failure(outcome="time_limit", message=message)
 
     @property
-    def _first_rank(self) -> int:
+    def _lowest_rank(self) -> int:
         return get_first_rank(self.allocation, self.task)
 
     def _watch_ranks(self, group: RankGroup) -> Failure | None:
@@ -211,14 +213,14 @@ class RunningAttempt:
             RunGone: the run directory was moved or removed, so that no result of the ranks would be found.
         """
         failed_at: float | None = None
-        self.lookout.force_check()
+        self.change_watcher.force_check()
         while group.is_running():
-            is_due = self.lookout.is_due()
+            is_due = self.change_watcher.is_due()
             if is_due and is_run_gone(self.run.path):
                 group.kill()
                 raise RunGone(self.run.path)
             self._touch_log()
-            self._cap_log()
+            self._truncate_log()
             if (unwanted := self._find_reason_to_stop(is_due)) is not None:
                 group.end(END_GRACE)
                 return unwanted
@@ -240,7 +242,7 @@ class RunningAttempt:
             if is_due and self._is_superseded():
                 group.kill()  # this node was considered lost: two allocations would write to one run
                 return Failure(outcome="node_failure", message="another allocation has taken over this job")
-            self.lookout.pause(self._monitor.poll_interval(self.allocation))
+            self.change_watcher.pause(self._monitor.poll_interval(self.allocation))
         return None
 
     def _touch_log(self) -> None:
@@ -250,17 +252,17 @@ class RunningAttempt:
             with contextlib.suppress(OSError):
                 os.utime(self.run.get_log_path(self.task.id, self.attempt.number))
 
-    def _cap_log(self) -> None:
+    def _truncate_log(self) -> None:
         """Limit the size of the ranks' log, such that all logs of a node together have at most MAX_LOG bytes."""
         pause = max(LOG_PAUSE, self.allocation.count / 10)  # at most ten checks per second by all supervisors of a job
-        if time.monotonic() < self._log_capped + pause:
+        if time.monotonic() < self._log_truncated_at + pause:
             return
-        self._log_capped = time.monotonic()
+        self._log_truncated_at = time.monotonic()
         most = MAX_LOG * (self.allocation.nodes or 1) // self.allocation.count
-        cap_log(self._log, most=most, keep=self._program.log_patterns)
+        truncate_log(self._log, most=most, keep=self._program.log_patterns)
 
     @cached_property
-    def _leave_at(self) -> float | None:
+    def _leave_time(self) -> float | None:
         """Unix time at which to leave before the time limit, computed once; None without a limit, and for followers."""
         return None if self.allocation.ends_at is None else self.allocation.compute_leave_time(self.allocation.ends_at)
 
@@ -272,10 +274,10 @@ class RunningAttempt:
         """
         if not self._monitor.can_save:
             return None
-        if self._leave_at is not None and time.time() >= self._leave_at:
-            self._monitor.announce_end(self.allocation.ends_at or 0.0)
+        if self._leave_time is not None and time.time() >= self._leave_time:
+            self._monitor.write_allocation_end(self.allocation.ends_at or 0.0)
             is_due = True
-        ends_at = self._monitor.ends_at() if is_due else None
+        ends_at = self._monitor.read_allocation_end() if is_due else None
         return None if ends_at is None else max(0.0, ends_at - END_GRACE - time.time())
 
     def _end_ranks(self, group: RankGroup, *, deadline: float) -> None:
@@ -284,8 +286,10 @@ class RunningAttempt:
         A script that can save is first asked to in the way that its job configures."""
         if self._monitor.can_save:
             asked_at = time.time()
-            self._monitor.ask_to_save()
-            while group.is_running() and time.monotonic() < deadline and not self._monitor.has_saved(since=asked_at):
+            self._monitor.request_checkpoint()
+            while (
+                group.is_running() and time.monotonic() < deadline and not self._monitor.has_saved_since(since=asked_at)
+            ):
                 time.sleep(POLL)
                 self._monitor.record_progress()
             deadline = max(deadline, time.monotonic() + 1.0)
@@ -304,8 +308,10 @@ class RunningAttempt:
         peer = Failure(outcome="peer")
         return self._find_root_cause(peer) if self.allocation.is_leader else peer  # followers do not search
 
-    def _should_not_start(self) -> bool:
-        return self.allocation.termination.received or self._find_reason_to_stop(self.lookout.is_due()) is not None
+    def _has_reason_not_to_start(self) -> bool:
+        return (
+            self.allocation.termination.received or self._find_reason_to_stop(self.change_watcher.is_due()) is not None
+        )
 
     def _find_reason_to_stop(self, is_due: bool) -> Failure | None:
         """Return why the ranks must stop: cancelled (checked only if a poll is due) or past the deadline; else None."""
@@ -316,20 +322,20 @@ class RunningAttempt:
         explanations = filter(None, [self.task.timeout_message, self._monitor.describe_missing_step()])
         return Failure(outcome="cancelled", message=", and ".join(explanations))
 
-    def _judge_exit(self, exited: RankExit) -> Failure | None:
-        self._monitor.record_end()
+    def _find_exit_failure(self, exited: RankExit) -> Failure | None:
+        self._monitor.record_final_reports()
         if exited.exit_code == 0:
-            return self._program.judge_clean_exit()
-        failure = failures.find_failure_of_ranks(self.run, self.task, self.attempt, exited)
+            return self._program.find_clean_exit_failure()
+        failure = failures.find_rank_failure(self.run, self.task, self.attempt, exited)
         if self.allocation.is_local or self.allocation.termination.received:
             return failure
-        self._report(exited, failure)
+        self._write_exit_report(exited, failure)
         if not self.allocation.is_leader:
             return failure
-        self._await_reports()
+        self._wait_for_reports()
         return self._find_root_cause(failure)
 
-    def _await_reports(self) -> None:
+    def _wait_for_reports(self) -> None:
         """Wait, at most PEER_GRACE seconds, for the reports of all supervisors: the root cause may be on another one.
 
         A rank that lost its peer reports so at once. Under torchrun its supervisor reports only when torchrun has
@@ -344,7 +350,7 @@ class RunningAttempt:
                 return
             time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
 
-    def _report(self, exited: RankExit, failure: Failure) -> None:
+    def _write_exit_report(self, exited: RankExit, failure: Failure) -> None:
         failures.write_exit_report(self.run, self.task, self.attempt, exited, failure)
 
     def _find_root_cause(self, failure: Failure) -> Failure:
@@ -363,7 +369,7 @@ _DROPPED_LINE = b"tula: %d bytes of this log were dropped here: it had grown bey
 _DROPPED = re.compile(rb"^tula: ([0-9]+) bytes of this log were dropped here: .*\n", re.MULTILINE)
 
 
-def cap_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None:
+def truncate_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None:
     """Drop the middle of a log that is too large, so that endless output does not fill the disk.
 
     Ranks open the log in append mode and can write while it is cut. A line in its place reports how much was dropped.

@@ -16,7 +16,7 @@ from tula_cli.cluster.chains import (
     list_nodes_of_chain_jobs,
 )
 from tula_cli.cluster.local import list_attempts_of_submission
-from tula_cli.cluster.scheduler import JobRequest, Queued, Scheduler, SchedulerState
+from tula_cli.cluster.scheduler import JobRequest, QueuedJob, Scheduler, SchedulerState
 from tula_cli.errors import SchedulerError
 from tula_cli.run import files, package
 from tula_cli.run.directory import RunDir
@@ -28,7 +28,7 @@ from tula_cli.version import __version__
 
 PROGRAM = "tula_cli.cluster.job_main"
 """Module that every task of a job runs, if the scheduler starts tula directly."""
-_BAD_ID = re.compile(r"[\s/_]")
+_INVALID_ID_CHARACTERS = re.compile(r"[\s/_]")
 
 
 class BatchLauncher:
@@ -47,7 +47,7 @@ class BatchLauncher:
     def forgotten(self) -> str:
         return f"{self.scheduler.name} no longer knows it"
 
-    def script(self, run: RunDir, task: Task) -> str:
+    def render_script(self, run: RunDir, task: Task) -> str:
         """Return the script of the first job of a task; the scripts of later jobs also wait for earlier ones."""
         from tula_cli.cluster.rank_programs import (
             make_rank_program,  # imported here because only a dry run needs it
@@ -72,7 +72,7 @@ class BatchLauncher:
             return earlier
         ids = [queued[name].id for name in names if name in queued]
         for id_ in ids:
-            self.prepare(run, task, id_)  # the submitting command may have been killed before this
+            self.write_job_files(run, task, id_)  # the submitting command may have been killed before this
         submitted_at = min((_get_script_write_time(job) for job in queued.values()), default=time.time())
         files.prepare_folders(run.path, *task.folders)
         new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_jobs(names, queued) :]
@@ -93,12 +93,12 @@ class BatchLauncher:
             tula=__version__,
         )
 
-    def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+    def query_states(self, snapshot: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Query the states of all jobs at once. An unknown job has ended, unless it was submitted only seconds ago."""
-        states = self.scheduler.ask([id_ for job in jobs for id_ in job.ids])
+        states = self.scheduler.query_states([id_ for job in jobs for id_ in job.ids])
         return {
             job.id: _add_error_output(
-                look, job, self._explain_missing_log(look, job, self._get_state(look, job, states))
+                snapshot, job, self._explain_missing_log(snapshot, job, self._get_state(snapshot, job, states))
             )
             for job in jobs
         }
@@ -157,16 +157,16 @@ class BatchLauncher:
 
     def render_job_script(self, run: RunDir, job: JobRequest, task: Task) -> str:
         """Return the script of one job."""
-        return self.scheduler.script(job)
+        return self.scheduler.render_script(job)
 
-    def prepare(self, run: RunDir, task: Task, id_: str) -> None:
+    def write_job_files(self, run: RunDir, task: Task, id_: str) -> None:
         """Write files that a submitted job needs besides its script: none if the scheduler starts tula directly."""
 
     def make_first_job_name(self, run: RunDir, task: Task) -> str:
         """Return the name of a task's first job; has a hash of the run's path, as queues may not report scripts."""
         return f"tula-{run.id}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:6]}-{task.job}"
 
-    def list_queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
+    def list_queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, QueuedJob]:
         """Return the jobs of a task's chain that are in the queue, by the names that `_list_job_names` gives."""
         return find_queued(self.scheduler, run, names)
 
@@ -192,7 +192,7 @@ class BatchLauncher:
         run.lock.renew()
         job = self.make_request(run, task, name, after)
         id_ = submit_script(self.scheduler, run, job, self.render_job_script(run, job, task))
-        self.prepare(run, task, id_)
+        self.write_job_files(run, task, id_)
         return id_
 
     def _submit_jobs_of_chain(
@@ -229,7 +229,9 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     """
     package.write_package_archive(run.path.resolve())
     id_ = scheduler.submit(run.write_script(job.name, text), job)
-    if not isinstance(id_, str) or not id_ or _BAD_ID.search(id_):  # schedulers of users are not type-checked
+    if (
+        not isinstance(id_, str) or not id_ or _INVALID_ID_CHARACTERS.search(id_)
+    ):  # schedulers of users are not type-checked
         raise SchedulerError(
             f"{scheduler.name} gave a job the id {id_!r}",
             "make submit() return text without '/', '_' and white space; check the queue, because the job may already have been submitted",
@@ -237,7 +239,7 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     return id_
 
 
-def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict[str, Queued]:
+def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict[str, QueuedJob]:
     """Return this run's jobs in the queue, by their names.
 
     A run of the same job in another folder may have jobs of the same names; they are
@@ -247,11 +249,11 @@ def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict
         SchedulerError: the scheduler does not answer.
     """
     folder = run.submitit_dir.resolve()
-    jobs = scheduler.queued(names)
+    jobs = scheduler.list_queued_jobs(names)
     return {job.name: job for job in jobs if not job.script or Path(job.script).parent.resolve() == folder}
 
 
-def _get_script_write_time(job: Queued) -> float:
+def _get_script_write_time(job: QueuedJob) -> float:
     """Return when the script of a job was written (Unix time), just before its submission; now if unknown."""
     try:
         return Path(job.script).stat().st_mtime if job.script else time.time()
@@ -259,7 +261,7 @@ def _get_script_write_time(job: Queued) -> float:
         return time.time()
 
 
-def _count_submitted_jobs(names: Sequence[str], queued: Mapping[str, Queued]) -> int:
+def _count_submitted_jobs(names: Sequence[str], queued: Mapping[str, QueuedJob]) -> int:
     """Return how many jobs need no submission: all up to the last queued one; earlier ones have run or must not."""
     return max((names.index(name) + 1 for name in queued), default=0)
 

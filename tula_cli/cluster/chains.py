@@ -10,11 +10,11 @@ from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.spec.slurm_options import MAX_CHAINED_JOBS, SPARE_CHAINED_JOBS
 
-FIRST_DELAY, LONGEST_DELAY = 10, 30
+MIN_START_DELAY_MINUTES, MAX_START_DELAY_MINUTES = 10, 30
 """Minimum and maximum minutes by which a job is delayed after one that did not start tula."""
 YOUNG_SECONDS = 30.0
 """Seconds after its submission in which a job may be missing from both queue and accounting."""
-DEPENDENCY = "Dependency"
+WAITS_FOR_EARLIER_JOB = "Dependency"
 """The scheduler's reason for a job that waits for another job to end."""
 
 
@@ -64,7 +64,7 @@ def list_nodes_of_chain_jobs(task: Task) -> tuple[int, ...]:
 
 def get_start_delay(number: int) -> int:
     """Return the minutes by which job `number` (from 2) starts after the previous one if that does not start tula."""
-    return min(FIRST_DELAY * (number - 1), LONGEST_DELAY)
+    return min(MIN_START_DELAY_MINUTES * (number - 1), MAX_START_DELAY_MINUTES)
 
 
 # --- The state of a chain
@@ -100,14 +100,14 @@ def get_chain_state(
         states = [unheard if state.state == "unknown" else state for state in states]
     kinds = [state.state for state in states]
     if "running" in kinds:
-        return _add_next_reason(job.ids, states, kinds.index("running"))
+        return _add_reason_of_next_job(job.ids, states, kinds.index("running"))
     if "pending" in kinds:
         first_pending = kinds.index("pending")
         return _get_waiting_state(job.ids[:first_pending], states[: first_pending + 1])
     return states[kinds.index("unknown")] if "unknown" in kinds else states[-1]
 
 
-def _add_next_reason(ids: Sequence[str], states: Sequence[SchedulerState], at: int) -> SchedulerState:
+def _add_reason_of_next_job(ids: Sequence[str], states: Sequence[SchedulerState], at: int) -> SchedulerState:
     """Return the state of the running job, with the reason why a later job of the chain cannot start, if any."""
     state = states[at]
     for id_, following in zip(ids[at + 1 :], states[at + 1 :], strict=True):
@@ -120,7 +120,7 @@ def _add_next_reason(ids: Sequence[str], states: Sequence[SchedulerState], at: i
 def _get_waiting_state(earlier: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:
     """Return the state of the first waiting job, with the outcome of the job before it if it waits for that job."""
     last_state = states[-1]
-    if last_state.reason != DEPENDENCY or not earlier:
+    if last_state.reason != WAITS_FOR_EARLIER_JOB or not earlier:
         return last_state
     story = states[-2].reason or "it ended"
     return SchedulerState("pending", f"continues after job {earlier[-1]} ({story})", last_state.starts_at)

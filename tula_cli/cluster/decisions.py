@@ -120,7 +120,7 @@ Action = Literal[
 Kind = OutcomeClass | Literal["any", "none"]
 Rule = tuple[Kind, Situation, Action]
 
-_TWICE: Situation = "the same failure occurs twice within 30 s of a start, or after the same samples"
+_SAME_FAILURE_TWICE: Situation = "the same failure occurs twice within 30 s of a start, or after the same samples"
 _AFTER_STEP: Situation = "it is the first failure since the newest checkpoint, after at least one step"
 _AFTER_STEP_AND_WAITS: Situation = (
     "it is the first failure since the newest checkpoint, after at least one step, and a later job waits"
@@ -144,11 +144,11 @@ TRAINING: tuple[Rule, ...] = (
     ("disk", "always", "the later jobs are held until `tula train` finds space"),
     ("storage", "attempts remain", "new processes after a pause"),
     ("storage", "a later job waits", "the next job, 10 to 30 minutes later"),
-    ("supervisor", _TWICE, "the end"),
+    ("supervisor", _SAME_FAILURE_TWICE, "the end"),
     ("supervisor", "the supervisor has failed `train.max_attempts` times without a newer checkpoint", "the end"),
     ("supervisor", "always", "the next job"),
     ("hung", "attempts remain", "new processes"),
-    ("host_limit", _TWICE, "the end"),
+    ("host_limit", _SAME_FAILURE_TWICE, "the end"),
     ("host_limit", "attempts remain", "new processes after a pause"),
     ("port", "attempts remain", "new processes"),
     ("time_limit", "the job saved nothing", "the end"),
@@ -156,9 +156,9 @@ TRAINING: tuple[Rule, ...] = (
     ("preempted", "always", "the next job"),
     ("node_failure", "always", "the next job"),
     ("stage_end", "the next stage has more nodes", "new processes on the nodes of the stage"),
-    ("unknown", _TWICE, "the end"),
+    ("unknown", _SAME_FAILURE_TWICE, "the end"),
     ("unknown", "attempts remain", "new processes"),
-    ("signal", _TWICE, "the end"),
+    ("signal", _SAME_FAILURE_TWICE, "the end"),
     ("signal", "attempts remain", "new processes"),
     ("peer", "attempts remain", "new processes"),
     ("any", "always", "the end"),
@@ -335,7 +335,7 @@ class _Case:
     def has_larger_stage(self) -> bool:
         return self.training.next_stage is not None
 
-    def spare_workers(self) -> int | None:
+    def compute_fewer_workers(self) -> int | None:
         """Return fewer loader processes, or None: half, once; for `auto` FEWEST_WORKERS, then half each time."""
         task = self.training
         if task.workers == "auto":
@@ -345,7 +345,7 @@ class _Case:
             return task.workers // 2 or None
         return task.workers // 2 if task.workers and task.workers >= workers else None
 
-    def lower_lr_limit(self) -> float | None:
+    def compute_lower_lr_limit(self) -> float | None:
         """Return half the learning-rate factor at which a growing batch diverged; None the second time, or at factor 1."""
         factor = self.history.lr_factor or 1.0
         if self.training.max_lr_factor is not None or self.task.spec.script is not None or factor <= 1:
@@ -370,7 +370,7 @@ class _Case:
         if (
             self.history.reached is not None
             and self.history.reached == previous.reached
-            and _mask_message(self.failure) == _mask_message(previous.failure)
+            and _mask_varying_parts(self.failure) == _mask_varying_parts(previous.failure)
         ):
             return Stop(why="same_failure", samples=self.history.reached)
         seconds = max(each.count_seconds() for each in (previous, last))
@@ -391,14 +391,16 @@ class _Case:
         return 1 + sum(attempt.outcome == "supervisor" for attempt in history.earlier)
 
 
-def count_lost(attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["done"] | None, allocation: str) -> int:
+def count_attempts_towards_limit(
+    attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["done"] | None, allocation: str
+) -> int:
     """Return how many attempts count towards the limit of restarts after an attempt with `outcome`."""
     if outcome == "storage":
         return sum(attempt.outcome == "storage" and attempt.allocation == allocation for attempt in attempts)
     return sum(attempt.outcome in COUNTED_OUTCOMES and attempt.outcome != "storage" for attempt in attempts)
 
 
-def _mask_message(failure: Failure) -> str:
+def _mask_varying_parts(failure: Failure) -> str:
     """Return the message of a failure without numbers and the host, which differ between processes."""
     return re.sub(r"\d+", "", failure.message.replace(failure.host or "\0", ""))
 
@@ -413,14 +415,14 @@ _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
     "the allocation has ended": lambda case: case.history.allocation_ended,
     "the next stage has more nodes": _Case.has_larger_stage,
     "a configuration takes less memory": lambda case: case.history.fallback is not None,
-    "the number of loader processes can be lowered": lambda case: case.spare_workers() is not None,
-    "the learning rate of the growing batch can be lowered": lambda case: case.lower_lr_limit() is not None,
+    "the number of loader processes can be lowered": lambda case: case.compute_fewer_workers() is not None,
+    "the learning rate of the growing batch can be lowered": lambda case: case.compute_lower_lr_limit() is not None,
     "attempts remain": _Case.has_attempts_left,
     "attempts remain, and there is no scheduler": lambda case: case.is_local() and case.has_attempts_left(),
     "a later job waits": lambda case: case.history.later_jobs > 0,
     _AFTER_STEP_AND_WAITS: lambda case: case.is_first_after_step() and case.history.later_jobs > 0,
     _AFTER_STEP: _Case.is_first_after_step,
-    _TWICE: lambda case: case.find_repeated_failure() is not None,
+    _SAME_FAILURE_TWICE: lambda case: case.find_repeated_failure() is not None,
     "the job saved nothing": _Case.has_saved_nothing,
     "the supervisor has failed `train.max_attempts` times without a newer checkpoint": lambda case: (
         case.count_failed_supervisors() >= case.training.spec.train.max_attempts
@@ -455,7 +457,7 @@ def _stop(case: _Case, situation: Situation) -> Stop:
             return Stop(why="supervisors_failed", count=case.count_failed_supervisors())
         case "the job is cancelled":
             return Stop(why="cancelled")
-    return (case.find_repeated_failure() if situation == _TWICE else None) or Stop()
+    return (case.find_repeated_failure() if situation == _SAME_FAILURE_TWICE else None) or Stop()
 
 
 _ACTIONS: dict[Action, Callable[[_Case, Situation], Relaunch | Requeue | Stop]] = {
@@ -467,10 +469,10 @@ _ACTIONS: dict[Action, Callable[[_Case, Situation], Relaunch | Requeue | Stop]] 
         fallback=case.history.fallback
     ),
     "new processes with fewer loader processes": lambda case, _: Relaunch(
-        workers=case.spare_workers(), workers_before=case.training.workers
+        workers=case.compute_fewer_workers(), workers_before=case.training.workers
     ),
     "new processes from the previous checkpoint, with half the learning-rate factor": lambda case, _: Relaunch(
-        max_lr_factor=case.lower_lr_limit()
+        max_lr_factor=case.compute_lower_lr_limit()
     ),
     "new processes without this batch": lambda case, _: Relaunch(skip=case.history.current_batch),
     "the next job": lambda _case, _: Requeue(),

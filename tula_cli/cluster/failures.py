@@ -48,23 +48,23 @@ class RankExit:
     rank: int  # rank of the process; under torchrun its first rank
 
 
-def find_failure_of_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> Failure:
+def find_rank_failure(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> Failure:
     """Return why the ranks of this supervisor failed."""
-    device = compute_device(run, task)
+    device = find_device_type(run, task)
     recorded = find_root_failure(run.read_failures(task.id, attempt.number))
     # An out-of-memory kill counted by the kernel takes precedence over reports of peers, if a signal killed this rank
     # or a rank of this node lost a process.
     lost_process = recorded is not None and recorded.outcome == "signal" and recorded.host == get_node_name()
     shot = exited.oom_kill and (exited.exit_code < 0 or lost_process)
     if recorded is not None and recorded.outcome != "peer" and not shot:
-        return complete_failure(run, task, recorded, recorded.detail)
-    failure = _find_failure_of_log(run, task, exited, device)
+        return add_shortage_to_failure(run, task, recorded, recorded.detail)
+    failure = _find_failure_in_log(run, task, exited, device)
     if recorded is not None and failure.outcome in ("unknown", "peer"):
         return recorded.model_copy(update={"outcome": "peer"})
-    return complete_failure(run, task, failure, exited.words)
+    return add_shortage_to_failure(run, task, failure, exited.words)
 
 
-def _find_failure_of_log(run: RunDir, task: Task, exited: RankExit, device: str) -> Failure:
+def _find_failure_in_log(run: RunDir, task: Task, exited: RankExit, device: str) -> Failure:
     """Return why ranks failed that wrote no record, from the end of their log and their exit code."""
     output_text = exited.words
     summary = find_launcher_summary(output_text)
@@ -126,7 +126,7 @@ def _is_disk_full(run: RunDir, task: Task, exited: RankExit) -> bool:
     return exited_by_worker or bool(choose_full_disk_errno(run.path))
 
 
-def complete_failure(run: RunDir, task: Task, failure: Failure, text: str) -> Failure:
+def add_shortage_to_failure(run: RunDir, task: Task, failure: Failure, text: str) -> Failure:
     """Return a failure with the missing space added if the disk was full; other failures are returned as they are.
 
     A thread that could not start under `cluster.memory_per_gpu` on CPUs becomes out-of-memory.
@@ -141,7 +141,7 @@ def complete_failure(run: RunDir, task: Task, failure: Failure, text: str) -> Fa
         failure.outcome == "host_limit"
         and is_thread_refused(text)
         and task.spec.cluster.memory_per_gpu
-        and compute_device(run, task) == "cpu"
+        and find_device_type(run, task) == "cpu"
     ):
         message = f"{failure.message} (under the memory limit cluster.memory_per_gpu)"
         return failure.model_copy(update={"outcome": "device_oom", "message": message})
@@ -151,7 +151,7 @@ def complete_failure(run: RunDir, task: Task, failure: Failure, text: str) -> Fa
     return failure.model_copy(update={"shortage": shortage})
 
 
-def compute_device(run: RunDir, task: Task) -> str:
+def find_device_type(run: RunDir, task: Task) -> str:
     """Return the device of the ranks (cpu or cuda): as configured, else as probes recorded, else what this node has."""
     requested = task.spec.cluster.device
     if requested != "auto":
@@ -190,7 +190,7 @@ def write_exit_report(run: RunDir, task: Task, attempt: Attempt, exited: RankExi
 def find_root_cause(run: RunDir, task: Task, attempt: Attempt, failure: Failure) -> Failure:
     """Return the failure of an attempt from the records of all supervisors; `failure` if there are none."""
     root = find_root_failure(run.read_failures(task.id, attempt.number))
-    return complete_failure(run, task, root, root.detail) if root else failure
+    return add_shortage_to_failure(run, task, root, root.detail) if root else failure
 
 
 def count_oom_kills() -> int:
@@ -231,7 +231,7 @@ SUPERVISOR_OUTCOMES: tuple[OutcomeClass, ...] = ("disk", "storage", "supervisor"
 
 
 @contextlib.contextmanager
-def write_supervisor_failure(run: RunDir, record_error: Callable[[Exception], None]) -> Iterator[None]:
+def record_supervisor_errors(run: RunDir, record_error: Callable[[Exception], None]) -> Iterator[None]:
     """Record errors of a supervisor itself, and raise them again.
 
     Args:
@@ -262,12 +262,12 @@ def convert_os_error(error: Exception, run: RunDir) -> Exception:
     return error
 
 
-def find_failure_of_error(error: Exception, run: RunDir, task: Task) -> Failure:
+def convert_error_to_failure(error: Exception, run: RunDir, task: Task) -> Failure:
     """Return the failure that an error raised in a supervisor is."""
     host = get_node_name()
     if isinstance(error, DiskFull):
         full = Failure(outcome="disk", host=host, shortage=get_shortage(error))
-        return complete_failure(run, task, full, error.message)
+        return add_shortage_to_failure(run, task, full, error.message)
     if isinstance(error, StorageFailed):
         return Failure(outcome="storage", message=error.message, host=host)
     frames = traceback.extract_tb(error.__traceback__)
@@ -286,7 +286,7 @@ def append_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception
         log.write("".join(traceback.format_exception(error)).encode())
 
 
-def write_failure_of_follower(
+def write_follower_failure(
     run: RunDir, task: Task, attempt: Attempt, rank: int, failure: Failure, error: Exception
 ) -> None:
     """Write the failure of a follower for its leader, which srun terminates together with the follower."""
@@ -295,7 +295,7 @@ def write_failure_of_follower(
     run.write_failure(failure.model_copy(update={**place, "detail": detail}))
 
 
-def find_failure_of_supervisors(run: RunDir, attempt: Attempt) -> Failure | None:
+def find_supervisor_failure(run: RunDir, attempt: Attempt) -> Failure | None:
     """Return the failure of an attempt from the records of supervisors; None if no supervisor failed."""
     return find_root_failure(
         failure for failure in run.read_failures(attempt.task, attempt.number) if failure.outcome in SUPERVISOR_OUTCOMES

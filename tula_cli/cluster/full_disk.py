@@ -70,7 +70,7 @@ def release_held_jobs(run: RunDir, task: TrainTask) -> None:
         return
     require_disk_space(run, attempts[-1])
     scheduler = make_scheduler(task.spec.cluster)
-    states = scheduler.ask(job.links) if job is not None else {}
+    states = scheduler.query_states(job.links) if job is not None else {}
     held_now = [id_ for id_, state in states.items() if state.on_hold]
     if complaint := scheduler.release(held_now):
         by_hand = scheduler.release_command

@@ -129,9 +129,9 @@ def _raise_if_local(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tu
 
 # --- The inspection
 
-PROGRAM = "tula_cli.worker.measure.inspect"
-TORCH_MISSING = "run pip install 'tula-cli[torch]', or, on SLURM, set cluster.python to a Python that has torch"
-ON_A_NODE = "run tula profile job.yaml, whose first job builds the model and the dataset on a node"
+INSPECTION_MODULE = "tula_cli.worker.measure.inspect"
+TORCH_MISSING_HINT = "run pip install 'tula-cli[torch]', or, on SLURM, set cluster.python to a Python that has torch"
+INSPECT_ON_NODE_HINT = "run tula profile job.yaml, whose first job builds the model and the dataset on a node"
 _STEP_WORDS = ("srun:", "slurmstepd:")  # prefixes of SLURM's own messages about a program that fails
 INSPECTION_TIMEOUT = 600.0  # seconds, including the download of a dataset
 
@@ -197,7 +197,9 @@ class NotInspectable(JobFailed):
         evidence: as of `JobFailed`.
     """
 
-    def __init__(self, message: str, remedy: str = TORCH_MISSING, *, elsewhere: str = "", evidence: str = "") -> None:
+    def __init__(
+        self, message: str, remedy: str = TORCH_MISSING_HINT, *, elsewhere: str = "", evidence: str = ""
+    ) -> None:
         super().__init__(message, f"{elsewhere}; or {remedy}" if elsewhere else remedy, evidence=evidence)
         self.remedy = remedy
 
@@ -218,7 +220,7 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
     if spec.script is not None:
         return describe_script_job(spec, spec.script)
     python = get_interpreter_command(spec)
-    command = ["bash", "-c", f"{python} -m {PROGRAM}"]
+    command = ["bash", "-c", f"{python} -m {INSPECTION_MODULE}"]
     try:
         completed = run_command(
             command,
@@ -231,7 +233,7 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
         raise JobFailed(
             f"building the model and the dataset took more than {timeout:g} s", "prepare the data beforehand"
         ) from None
-    elsewhere = ON_A_NODE if spec.cluster.kind == "slurm" else ""
+    elsewhere = INSPECT_ON_NODE_HINT if spec.cluster.kind == "slurm" else ""
     try:
         if not completed.stdout.strip():
             raise make_interpreter_error(python, completed.stderr, elsewhere=elsewhere)
@@ -321,14 +323,14 @@ def parse_inspection(stdout: str, stderr: str) -> Inspection:
 # The cache key is computed without imports: in milliseconds, while building the model takes seconds.
 
 BUILDING = "building the model and the dataset"
-FOLDER = ".inspections"
+CACHE_FOLDER = ".inspections"
 MAX_ENTRIES_KEPT = 50
 MAX_FILES_SEEN = 5_000
 """Maximum files and folders of a dataset whose modification times are read."""
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Environment variables that select which of the machine's GPUs are visible."""
 
-Facts = dict[str, Any]
+Dependencies = dict[str, Any]
 
 
 @dataclass
@@ -349,7 +351,7 @@ class CachedInspection:
     fresh: bool = False
     keep: bool = True
     note: Callable[[str], object] = lambda _: None
-    facts: Callable[[JobSpec], Facts] = lambda spec: describe_inspection_dependencies(spec)
+    facts: Callable[[JobSpec], Dependencies] = lambda spec: describe_inspection_dependencies(spec)
 
     def __call__(self, spec: JobSpec) -> Inspection:
         """Return the inspection of a job, from the cache if possible.
@@ -362,7 +364,7 @@ class CachedInspection:
             return self.build(spec)  # a script's job is inspected from its spec alone
         facts_before = self.facts(spec)
         path = self._make_path(facts_before)
-        cached = None if self.fresh else _read(path)
+        cached = None if self.fresh else _read_cached(path)
         if cached is not None:
             age = words.format_duration(max(0.0, time.time() - (_get_change_time(path) / 1e9 or time.time())))
             self.note(f"using the model and dataset sizes measured {age} ago (--fresh measures them again)")
@@ -372,14 +374,14 @@ class CachedInspection:
         if self.keep:
             after = self.facts(spec)  # computed again, as building may have downloaded the dataset
             if {**facts_before, "dataset": None} == {**after, "dataset": None}:
-                self._store(self._make_path(after), inspection)
+                self._write_cached(self._make_path(after), inspection)
         return inspection
 
-    def _make_path(self, facts: Facts) -> Path:
+    def _make_path(self, facts: Dependencies) -> Path:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-        return self.root / FOLDER / f"{digest[:16]}.json"
+        return self.root / CACHE_FOLDER / f"{digest[:16]}.json"
 
-    def _store(self, path: Path, inspection: Inspection) -> None:
+    def _write_cached(self, path: Path, inspection: Inspection) -> None:
         # If the folder is not writable, the next command builds again; this command still has its result.
         with contextlib.suppress(TulaError, OSError):
             make_folder(path.parent)
@@ -388,7 +390,7 @@ class CachedInspection:
                 old.unlink(missing_ok=True)  # another command may delete it at the same time
 
 
-def _read(path: Path) -> Inspection | None:
+def _read_cached(path: Path) -> Inspection | None:
     try:
         return read_record(path, Inspection)
     except TulaError:  # a damaged file is replaced by a new inspection
@@ -398,7 +400,7 @@ def _read(path: Path) -> Inspection | None:
 # --- The dependencies of an inspection
 
 
-def describe_inspection_dependencies(spec: JobSpec) -> Facts:
+def describe_inspection_dependencies(spec: JobSpec) -> Dependencies:
     """Return everything that an inspection of a job depends on, as JSON.
 
     Raises:
@@ -420,7 +422,7 @@ def describe_inspection_dependencies(spec: JobSpec) -> Facts:
     }
 
 
-def list_unmeasured_settings(spec: JobSpec) -> Facts:
+def list_unmeasured_settings(spec: JobSpec) -> Dependencies:
     """Return the settings that an inspection depends on and a measurement does not."""
     search, train, half_life = spec.search, spec.train, get_beta2_half_life(spec)
     ranks = max(search.nodes) * spec.cluster.gpus_per_node

@@ -28,7 +28,7 @@ LOCK_POLL, LOCK_PATIENCE = 0.5, 600.0
 class Launcher(Protocol):
     """Submits jobs; tests pass a launcher that runs nothing."""
 
-    def script(self, run: RunDir, task: Task) -> str:
+    def render_script(self, run: RunDir, task: Task) -> str:
         """Return the text that would be submitted, without side effects."""
         ...
 
@@ -40,8 +40,8 @@ class Launcher(Protocol):
         """
         ...
 
-    def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
-        """Return the states of jobs by their ids in one query; `look` is a snapshot of their run."""
+    def query_states(self, snapshot: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+        """Return the states of jobs by their ids in one query; `snapshot` is a snapshot of their run."""
         ...
 
     def cancel(self, run: RunDir, job: Job) -> None:
@@ -64,7 +64,7 @@ def make_launcher(spec: JobSpec, *, submits: bool = True) -> Launcher:
         return LocalLauncher()
     kind = spec.cluster.kind
     launcher = SlurmLauncher() if kind == "slurm" else BatchLauncher(make_scheduler(spec.cluster), kind)
-    if submits and (why := launcher.scheduler.absent()):
+    if submits and (why := launcher.scheduler.describe_why_absent()):
         raise SchedulerError(
             f"cluster.kind is {kind}, but {why}", "run tula on a login node, or set cluster.kind: local"
         )

@@ -37,7 +37,7 @@ class LocalLauncher:
 
     scheduler = LocalScheduler()
 
-    def script(self, run: RunDir, task: Task) -> str:
+    def render_script(self, run: RunDir, task: Task) -> str:
         """Return a description of the processes that a job on this machine starts."""
         from tula_cli.cluster.rank_programs import (
             make_rank_program,  # imported here because only a dry run needs it
@@ -79,9 +79,9 @@ class LocalLauncher:
             tula=__version__,
         )
 
-    def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+    def query_states(self, snapshot: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Return the states of jobs: a job runs while the kernel lists its process with the recorded start time."""
-        return {job.id: self._get_state(look, job) for job in jobs}
+        return {job.id: self._get_state(snapshot, job) for job in jobs}
 
     def _get_state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
         if job.host not in ("", socket.gethostname()):
@@ -159,7 +159,7 @@ def list_attempts_of_submission(snapshot: Snapshot, job: Job) -> list[Attempt]:
 
 
 @contextlib.contextmanager
-def hold_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
+def register_on_machine(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
     """Yield the ticket of a job in the machine's measuring lock; a probe waits for its turn, other jobs only register.
 
     The kernel releases the ticket when this process exits. A probe that is cancelled while it waits proceeds without

@@ -221,10 +221,10 @@ class RankStart:
     def make_rank_commands(self, log: Path) -> list[RankCommand]:
         """Return the processes that this supervisor starts, which write to `log`: torchrun, its single rank, or all ranks
         of this machine."""
-        argv, folder = tuple(self.argv()), self._find_python_folder()
+        argv, folder = tuple(self.make_command_line()), self._find_python_folder()
         return [RankCommand(argv, environment, folder, str(log)) for environment in self.make_environments()]
 
-    def argv(self) -> list[str]:
+    def make_command_line(self) -> list[str]:
         """Return the command line of a rank, or of torchrun, which starts the ranks of a node."""
         task, spec = self.task, self.task.spec
         worker = ["-m", "tula_cli.worker", str(self.run.path.resolve()), task.id, str(self.command.attempt)]

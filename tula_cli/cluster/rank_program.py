@@ -25,30 +25,30 @@ class RankMonitor:
         """Whether the supervisor can ask the ranks for a checkpoint before it ends them."""
         return False
 
-    def log_start(self) -> None:
+    def record_start(self) -> None:
         """Record that the ranks have started."""
 
     def record_progress(self) -> None:
         """Record what the ranks have reported since the last call."""
 
-    def record_end(self) -> None:
+    def record_final_reports(self) -> None:
         """Record what the ranks reported before they exited."""
 
     def undo_file_changes(self) -> str:
         """Undo changes of the ranks to files outside their folder; return a description of them, or empty."""
         return ""
 
-    def announce_end(self, ends_at: float) -> None:
+    def write_allocation_end(self, ends_at: float) -> None:
         """Tell the supervisors of all nodes that the allocation ends at this Unix time."""
 
-    def ends_at(self) -> float | None:
+    def read_allocation_end(self) -> float | None:
         """Return the announced end of the allocation (Unix time); None if there is none."""
         return None
 
-    def ask_to_save(self) -> None:
+    def request_checkpoint(self) -> None:
         """Ask the ranks for a checkpoint."""
 
-    def has_saved(self, *, since: float) -> bool:
+    def has_saved_since(self, *, since: float) -> bool:
         """Return whether a checkpoint was written after `since` (Unix time) and is complete."""
         return False
 
@@ -65,7 +65,7 @@ class RankMonitor:
         return POLL
 
 
-class StartsRanks(Protocol):
+class RankStarter(Protocol):
     """How one supervisor starts its ranks of one attempt."""
 
     def make_rank_commands(self, log: Path) -> list[RankCommand]:
@@ -81,7 +81,7 @@ class RankProgram(ABC):
     task: Task
 
     @abstractmethod
-    def find_meeting_address(self) -> str:
+    def find_rank_rendezvous(self) -> str:
         """Return the address (host:port) where the ranks meet; empty if they find each other by a file.
 
         Raises:
@@ -93,7 +93,7 @@ class RankProgram(ABC):
         return LeaderCommand(task=self.task.id, attempt=attempt, ranks=self.task.ranks, meeting=meeting)
 
     @abstractmethod
-    def start(self, allocation: Allocation, command: LeaderCommand) -> StartsRanks:
+    def start(self, allocation: Allocation, command: LeaderCommand) -> RankStarter:
         """Return how a supervisor starts its ranks."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class RankProgram(ABC):
         """Return the monitor of the ranks that a supervisor has started."""
 
     @abstractmethod
-    def judge_clean_exit(self) -> Failure | None:
+    def find_clean_exit_failure(self) -> Failure | None:
         """Return why ranks failed that all exited with code 0; None if they have succeeded."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class RankProgram(ABC):
 class WorkerProgram(RankProgram):
     """tula's worker: it trains, probes, evaluates and checks, and writes its results and checkpoints itself."""
 
-    def find_meeting_address(self) -> str:
+    def find_rank_rendezvous(self) -> str:
         return find_rendezvous_address(self.task) if uses_torchrun(self.task) else ""
 
     def start(self, allocation: Allocation, command: LeaderCommand) -> RankStart:
@@ -142,7 +142,7 @@ class WorkerProgram(RankProgram):
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:
         return RankMonitor()
 
-    def judge_clean_exit(self) -> Failure | None:
+    def find_clean_exit_failure(self) -> Failure | None:
         is_done = self.run.is_finished(self.task)
         return None if is_done else Failure(outcome="unknown", message="the ranks ended without a result")
 

@@ -125,7 +125,7 @@ class SchedulerState:
 
 
 @dataclass(frozen=True)
-class Queued:
+class QueuedJob:
     """A pending or running job."""
 
     id: str
@@ -134,7 +134,7 @@ class Queued:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PartitionLimits:
     """The limits of one job in a partition (a queue, a class); None if unknown or unlimited."""
 
     name: str
@@ -159,7 +159,7 @@ class JobRequest:
     setup: tuple[str, ...] = ()  # shell lines before the command
     patience: int = 0  # seconds to wait for an unavailable folder
 
-    def lines(self, id_: str) -> list[str]:
+    def make_preamble(self, id_: str) -> list[str]:
         """Return the shell lines before the command, which open the log, enter the folder and run the set-up.
 
         They wait up to `patience` seconds for an unavailable folder; then the job exits.
@@ -172,7 +172,7 @@ class JobRequest:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPosition:
     """The position of a process in its job."""
 
     job_id: str
@@ -198,11 +198,11 @@ class Scheduler(Protocol):
 
     # --- where jobs are submitted
 
-    def absent(self) -> str:
+    def describe_why_absent(self) -> str:
         """Return why jobs cannot be submitted from this machine; empty if they can."""
         ...
 
-    def script(self, job: JobRequest) -> str:
+    def render_script(self, job: JobRequest) -> str:
         """Return the text of a job's script, without side effects."""
         ...
 
@@ -214,7 +214,7 @@ class Scheduler(Protocol):
         """
         ...
 
-    def queued(self, names: Sequence[str]) -> list[Queued]:
+    def list_queued_jobs(self, names: Sequence[str]) -> list[QueuedJob]:
         """Return this user's pending or running jobs with these names, without jobs that are being cancelled.
 
         Raises:
@@ -222,7 +222,7 @@ class Scheduler(Protocol):
         """
         ...
 
-    def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
+    def query_states(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
         """Return the states of jobs, queried at once; jobs unknown to the scheduler are missing from the result."""
         ...
 
@@ -238,21 +238,21 @@ class Scheduler(Protocol):
         """Release held jobs; return an error message, or empty."""
         ...
 
-    def partitions(self) -> Sequence[Limits]:
+    def list_partitions(self) -> Sequence[PartitionLimits]:
         """Return the limits of jobs per partition; empty if unknown."""
         ...
 
     # --- inside a job
 
-    def place(self, environ: Mapping[str, str]) -> Place | None:
+    def find_position(self, environ: Mapping[str, str]) -> ProcessPosition | None:
         """Return the position of a process in its job, from its environment; None outside jobs of this scheduler."""
         ...
 
-    def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
+    def find_end_time(self, job_id: str, environ: Mapping[str, str]) -> float | None:
         """Return the Unix time of a running job's time limit; None if there is none or it is unknown."""
         ...
 
-    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+    def find_end_reason(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
         """Return why a job was ended from outside; None if it still runs, is unknown, or exited by itself.
 
         Args:
@@ -306,12 +306,12 @@ class LocalScheduler:
 
     # --- where jobs are submitted
 
-    def absent(self) -> str:
+    def describe_why_absent(self) -> str:
         return ""
 
-    def script(self, job: JobRequest) -> str:
+    def render_script(self, job: JobRequest) -> str:
         """Return a script that execs the command, so that its process is the job; it runs as one task."""
-        return "\n".join(("#!/bin/sh", *job.lines("$$"), f"exec {job.command}", ""))
+        return "\n".join(("#!/bin/sh", *job.make_preamble("$$"), f"exec {job.command}", ""))
 
     def submit(self, script: Path, job: JobRequest) -> str:
         """Start a process that outlives this one, its terminal and Ctrl-C."""
@@ -330,11 +330,11 @@ class LocalScheduler:
         _children.append(child)
         return f"{child.pid}-{read_start_time(child.pid) or 0:.0f}"
 
-    def queued(self, names: Sequence[str]) -> list[Queued]:
+    def list_queued_jobs(self, names: Sequence[str]) -> list[QueuedJob]:
         """Return an empty list: local jobs have no names, and their ids are known as soon as they start."""
         return []
 
-    def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
+    def query_states(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
         _reap_children()
         return {id_: SchedulerState("running" if _is_running(id_) else "ended") for id_ in ids}
 
@@ -351,19 +351,19 @@ class LocalScheduler:
     def release(self, ids: Sequence[str]) -> str:
         return "no job is queued on this machine" if ids else ""
 
-    def partitions(self) -> Sequence[Limits]:
+    def list_partitions(self) -> Sequence[PartitionLimits]:
         return []
 
     # --- inside a job
 
-    def place(self, environ: Mapping[str, str]) -> Place | None:
+    def find_position(self, environ: Mapping[str, str]) -> ProcessPosition | None:
         """Return None: the environment of a local process does not show whether it belongs to a job."""
         return None
 
-    def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
+    def find_end_time(self, job_id: str, environ: Mapping[str, str]) -> float | None:
         return None
 
-    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+    def find_end_reason(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
         return None
 
 

@@ -22,13 +22,13 @@ from tula_cli.cluster.decisions import MAX_SECONDS, History, attribute_failure, 
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.failures import (
     append_traceback,
-    find_failure_of_error,
-    find_failure_of_supervisors,
-    write_failure_of_follower,
-    write_supervisor_failure,
+    convert_error_to_failure,
+    find_supervisor_failure,
+    record_supervisor_errors,
+    write_follower_failure,
 )
 from tula_cli.cluster.full_disk import require_disk_space
-from tula_cli.cluster.local import hold_machine_ticket
+from tula_cli.cluster.local import register_on_machine
 from tula_cli.cluster.rank_processes import (
     RankSpawner,
     get_first_rank,
@@ -124,7 +124,7 @@ def supervise(
         allocation.environ = {**environ, MARK_VARIABLE: make_mark(path, task_id, allocation.id, allocation.index)}
         supervisor = Supervisor(RunDir(path), allocation)
         with (
-            write_supervisor_failure(
+            record_supervisor_errors(
                 supervisor.run, lambda error: supervisor.record_supervisor_failure(error, task_id)
             ),
             contextlib.closing(supervisor.spawner),
@@ -149,14 +149,14 @@ class Supervisor:
     since: float = field(default_factory=time.time)
     spawner: RankSpawner = field(default_factory=RankSpawner)
     memory: GpuMemory = field(default_factory=GpuMemory)
-    lookout: ChangeWatcher = field(init=False)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)  # numbers of the leader's commands
-    _under_way: tuple[Task, Attempt] | None = None
+    change_watcher: ChangeWatcher = field(init=False)
+    _command_numbers: Iterator[int] = field(default_factory=itertools.count)  # numbers of the leader's commands
+    _current_attempt: tuple[Task, Attempt] | None = None
     _undelayed_job: str = ""  # id of the next job of the chain, if its delay was removed; else empty
-    _ticket: TicketHolder | None = None  # measuring-lock ticket of a job on this machine
+    _machine_ticket: TicketHolder | None = None  # measuring-lock ticket of a job on this machine
 
     def __post_init__(self) -> None:
-        self.lookout = ChangeWatcher(self.run.path, self.allocation)
+        self.change_watcher = ChangeWatcher(self.run.path, self.allocation)
 
     def supervise(self, task_id: str) -> None:
         """Run a task and its relaunches until the job is over, as leader or follower.
@@ -165,28 +165,32 @@ class Supervisor:
             TulaError: the run directory cannot be written, or files of other supervisors do not appear in it.
         """
         if self.allocation.is_local:
-            self._await_resume_test(find_newest_task(self.run, task_id))
-            with hold_machine_ticket(self.run, find_newest_task(self.run, task_id)) as self._ticket:
-                self._lead_job(task_id)
+            self._wait_for_resume_test(find_newest_task(self.run, task_id))
+            with register_on_machine(self.run, find_newest_task(self.run, task_id)) as self._machine_ticket:
+                self._run_as_leader(task_id)
             return
         self.allocation.termination.install_handlers()
         if self.allocation.is_leader:
-            self.allocation.ends_at = self.allocation.scheduler.ends_at(self.allocation.job_id, self.allocation.environ)
-            self._lead_job(task_id)
+            self.allocation.ends_at = self.allocation.scheduler.find_end_time(
+                self.allocation.job_id, self.allocation.environ
+            )
+            self._run_as_leader(task_id)
         else:
             self.follow()
 
     def record_supervisor_failure(self, error: Exception, task_id: str) -> None:
         """Record an error of this supervisor itself, so that it is not mistaken for a killed supervisor."""
         shortages.release_reserve(self.run.path)
-        task, attempt = self._under_way or (find_newest_task(self.run, task_id), None)
-        failure = find_failure_of_error(error, self.run, task)
+        task, attempt = self._current_attempt or (find_newest_task(self.run, task_id), None)
+        failure = convert_error_to_failure(error, self.run, task)
         if failure.outcome == "storage" and self._undelayed_job and time.time() < self.since + MAX_SECONDS:
-            self._delay(self._undelayed_job, get_start_delay(2))  # else it would start at once and fail like this one
+            self._delay_job_start(
+                self._undelayed_job, get_start_delay(2)
+            )  # else it would start at once and fail like this one
         if not self.allocation.is_leader:
             if attempt is not None:
                 rank = get_first_rank(self.allocation, task)
-                write_failure_of_follower(self.run, task, attempt, rank, failure, error)
+                write_follower_failure(self.run, task, attempt, rank, failure, error)
             return
         attempt = attempt or open_attempt(self.run, self.allocation, task)
         append_traceback(self.run, attempt, self.allocation.index, error)
@@ -198,7 +202,7 @@ class Supervisor:
             apply_decision(self.run, task, failure, decision)
         close_attempt(self.run, attempt, failure, decision)
 
-    def _await_resume_test(self, task: Task) -> None:
+    def _wait_for_resume_test(self, task: Task) -> None:
         """Wait for the resume test that precedes a training on this machine; on a scheduler, job dependencies do so."""
         job = self.run.find_job(task.predecessor) if task.predecessor else None
         while job is not None and is_running(int(job.scheduler_id), job.process_started):
@@ -213,18 +217,18 @@ class Supervisor:
             ends = min(ends, time.monotonic() + command.rehearsal.seconds)
             task = task.model_copy(update={"nodes": command.rehearsal.nodes})
         return RunningAttempt(
-            self.run, self.allocation, self.spawner, self.memory, task, attempt, command, ends, self.lookout
+            self.run, self.allocation, self.spawner, self.memory, task, attempt, command, ends, self.change_watcher
         )
 
     # --- the leader
 
-    def _lead_job(self, task_id: str) -> None:
+    def _run_as_leader(self, task_id: str) -> None:
         """Run attempts until the job is over, then write the command that ends the followers."""
         if not self.allocation.termination.received:
-            self._lead_task(find_newest_task(self.run, task_id))
+            self._run_attempts_as_leader(find_newest_task(self.run, task_id))
         self._write_command(LeaderCommand(task=None))
 
-    def _lead_task(self, first_task: Task) -> None:
+    def _run_attempts_as_leader(self, first_task: Task) -> None:
         self._end_delay(self._list_later_jobs_of_chain(first_task))
         ends = time.monotonic() + first_task.timeout
         task = self._resume_from_earlier_jobs(first_task)
@@ -237,21 +241,21 @@ class Supervisor:
             shortages.allocate_reserve(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
             attempt = self._record_conflicting_trainings(attempt)
-            self._under_way = (task, attempt)
+            self._current_attempt = (task, attempt)
             program = make_rank_program(self.run, task)
             try:
                 require_resumable(self.run, task)
-                meeting = program.find_meeting_address()
+                meeting = program.find_rank_rendezvous()
             except JobFailed as error:
                 refusal = Failure(outcome="user", message=f"{error.message}; {error.hint}", host=get_node_name())
                 apply_decision(self.run, task, refusal, Stop(why="batch_failed"))
                 close_attempt(self.run, attempt, refusal, Stop(why="batch_failed"))
-                self._under_way = None
+                self._current_attempt = None
                 break
             command = program.make_command(attempt=attempt.number, meeting=meeting)
             self._write_command(command)
             running = self._make_running_attempt(task, attempt, command, ends)
-            failure = running.consult_scheduler(running.run_to_exit())
+            failure = running.apply_termination_reason(running.run_to_exit())
             reached = program.count_samples_reached(command, attempt)
             failure = program.record_attempt_results(command, failure)
             if failure is not None and failure.outcome == "disk":
@@ -266,21 +270,23 @@ class Supervisor:
             next_task = None if is_for_next_job else apply_decision(self.run, task, failure, decision)
             # Done last: once the attempt is recorded as ended, all results that follow from it exist.
             close_attempt(self.run, self._record_conflicting_trainings(attempt), failure, decision, reached=reached)
-            self._under_way = None
+            self._current_attempt = None
             if isinstance(decision, Requeue):
                 self._end_delay(
                     self._list_later_jobs_of_chain(task)
                 )  # the submitting command may not have recorded the job's id at the start
                 return
             if isinstance(decision, Relaunch) and decision.pause:
-                self._pause(task, history.earlier, failure)
+                self._wait_before_relaunch(task, history.earlier, failure)
             task = next_task
         self._finish_job(task or first_task)
 
     def _record_conflicting_trainings(self, attempt: Attempt) -> Attempt:
         """Record in a probe's attempt the trainings of this user that now use its GPUs or cores; return the attempt."""
         trainings = (
-            self._ticket.list_conflicting_trainings() if self._ticket is not None and self._ticket.measures else []
+            self._machine_ticket.list_conflicting_trainings()
+            if self._machine_ticket is not None and self._machine_ticket.measures
+            else []
         )
         names = tuple(dict.fromkeys([*attempt.disturbed_by, *(training.holder for training in trainings)]))
         if names == attempt.disturbed_by:
@@ -334,10 +340,10 @@ class Supervisor:
         elif decision.first == "hold" and waiting:
             done = {"jobs": tuple(waiting), "complaint": self.allocation.scheduler.hold(waiting)}
         elif decision.first == "delay" and waiting:
-            done = {"jobs": (waiting[0],), "complaint": self._delay(waiting[0], decision.minutes)}
+            done = {"jobs": (waiting[0],), "complaint": self._delay_job_start(waiting[0], decision.minutes)}
         return decision.model_copy(update=done)
 
-    def _pause(self, task: Task, earlier: Sequence[Attempt], failure: Failure | None) -> None:
+    def _wait_before_relaunch(self, task: Task, earlier: Sequence[Attempt], failure: Failure | None) -> None:
         """Wait before a relaunch after a storage failure or a limit of the host, longer after each repetition."""
         outcome = None if failure is None else failure.outcome
         refused = sum((attempt.outcome, attempt.allocation) == (outcome, self.allocation.id) for attempt in earlier)
@@ -367,7 +373,7 @@ class Supervisor:
         if complaint := scheduler.end_delay(waiting[0], self.allocation.job_id):
             sys.stderr.write(f"tula: job {waiting[0]} may start some minutes late: {complaint}\n")
 
-    def _delay(self, id_: str, minutes: int) -> str:
+    def _delay_job_start(self, id_: str, minutes: int) -> str:
         """Delay the start of a job until at least `minutes` from now; return an error message, or empty."""
         scheduler = self.allocation.scheduler
         if isinstance(scheduler, DelaysJobs):
@@ -400,7 +406,7 @@ class Supervisor:
         self.allocation.scheduler.cancel(links)
 
     def _write_command(self, command: LeaderCommand) -> None:
-        number = next(self._numbers)
+        number = next(self._command_numbers)
         if self.allocation.count > 1:
             self.run.write_leader_command(self.allocation.id, number, command)
 
@@ -416,25 +422,25 @@ class Supervisor:
         """
         deadlines: dict[str, float] = {}
         for number in itertools.count():
-            self.lookout.force_check()
+            self.change_watcher.force_check()
             while (
-                not self.lookout.is_due()
+                not self.change_watcher.is_due()
                 or (command := self.run.read_leader_command(self.allocation.id, number)) is None
             ):
                 if self.allocation.termination.received:
                     return
-                self.lookout.pause()
+                self.change_watcher.pause()
             if command.task is None:
                 return
-            task, attempt = self._read_subject(command.task, command.attempt)
+            task, attempt = self._read_task_and_attempt(command.task, command.attempt)
             if get_first_rank(self.allocation, task) >= command.ranks:
                 continue  # this node is not needed: fewer nodes are measured
             ends = deadlines.setdefault(task.id, time.monotonic() + task.timeout)
-            self._under_way = (task, attempt)
+            self._current_attempt = (task, attempt)
             self._make_running_attempt(task, attempt, command, ends).run_to_exit()
-            self._under_way = None
+            self._current_attempt = None
 
-    def _read_subject(self, task_id: str, number: int) -> tuple[Task, Attempt]:
+    def _read_task_and_attempt(self, task_id: str, number: int) -> tuple[Task, Attempt]:
         """Return task and attempt of a command; they are written before it, but may become visible later on NFS.
 
         Raises:
@@ -500,7 +506,7 @@ class Supervisor:
         """
         earlier = job.links[: job.links.index(self.allocation.job_id)]
         predecessors = [link for link in earlier if job.get_nodes(link) >= task.nodes]
-        return bool(predecessors) and self.allocation.scheduler.ended_how(predecessors[-1]) == "cancelled"
+        return bool(predecessors) and self.allocation.scheduler.find_end_reason(predecessors[-1]) == "cancelled"
 
     def _list_attempts_of_submission(self, task: Task) -> list[Attempt]:
         """Return the attempts of a task in this submission; attempts of earlier submissions do not count."""
@@ -530,6 +536,6 @@ class Supervisor:
             ended_at = log.stat().st_mtime if log.exists() else lost.started_at
             killed = Failure(outcome="signal", message="its supervisor was killed")
             failure = self.allocation.find_termination(lost.allocation) if lost.allocation else killed
-            failure = (find_failure_of_supervisors(run, lost) if failure.outcome == "signal" else None) or failure
+            failure = (find_supervisor_failure(run, lost) if failure.outcome == "signal" else None) or failure
             update = {"ended_at": ended_at, "failure": failure.model_copy(update={"detail": ""})}
             run.write_attempt(lost.model_copy(update=update))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, StorageFailed, TulaError
-from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
+from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, FaultName
 from tula_cli.spec.job import JobSpec
@@ -46,8 +46,8 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "device_oom": FailureKind(
         "a GPU, or a rank on CPUs, ran out of memory",
         OutOfMemoryAtMinimum,
-        LESS_MEMORY,
-        LESS_MEMORY_FOR_SCRIPT,
+        LESS_MEMORY_HINT,
+        LESS_MEMORY_HINT_FOR_SCRIPT,
         severity=0,
     ),
     "host_oom": FailureKind(

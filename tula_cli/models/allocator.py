@@ -16,7 +16,7 @@ UNIT = 512
 SMALL = 2**20  # largest request of the small pool, and smallest remainder that is split off in the large pool
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
-OWN_SEGMENT_FROM = 10 * 2**20  # requests of at least this size get their own segment
+MIN_DEDICATED_SEGMENT = 10 * 2**20  # requests of at least this size get their own segment
 SEGMENT_UNIT = 2 * 2**20
 
 
@@ -30,7 +30,7 @@ class Usage:
     fits: bool = True  # False if memory was insufficient even after releasing the cache
 
 
-class NoDeviceMemory(Exception):
+class DeviceMemoryExhausted(Exception):
     """The device has no space for a segment."""
 
 
@@ -112,18 +112,18 @@ class CachingAllocator:
             SMALL_SEGMENT
             if small
             else LARGE_SEGMENT
-            if wanted < OWN_SEGMENT_FROM
+            if wanted < MIN_DEDICATED_SEGMENT
             else -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
         )
         if self.capacity is not None and self.reserved + size > self.capacity:
-            self._flush()
+            self._release_free_segments()
             if self.reserved + size > self.capacity:
-                raise NoDeviceMemory
+                raise DeviceMemoryExhausted
         self.reserved += size
         self.most = max(self.most, self.reserved)
         return _Block(next(self._numbers), size, small=small)
 
-    def _flush(self) -> None:
+    def _release_free_segments(self) -> None:
         """Return the segments without allocated blocks to the device."""
         self.flushes += 1
         for block in [block for block in self._blocks.values() if block.before is None and block.after is None]:
@@ -187,7 +187,7 @@ def replay_allocations(
             _rename_allocations(allocator, [*setup, *late], late if turn else [])
             for number in [] if turn else late:
                 allocator.allocate(number, round(sizes[number]))
-    except NoDeviceMemory:
+    except DeviceMemoryExhausted:
         return Usage(allocated=allocator.peak, reserved=allocator.most, fits=False)
     return Usage(allocated=allocator.peak, reserved=allocator.most, flushes=allocator.flushes - flushes_before)
 

@@ -13,12 +13,12 @@ from tula_cli.run.records.probes import Measured, ScriptObservation
 from tula_cli.run.records.scripts import LearningRates, RankResult, ScriptStep
 from tula_cli.spec.sections import MIN_TIMED_STEPS
 
-_USUAL = 0.5  # activities in more than this share of the steps are part of a normal step
-_SAME_POWER = 0.1  # difference of exponents of the batch that is ignored
-STREAM = "_InfiniteConstantSampler"  # sampler that torch uses for an IterableDataset
-_SAME_BATCH = 0.1  # relative change of the samples per step that is ignored
-_NEWEST = 3  # minimum number of newest steps that are checked for a change
-_ABOUT = 0.05  # tolerated relative error of a dataset_size given by the user
+_MAX_SHARE_OF_DISTURBED = 0.5  # activities in more than this share of the steps are part of a normal step
+_MAX_EXPONENT_DIFFERENCE = 0.1  # difference of exponents of the batch that is ignored
+STREAM_SAMPLER_NAME = "_InfiniteConstantSampler"  # sampler that torch uses for an IterableDataset
+_MAX_BATCH_DIFFERENCE = 0.1  # relative change of the samples per step that is ignored
+_NEWEST_STEPS = 3  # minimum number of newest steps that are checked for a change
+_MAX_EPOCH_DIFFERENCE = 0.05  # tolerated relative error of a dataset_size given by the user
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def join_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     """
     rows = [_join_step(row) for row in zip(*(rank.timed for rank in ranks), strict=False)]
     often = Counter(cause for row in rows for cause in row.causes)
-    usual = {cause for cause, count in often.items() if count > _USUAL * len(rows)}
+    usual = {cause for cause, count in often.items() if count > _MAX_SHARE_OF_DISTURBED * len(rows)}
     return tuple(
         JointStep(row.seconds, row.wait, row.samples, tuple(cause for cause in row.causes if cause not in usual))
         for row in rows
@@ -83,9 +83,9 @@ def list_mismatches(ranks: Sequence[RankResult]) -> list[Diagnostic]:
     Args:
         ranks: results of the ranks, at least one.
     """
-    if (world := _check_world(ranks)) is not None:
+    if (world := _find_world_mismatch(ranks)) is not None:
         return [world]  # with missing ranks, the other checks are not possible
-    candidates = [_check_batch(ranks), _check_accumulation(ranks), _check_epoch(ranks)]
+    candidates = [_find_batch_mismatch(ranks), _find_accumulation_mismatch(ranks), _find_epoch_mismatch(ranks)]
     return [mismatch for mismatch in candidates if mismatch is not None]
 
 
@@ -104,20 +104,20 @@ def describe_unmet_expectations(ranks: Sequence[RankResult], *, resumed: bool) -
     return " ".join(mismatch.text for mismatch in mismatched if not (resumed and mismatch.code == "epoch-steps-differ"))
 
 
-def _check_world(ranks: Sequence[RankResult]) -> Diagnostic | None:
+def _find_world_mismatch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     expected, observed = ranks[0].expected.world, ranks[0].world
     if expected is None or expected == observed:
         return None
     return messages.rank_count_differs(expected=expected, observed=observed)
 
 
-def _check_batch(ranks: Sequence[RankResult]) -> Diagnostic | None:
+def _find_batch_mismatch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     expected = ranks[0].expected.batch
     samples = [step.samples for step in join_steps(ranks) if not step.causes]
     if expected is None or not samples or None in samples:
         return None
     known = [sample for sample in samples if sample is not None]
-    seen, newest = median(known), known[-max(_NEWEST, len(known) // 3) :]
+    seen, newest = median(known), known[-max(_NEWEST_STEPS, len(known) // 3) :]
     grown = seen == expected and expected not in newest  # a smaller last batch is no change
     if grown:
         seen = median(newest)
@@ -126,7 +126,7 @@ def _check_batch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     return messages.batch_differs(expected=expected, observed=seen, at_end=grown)
 
 
-def _check_accumulation(ranks: Sequence[RankResult]) -> Diagnostic | None:
+def _find_accumulation_mismatch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     """Compare the micro-batches per step with the expected number.
 
     Batches of the loader or backward passes may match, since a script may split a batch itself or do two passes.
@@ -142,7 +142,7 @@ def _check_accumulation(ranks: Sequence[RankResult]) -> Diagnostic | None:
     return messages.micro_batches_differ(expected=expected, observed=seen)
 
 
-def _check_epoch(ranks: Sequence[RankResult]) -> Diagnostic | None:
+def _find_epoch_mismatch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     """Compare the steps of an epoch with the dataset size: rounded down or up, as the last batch may be dropped."""
     loader, batch = ranks[0].loader, ranks[0].expected.batch
     micro = median([step.batches or 0 for step in ranks[0].timed] or [0])
@@ -153,9 +153,11 @@ def _check_epoch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     if low <= seen <= high or math.ceil(seen) == high:
         return None
     given = ranks[0].expected.dataset
-    if given is not None and loader.sampler == STREAM:
+    if given is not None and loader.sampler == STREAM_SAMPLER_NAME:
         return None  # its length is defined by the dataset, and may be that of one rank or of all
-    if (given is not None or _have_separate_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
+    if (given is not None or _have_separate_shards(ranks)) and abs(
+        seen - size / batch
+    ) <= 1 + _MAX_EPOCH_DIFFERENCE * size / batch:
         return None  # the given size may be rounded, and shards may differ in length
     return messages.epoch_steps_differ(
         expected=high, observed=math.ceil(seen), dataset_size=size, batch=batch, is_given=given is not None
@@ -189,9 +191,9 @@ def count_epoch_samples(ranks: Sequence[RankResult]) -> int | None:
     return sum(count for count in counts if count is not None)
 
 
-def find_changed_batch(seen: float | None, *, before: float) -> float | None:
+def detect_batch_change(seen: float | None, *, before: float) -> float | None:
     """Return the samples of a step over all ranks if they differ from `before` by more than 10 %, else None."""
-    return None if seen is None or seen <= 0 or abs(seen / before - 1) <= _SAME_BATCH else seen
+    return None if seen is None or seen <= 0 or abs(seen / before - 1) <= _MAX_BATCH_DIFFERENCE else seen
 
 
 def find_differences(probes: Sequence[RankResult | ScriptObservation]) -> list[Diagnostic]:
@@ -247,7 +249,7 @@ def fit_lr_exponent(rates: Iterable[ObservedRate]) -> float | None:
 def warn_script_scales_lr(rates: Sequence[ObservedRate]) -> list[Diagnostic]:
     """Return a warning if a script itself scales its learning rate with the batch; none if unknown."""
     exponent = fit_lr_exponent(rates)
-    if exponent is None or abs(exponent) < _SAME_POWER:
+    if exponent is None or abs(exponent) < _MAX_EXPONENT_DIFFERENCE:
         return []
     figures = ", ".join(f"{rate.seen:g} at batch {rate.batch}" for rate in rates)
     return [messages.script_scales_learning_rate(exponent=exponent, rates=figures)]

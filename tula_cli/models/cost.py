@@ -39,9 +39,9 @@ GB = 10**9
 ROUNDING_ERROR = 1e-9
 """Relative rounding error of a product of floats: a billing of 10 x 0.3 must count as 3."""
 
-DAY = 24 * 3600.0
+DAY_SECONDS = 24 * 3600.0
 
-INTERRUPTION_SECONDS = DAY
+INTERRUPTION_SECONDS = DAY_SECONDS
 """Mean time between interruptions (a failed node, maintenance) for which checkpoints are spaced on all kinds of
 nodes."""
 
@@ -59,7 +59,7 @@ Hours = TypeVar("Hours", float, "Floats")
 
 def compute_interruption_rate(pricing: Pricing, nodes: Number) -> Number:
     """Return the interruptions per second of a job on spot nodes: any of its nodes being reclaimed interrupts it."""
-    return 0.0 if pricing.spot is None else pricing.spot.interruptions_per_day * nodes / DAY
+    return 0.0 if pricing.spot is None else pricing.spot.interruptions_per_day * nodes / DAY_SECONDS
 
 
 def compute_checkpoint_interval(save_seconds: Number | None, *, rate: Number = 0.0) -> Number:
@@ -475,8 +475,8 @@ class CheckpointSchedule:
         if not self.resumes:
             return "the script cannot resume (no script.resume), so an interruption loses all progress"
         if not self.is_known:
-            return f"the checkpoint interval is unknown until the script trains{self._setting_text}"
-        interval_text = self._interval_text
+            return f"the checkpoint interval is unknown until the script trains{self._describe_setting}"
+        interval_text = self._describe_interval
         timed = (
             None
             if step_time is None or epoch_steps is None
@@ -491,7 +491,7 @@ class CheckpointSchedule:
         return f"saves {interval_text}{lasts}, so an interruption costs {format_duration(seconds / 2)} on average{self._setting_text}"
 
     @property
-    def _interval_text(self) -> str:
+    def _describe_interval(self) -> str:
         if self.epochs is not None:
             return "each epoch" if self.epochs == 1 else f"every {format_count(self.epochs, 'epoch')}"
         if self.steps is not None:
@@ -501,7 +501,7 @@ class CheckpointSchedule:
         return f"every {format_duration(self.seconds)}"
 
     @property
-    def _setting_text(self) -> str:
+    def _describe_setting(self) -> str:
         if self.save_request == "none":
             return "; tula cannot request a checkpoint before a time limit (script.save: none)"
         return f"; before a time limit, tula requests a checkpoint ({self.save_request})"

@@ -30,7 +30,7 @@ Number = Any
 Pair = tuple[float, float]
 """Squared gradient norms of one step: the mean over small batches, and that of their average gradient."""
 
-SLOWEST_GROWTH = 0.5
+MIN_NOISE_GROWTH = 0.5
 """Exponent assumed for the upper bound of an interval; the application whose noise grew slowest had 0.54."""
 
 
@@ -221,7 +221,7 @@ def add_same_progress(rows: Candidates, *, epochs: int, reference: int, noise: N
         noise.scale, reference=reference, epochs=epochs, measured_at=at
     )
     least = compute_equivalent_constant_noise(
-        noise.low, reference=reference, epochs=epochs, growth=SLOWEST_GROWTH, measured_at=at
+        noise.low, reference=reference, epochs=epochs, growth=MIN_NOISE_GROWTH, measured_at=at
     )
     count, alike, lossy = (
         _count_epochs_over_stages(

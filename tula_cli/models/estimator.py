@@ -23,8 +23,8 @@ from tula_cli.models.choice.candidates import (
     Ints,
     StageTable,
     apply_to_distinct_values,
-    to_columns,
-    to_configs,
+    convert_to_columns,
+    convert_to_configs,
 )
 from tula_cli.models.choice.grid import Config, list_candidates
 from tula_cli.models.cost import CheckpointSchedule, find_checkpoint_schedule
@@ -35,10 +35,10 @@ from tula_cli.models.observations import (
     Probe,
     T,
     find_capacity,
-    list_limits_of_forecast,
     list_measurement_warnings,
     require_measurements,
     require_one_hardware,
+    warn_forecast_limits,
 )
 from tula_cli.models.out_of_memory import (
     describe_why_not_splittable,
@@ -158,7 +158,7 @@ class Estimator:
                 *steps.warnings,
                 *held_up,
                 *filter(None, [memory_model.warning]),
-                *list_limits_of_forecast(spec, measured, noise),
+                *warn_forecast_limits(spec, measured, noise),
             ),
             noise=noise,
             queue=queue,
@@ -167,7 +167,7 @@ class Estimator:
             trainings=stretches.find_newest_trainings([*map(stretches.get_configuration, trained), *trainings]),
         )
 
-    def largest_local_batch(self, nodes: int) -> int | None:
+    def compute_largest_local_batch(self, nodes: int) -> int | None:
         """Return the largest local batch on `nodes` nodes that leaves the memory margin free; None if unbounded."""
         return self._largest(nodes if self.memory.sharded else 1)
 
@@ -176,12 +176,12 @@ class Estimator:
         """Cached function from a number of nodes to its largest local batch."""
         gpus, margin = self.spec.cluster.gpus_per_node, MEMORY_MARGIN
         return functools.cache(
-            lambda nodes: self.memory.for_ranks(nodes * gpus).largest_local_batch(self.capacity, margin=margin)
+            lambda nodes: self.memory.for_ranks(nodes * gpus).compute_largest_local_batch(self.capacity, margin=margin)
         )
 
-    def configurations(self, nodes: Iterable[int] | None = None) -> list[Config]:
+    def list_configurations(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the configurations of the spec (or on other numbers of nodes), whether they fit or not."""
-        return to_configs(*self._make_grid(nodes))
+        return convert_to_configs(*self._make_grid(nodes))
 
     @cached_property
     def count(self) -> int:
@@ -204,11 +204,11 @@ class Estimator:
             max_batch=min(self.dataset_size, search.max_batch or self.dataset_size),
             accumulate=self.spec.train.accumulate,
         )
-        return to_columns(grid)
+        return convert_to_columns(grid)
 
     def list_feasible_configurations(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the configurations that fit."""
-        return to_configs(*self._find_feasible_configurations(nodes))
+        return convert_to_configs(*self._find_feasible_configurations(nodes))
 
     def _find_feasible_configurations(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the configurations that fit, considering memory, OOM probes and ramp stages."""
@@ -232,7 +232,7 @@ class Estimator:
         return counts[begin], batch[begin]
 
     def _compute_max_local_batch(self, nodes: int) -> float:
-        largest = self.largest_local_batch(nodes)
+        largest = self.compute_largest_local_batch(nodes)
         return inf if largest is None else largest
 
     def find_known_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
@@ -277,7 +277,7 @@ class Estimator:
         oom = find_smallest_ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
         if oom is not None:
             return f"a local batch of {oom} ran out of memory"
-        largest = self.largest_local_batch(config.nodes)
+        largest = self.compute_largest_local_batch(config.nodes)
         if largest is not None and local_batch > largest:
             return (
                 f"the local batch of {local_batch} is too large; at most {format_count(largest, 'sample')}"
@@ -309,12 +309,12 @@ class Estimator:
                 f"cannot predict batch {config.batch} on {format_count(config.nodes)}: {why}",
                 "run tula profile to measure more configurations",
             )
-        return self.estimate(*to_columns([config])).prediction(0)
+        return self.predict_configurations(*convert_to_columns([config])).prediction(0)
 
     def candidates(self, nodes: Iterable[int] | None = None) -> Candidates:
         """Predict every feasible configuration with a known step time, on each market of the pricing, fastest first."""
-        on_demand = self.estimate(*self.find_known_configurations(nodes))
-        return Candidates.concatenate([on_demand, self.predict_on_spot(on_demand)]).ordered()
+        on_demand = self.predict_configurations(*self.find_known_configurations(nodes))
+        return Candidates.concatenate([on_demand, self.predict_on_spot(on_demand)]).sort_by_time()
 
     def find_unknown_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the candidates to start at whose step time is unknown, in order."""
@@ -322,7 +322,7 @@ class Estimator:
         refused = self._compute_unknown_mask(counts, batch)
         return counts[refused], batch[refused]
 
-    def estimate(self, nodes: Ints, batch: Ints) -> Candidates:
+    def predict_configurations(self, nodes: Ints, batch: Ints) -> Candidates:
         """Predict configurations that fit and whose step times are known, on demand, in the given order.
 
         Args:
@@ -341,7 +341,7 @@ class Estimator:
         """Predict a configuration on a market; None if it cannot run there or its step time is unknown."""
         if self.describe_why_infeasible(config) or self.describe_why_unknown(config):
             return None
-        return self._get_single_prediction(self.estimate(*to_columns([config])), market)
+        return self._get_single_prediction(self.predict_configurations(*convert_to_columns([config])), market)
 
     def _get_single_prediction(self, on_demand: Candidates, market: Market) -> Prediction | None:
         """Return the only row of a table on a market; None if `predict_on_spot` leaves it out."""
@@ -381,9 +381,13 @@ class Estimator:
             smaller
         ):
             return None
-        nodes, batch, size = to_columns([smaller])[0], to_columns([config])[1], smaller.local_batch(gpus)
+        nodes, batch, size = (
+            convert_to_columns([smaller])[0],
+            convert_to_columns([config])[1],
+            smaller.local_batch(gpus),
+        )
         probes = self._find_probes(nodes, np.array([size]))
-        step = self._estimate_step_times(*to_columns([smaller]))
+        step = self._estimate_step_times(*convert_to_columns([smaller]))
         alone = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
         longer = step.scale(1 + (split - 1) * alone / float(step.seconds[0]))
         stages = self.stages.make_stage_table(nodes, batch, self._estimate_step_times(nodes, batch))
@@ -394,14 +398,14 @@ class Estimator:
 
     def _find_probes(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
         """Return the probes of the given configurations by index; configurations without one are left out."""
-        places_by_index = index_probes(self.probes, nodes, local_batch)
+        places_by_index = map_indices_to_probes(self.probes, nodes, local_batch)
         return {index: self.probes[place] for index, place in places_by_index.items()}
 
     def _estimate_step_times(self, nodes: Ints, batch: Ints) -> Estimates:
         """Return the step times, measured ones if available."""
         gpus, local_batch = self.spec.cluster.gpus_per_node, batch // (nodes * self.spec.cluster.gpus_per_node)
         step_times = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
-        configurations = index_probes([*self.probes, *self.trained], nodes, local_batch)
+        configurations = map_indices_to_probes([*self.probes, *self.trained], nodes, local_batch)
         at = list(configurations)
         repeats = self.steps.compute_repeat_deviation(nodes[at], np.full(len(at), gpus), local_batch[at])
         for (index, configuration), spread in zip(configurations.items(), repeats, strict=True):
@@ -515,10 +519,10 @@ class Estimator:
     def _estimate_memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
         """Return the bytes that a GPU reserves, measured if available, and the share of its memory left free."""
         model = self.memory.for_ranks(nodes * self.spec.cluster.gpus_per_node)
-        reserved = model.reserved(local_batch) + np.zeros(len(nodes))
+        reserved = model.compute_reserved(local_batch) + np.zeros(len(nodes))
         for index, probe in probes.items():
             reserved[index] = probe.memory.reserved
-        free = np.nan if self.capacity is None else 1 - model.needed(local_batch) / self.capacity
+        free = np.nan if self.capacity is None else 1 - model.compute_needed(local_batch) / self.capacity
         return reserved, free + np.zeros(len(nodes))
 
     def _find_newest_trainings(self, nodes: Ints, local_batch: Ints) -> dict[str, NDArray[Any]]:
@@ -565,9 +569,9 @@ class Estimator:
         """
         pricing = self.spec.pricing
         if pricing.spot is None or (self.saving is not None and not self.saving.is_known):
-            return on_demand.take([])
+            return on_demand.select_rows([])
         nodes, batch = on_demand["nodes"], on_demand["batch"]
-        stages = on_demand.stages.take(on_demand["stages"])
+        stages = on_demand.stages.select_rows(on_demand["stages"])
         training = self._make_hours_function(nodes, batch, stages, pricing.spot)
         hours, low, high = (training(on_demand[name]) for name in ("step_time", "step_low", "step_high"))
         share = hours / on_demand["hours"]
@@ -589,7 +593,7 @@ class Estimator:
                 **{name: on_demand[name] * share for name in ("node_hours", "kwh", "kwh_low", "kwh_high")},
             }
         )
-        return spot.take(np.isfinite(hours))
+        return spot.select_rows(np.isfinite(hours))
 
     def _make_hours_function(
         self, nodes: Ints, batch: Ints, stages: StageTable, spot: Spot
@@ -627,7 +631,7 @@ class Estimator:
         return self.saving.describe_loss(row.step_time, epoch_steps=self.dataset_size // row.batch)
 
 
-def index_probes(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
+def map_indices_to_probes(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
     """Return those of the given (nodes, local batch) pairs that are among configurations, by their index there."""
     return {
         int(index): place

@@ -85,7 +85,7 @@ class BatchBracket:
         bracket; None if the model or the capacity is unknown."""
         if self.model is None or self.usable_bytes is None:
             return None
-        largest = self.model.largest_local_batch(self.usable_bytes, margin=margin)
+        largest = self.model.compute_largest_local_batch(self.usable_bytes, margin=margin)
         highest = self.bounds.limit if self.failing is None else self.failing - self.step
         return highest if largest is None else min(largest, highest)
 
@@ -94,13 +94,13 @@ class BatchBracket:
         """The capacity, or what a batch that did not fit needs according to the model: the rest is lost to fragmentation."""
         if self.model is None or self.failing is None or self.capacity is None:
             return self.capacity
-        return min(self.capacity, int(self.model.needed(self.failing)))
+        return min(self.capacity, int(self.model.compute_needed(self.failing)))
 
     def compute_headroom(self) -> float | None:
         """Return the share of the memory that the largest fitting batch leaves free; None if that is unknown."""
         if self.model is None or self.usable_bytes is None or not self.fitting:
             return None
-        return max(0.0, 1 - float(self.model.needed(self.fitting)) / self.usable_bytes)
+        return max(0.0, 1 - float(self.model.compute_needed(self.fitting)) / self.usable_bytes)
 
     def _choose_trial_above(self) -> int:
         """Return the next trial while nothing has failed: the first leaves the margin free, so that it probably fits

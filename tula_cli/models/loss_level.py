@@ -17,7 +17,7 @@ WINDOW = 16
 MAX_LOST_SHARE, OF_LOWEST, OF_NOISE = 0.5, 0.3, 6.0
 """A level is too high if it exceeds the lowest one by this share of the progress, by this share of the lowest level
 itself, and by this many standard deviations of single steps."""
-WHOLE, PARTLY = 0.9, 0.25
+WHOLE_RISE, PARTIAL_FALL = 0.9, 0.25
 """A rise by less than the first share of the progress is partial, and its steps count only as the second, so that the
 detector waits correspondingly longer."""
 RECOVERED, OF_SPREAD = 0.1, 1.5
@@ -87,12 +87,12 @@ class LossLevel:
             self.above = 0
             return
         self.highest = max(self.highest, level) if self.above else level
-        is_partial = self.highest - self.lowest < WHOLE * (first_level - self.lowest)
+        is_partial = self.highest - self.lowest < WHOLE_RISE * (first_level - self.lowest)
         fall = max(RECOVERED * (self.highest - self.lowest), OF_SPREAD * self._compute_spread())
         if is_partial and self.highest - level > fall:
             self.lowest, self.noise, self.above = level, self._compute_spread(), 0
         else:
-            self.above += PARTLY if is_partial else 1
+            self.above += PARTIAL_FALL if is_partial else 1
 
     def _compute_spread(self) -> float:
         """Return the standard deviation of single steps about the level, robust to outliers."""

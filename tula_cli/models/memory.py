@@ -137,7 +137,7 @@ class MemoryModel:
     def compute_activations(self, micro_batch: Number) -> Number:
         return np.maximum(0.0, self.activations(micro_batch))
 
-    def footprint(self, local_batch: int) -> Footprint:
+    def compute_footprint(self, local_batch: int) -> Footprint:
         """Return Eq. 3 at a local batch, component by component.
 
         Raises:
@@ -153,26 +153,26 @@ class MemoryModel:
             **self.states.model_dump(),
             batch=round(self.batch_slope * micro_batch),
             activations=round(self.compute_activations(micro_batch)),
-            peak=self.peak(local_batch),
-            reserved=self.reserved(local_batch),
+            peak=self.compute_peak(local_batch),
+            reserved=self.compute_reserved(local_batch),
             libraries=self.libraries,
         )
         return Footprint(local_batch=local_batch, memory=memory, room=round(self.room * memory.peak))
 
-    def peak(self, local_batch: Number) -> Number:
+    def compute_peak(self, local_batch: Number) -> Number:
         """Return the memory in use at the peak (Eq. 3)."""
-        return _round_bytes(self._compute_peak(local_batch / self.accumulate))
+        return _round_bytes(self._compute_peak_at(local_batch / self.accumulate))
 
-    def reserved(self, local_batch: Number) -> Number:
+    def compute_reserved(self, local_batch: Number) -> Number:
         """Return the memory reserved at the peak if the device has space for it: the memory that is priced."""
         micro_batch = local_batch / self.accumulate
-        return _round_bytes(np.maximum(1.0, self.reserved_ratio(micro_batch)) * self._compute_peak(micro_batch))
+        return _round_bytes(np.maximum(1.0, self.reserved_ratio(micro_batch)) * self._compute_peak_at(micro_batch))
 
-    def needed(self, local_batch: Number) -> Number:
+    def compute_needed(self, local_batch: Number) -> Number:
         """Return the minimum device memory for a local batch, libraries included."""
-        return _round_bytes(self._compute_needed(local_batch / self.accumulate))
+        return _round_bytes(self._compute_needed_at(local_batch / self.accumulate))
 
-    def largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
+    def compute_largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
         """Return the largest local batch that leaves `margin` of the capacity free.
 
         Args:
@@ -186,29 +186,29 @@ class MemoryModel:
             return None
         limit = capacity * (1 - margin)
         corners = [0.0, *(x for x in self.activations.xs if x > 0)]
-        below = [x for x in corners if self._compute_needed(x) <= limit]
+        below = [x for x in corners if self._compute_needed_at(x) <= limit]
         if not below:
             return 0
         at = max(below)
         slope = (
-            self._compute_needed(at + 1) - self._compute_needed(at)
+            self._compute_needed_at(at + 1) - self._compute_needed_at(at)
             if at == corners[-1]
             else self._compute_slope_from(at, corners)
         )
         if slope <= 0:
             return None if at == corners[-1] else math.floor(at) * self.accumulate
-        return math.floor(at + float(limit - self._compute_needed(at)) / slope) * self.accumulate
+        return math.floor(at + float(limit - self._compute_needed_at(at)) / slope) * self.accumulate
 
     def _compute_slope_from(self, at: float, corners: Sequence[float]) -> float:
         """Return the slope of the piece that starts at a corner."""
         end = corners[corners.index(at) + 1]
-        return float((self._compute_needed(end) - self._compute_needed(at)) / (end - at))
+        return float((self._compute_needed_at(end) - self._compute_needed_at(at)) / (end - at))
 
-    def _compute_peak(self, micro_batch: Number) -> Number:
+    def _compute_peak_at(self, micro_batch: Number) -> Number:
         return self.states.static + self.batch_slope * micro_batch + self.compute_activations(micro_batch)
 
-    def _compute_needed(self, micro_batch: Number) -> Number:
-        return self.room * self._compute_peak(micro_batch) + self.libraries
+    def _compute_needed_at(self, micro_batch: Number) -> Number:
+        return self.room * self._compute_peak_at(micro_batch) + self.libraries
 
 
 def _round_bytes(size: Number) -> Number:
@@ -302,7 +302,7 @@ def _find_largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]
     """Return the largest observed value of each state; 0 if unknown, or if their sum exceeds a measured peak."""
     measured_states = [states for point in believed if (states := point.states) is not None]
     if not measured_states:
-        return _NONE
+        return _NO_STATES
     # Probes at batches where AGS is the identity have no factors, but the requested batch may have some.
     factors = [states.factors for point in estimated if (states := point.states) is not None]
     largest_states = ModelStates(
@@ -312,10 +312,10 @@ def _find_largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]
         factors=max(states.factors for states in measured_states) or max(factors, default=0),
     )
     peaks = [point.memory.peak for point in believed if isinstance(point.memory, PeakMemory)]
-    return _NONE if peaks and largest_states.static >= min(peaks) else largest_states
+    return _NO_STATES if peaks and largest_states.static >= min(peaks) else largest_states
 
 
-_NONE = ModelStates(parameters=0, gradients=0, optimizer=0, factors=0)
+_NO_STATES = ModelStates(parameters=0, gradients=0, optimizer=0, factors=0)
 
 
 def _fit_batch_slopes(points: Sequence[_Point]) -> list[float]:
@@ -328,7 +328,11 @@ def _fit_activations(
     """Return the curve of the activations, never falling or below a measurement, and a warning about it."""
     if not measured:
         return _make_non_decreasing({point.micro_batch: point.activations for point in estimated}), None
-    shape = _make_non_decreasing({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
+    shape = (
+        _make_non_decreasing({point.micro_batch: point.activations for point in estimated})
+        if estimated
+        else _IDENTITY_CURVE
+    )
     level, scale = _fit_correction(measured, shape, proportional=not estimated)
     warning = None
     if estimated and not 1 / FAR_RATIO <= scale <= FAR_RATIO:
@@ -343,7 +347,7 @@ def _fit_activations(
     return _make_non_decreasing(points), warning
 
 
-_LINE = PiecewiseLinear((0.0, 1.0), (0.0, 1.0))
+_IDENTITY_CURVE = PiecewiseLinear((0.0, 1.0), (0.0, 1.0))
 
 
 def _make_non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
@@ -434,7 +438,7 @@ def _compute_median_error(model: MemoryModel, points: Sequence[_Point]) -> float
     """
     if len({point.micro_batch for point in points}) < 3:
         return None
-    off = [abs(model._compute_peak(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points]
+    off = [abs(model._compute_peak_at(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points]
     return float(np.median(off))
 
 

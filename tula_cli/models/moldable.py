@@ -20,7 +20,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import join_words
 
-LEAST_SHARE = 1 / 8
+MIN_NODES_SHARE = 1 / 8
 """Share of the most nodes that is worth a start. In simulations it gave the shortest turnaround: `benchmarks/moldable`."""
 
 
@@ -78,7 +78,7 @@ def choose_job_sizes(
     efficiency = limits.min_efficiency if bounds.most is None else None
     most = bounds.most or _find_upper_bound(spec, recommendation)
     begins_at_share = bounds.least is None and deadline is None
-    least = bounds.least or (math.ceil(LEAST_SHARE * most) if begins_at_share and efficiency is None else 1)
+    least = bounds.least or (math.ceil(MIN_NODES_SHARE * most) if begins_at_share and efficiency is None else 1)
     if least > most:
         raise Infeasible(
             f"the range contains no number of nodes: its lower bound is {least}, and its upper bound from the recommendation is {most}",
@@ -86,11 +86,11 @@ def choose_job_sizes(
         )
     several = range(least, min(most, batch) + 1)  # on more nodes, some GPUs would have no sample
     counts = [nodes for nodes in several if batch % compute_batch_divisor(spec, nodes) == 0]
-    sizes = [size for nodes in counts for size in _list_size(spec, Config(nodes, batch), estimator, market)]
+    sizes = [size for nodes in counts for size in _list_job_size(spec, Config(nodes, batch), estimator, market)]
     if estimator is not None and (bounds.least is None or bounds.most is None):
         sizes = [size for size in sizes if _is_within(size.prediction, deadline=deadline, efficiency=efficiency)]
     if sizes and begins_at_share:
-        sizes = [size for size in sizes if size.nodes >= LEAST_SHARE * sizes[-1].nodes]
+        sizes = [size for size in sizes if size.nodes >= MIN_NODES_SHARE * sizes[-1].nodes]
     if not sizes:
         where = f"only among {join_words(counts)} nodes, where this batch exceeds the memory or a limit of the recommendation"
         why = (
@@ -122,7 +122,7 @@ def _is_within(prediction: Prediction | None, *, deadline: float | None, efficie
     return efficiency is None or (prediction.scaling_efficiency or 0.0) >= efficiency
 
 
-def _list_size(spec: JobSpec, config: Config, estimator: Estimator | None, market: Market) -> Iterator[JobSize]:
+def _list_job_size(spec: JobSpec, config: Config, estimator: Estimator | None, market: Market) -> Iterator[JobSize]:
     """Yield a number of nodes with its micro-batch and out-of-memory fallbacks; nothing if no micro-batch fits."""
     accumulate, local_batch = spec.train.accumulate, config.local_batch(spec.cluster.gpus_per_node)
     splits = _count_splits(spec, config, estimator)

@@ -8,7 +8,7 @@ from typing import TypeVar
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import claims, messages, refresh
-from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
+from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT
 from tula_cli.models.ramp import NoisePath, warn_missing_noise
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.step_time import Observation
@@ -24,9 +24,9 @@ T = TypeVar("T", Measured, OutOfMemory, Failed)
 Probe = tuple[int, int]
 """Nodes and local batch of a probe."""
 
-_PIN = "set cluster.slurm.constraint to request one kind of node, delete the results of the other nodes in results/ of the run, and run tula profile again"
+_PIN_HARDWARE_HINT = "set cluster.slurm.constraint to request one kind of node, delete the results of the other nodes in results/ of the run, and run tula profile again"
 
-_WAITING = 0.3  # share of a step spent waiting for the loader from which on the loader is the bottleneck
+_MIN_WAITING_SHARE = 0.3  # share of a step spent waiting for the loader from which on the loader is the bottleneck
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class OtherSizes:
 NO_OTHER_SIZES = OtherSizes()
 
 
-class TooFew(BadMeasurements):
+class TooFewMeasurements(BadMeasurements):
     """Too few probes were measured: wait for those under way, or run `tula profile` again."""
 
 
-def as_observation(probe: Measured) -> Observation:
+def convert_to_observation(probe: Measured) -> Observation:
     """Return a probe as an observation of the step-time model; the compute time is nan if it was not measured."""
     return Observation(
         nodes=probe.nodes,
@@ -55,9 +55,7 @@ def as_observation(probe: Measured) -> Observation:
     )
 
 
-def list_limits_of_forecast(
-    spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | None
-) -> Iterator[Diagnostic]:
+def warn_forecast_limits(spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | None) -> Iterator[Diagnostic]:
     """Yield warnings about upper bounds and omissions of the forecast, and about probes that contradict the job."""
     if spec.train.training_method.probes_overestimate and any(p.nodes * p.gpus_per_node > 1 for p in measured):
         yield messages.times_are_upper_bounds(method=spec.train.method)
@@ -103,20 +101,20 @@ def require_measurements(
         least = min(oom.local_batch for oom in ooms)
         raise Infeasible(
             f"every probe ran out of memory, down to local batch {least}",
-            LESS_MEMORY_FOR_SCRIPT if script else LESS_MEMORY,
+            LESS_MEMORY_HINT_FOR_SCRIPT if script else LESS_MEMORY_HINT,
         )
     if failed:
-        raise TooFew(
+        raise TooFewMeasurements(
             f"no probe was measured; the one on {describe_probe_configuration(failed[0].nodes, failed[0].local_batch)} failed:"
             f" {failed[0].message}",
             "read the log with tula logs, correct the cause, and run tula profile again",
         )
-    raise TooFew("no probe was measured", "run tula profile first")
+    raise TooFewMeasurements("no probe was measured", "run tula profile first")
 
 
 def require_one_hardware(measured: Sequence[Measured]) -> None:
     if why := describe_mixed_hardware(measured):
-        raise BadMeasurements(why, _PIN)
+        raise BadMeasurements(why, _PIN_HARDWARE_HINT)
 
 
 def describe_mixed_hardware(measured: Sequence[Measured]) -> str:
@@ -174,7 +172,7 @@ def _warn_waiting_for_data(waits: Sequence[Measured]) -> Diagnostic:
     timed = [probe for probe in waits if probe.loader_time is not None and probe.cached_time]
     slowest = max(timed, key=lambda probe: (probe.loader_time or 0.0) / (probe.cached_time or 1.0), default=None)
     return messages.waiting_for_data(
-        share=_WAITING,
+        share=_MIN_WAITING_SHARE,
         where=_describe_configurations(waits),
         loader_ms=None if slowest is None else 1000 * (slowest.loader_time or 0.0),
         step_ms=None if slowest is None else 1000 * (slowest.cached_time or 0.0),
@@ -187,10 +185,10 @@ def _is_waiting_for_data(probe: Measured) -> bool:
 
     Also if its workers deliver in bursts, so that most steps do not wait.
     """
-    if probe.data_wait is not None and probe.data_wait > _WAITING * compute_trimmed_mean(probe.step_times):
+    if probe.data_wait is not None and probe.data_wait > _MIN_WAITING_SHARE * compute_trimmed_mean(probe.step_times):
         return True
     alone, cached = probe.loader_time, probe.cached_time
-    return alone is not None and cached is not None and cached < (1 - _WAITING) * alone
+    return alone is not None and cached is not None and cached < (1 - _MIN_WAITING_SHARE) * alone
 
 
 def _describe_configurations(probes: Iterable[Measured]) -> str:

@@ -20,9 +20,9 @@ from tula_cli.models.time.step_time import Observation, StepTimeFit, fit_step_ti
 from tula_cli.run.records.scripts import Heartbeat, RankResult
 from tula_cli.spec.sections import MEMORY_MARGIN, MIN_TIMED_STEPS
 
-CHEAPER = 0.9
-"""Share of the node-hours that a smaller request may need to be advised, with `LIKELY` as the least probability."""
-LIKELY = 0.6
+MAX_ADVISED_COST_RATIO = 0.9
+"""Share of the node-hours that a smaller request may need to be advised, with `MIN_ADVISED_CHANCE` as the least probability."""
+MIN_ADVISED_CHANCE = 0.6
 DATA_WAIT, LONG_TRAINING = 0.1, 60.0
 """Share of the training time above which the wait for data is pointed out, and seconds of the shortest such training: in
 a shorter one, most of the wait is the start of the data loader."""
@@ -32,7 +32,7 @@ WARMUP_STEPS = 10
 """Steps of an observed job before those that are timed."""
 MAX_TIMED_STEPS = 100
 """Most steps that are timed; synchronisation is measured in the steps after them."""
-LARGER_BATCH = 1.5
+MIN_ADVISED_GROWTH = 1.5
 """Factor on the local batch from which free memory is pointed out."""
 
 
@@ -53,7 +53,7 @@ class OtherRequest:
     node_hours_ratio: float
     node_hours_low: float
     node_hours_high: float
-    saving_chance: float  # probability that it needs at most `CHEAPER` of the node-hours
+    saving_chance: float  # probability that it needs at most `MAX_ADVISED_COST_RATIO` of the node-hours
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class MeasuredJob:
         """Jobs of the same script are fitted together if they train as many parameters on the same hardware."""
         return self.ranks[0].hardware, self.ranks[0].parameters
 
-    def as_observation(self) -> Observation:
+    def convert_to_observation(self) -> Observation:
         """Return the job as an observation of the step-time model."""
         apart = None if self.sync_seconds is None else self.step_seconds - self.sync_seconds
         return Observation(
@@ -285,9 +285,9 @@ def predict_other_requests(job: MeasuredJob, fitted_jobs: Sequence[MeasuredJob])
     requests = list_other_requests(job.nodes, job.gpus_per_node)
     if not requests:
         return ()
-    observations = [other.as_observation() for other in fitted_jobs]
+    observations = [other.convert_to_observation() for other in fitted_jobs]
     return tuple(
-        predict_request(observations, job.as_observation(), nodes, gpus, samples=job.samples)
+        predict_request(observations, job.convert_to_observation(), nodes, gpus, samples=job.samples)
         for nodes, gpus in requests
     )
 
@@ -327,7 +327,9 @@ def predict_request(
     low, middle, high = (math.exp(log_seconds + z * deviation) / observed.seconds for z in (-Z90, 0.0, Z90))
     more = (observed.nodes * observed.gpus_per_node) / (nodes * gpus_per_node)
     hours = nodes / observed.nodes * more
-    chance = NormalDist(log_seconds - math.log(observed.seconds), deviation or 1e-9).cdf(math.log(CHEAPER / hours))
+    chance = NormalDist(log_seconds - math.log(observed.seconds), deviation or 1e-9).cdf(
+        math.log(MAX_ADVISED_COST_RATIO / hours)
+    )
     if more > 1:  # a step on fewer GPUs computes as much and synchronises less
         low, middle, high = min(low, 1.0), min(middle, 1.0), min(high, 1.0 + BETWEEN_JOBS)
     return OtherRequest(
@@ -366,7 +368,7 @@ def _predict_log_step_time(fit: StepTimeFit, place: tuple[int, int], local_batch
 
 def should_advise_request(request: OtherRequest) -> bool:
     """Return whether a smaller request probably saves a tenth of the node-hours (`benchmarks/observe`: how often it does)."""
-    return request.saving_chance >= LIKELY
+    return request.saving_chance >= MIN_ADVISED_CHANCE
 
 
 def _list_advice(
@@ -395,7 +397,7 @@ def _list_advice(
         )
     if shares.get("data", 0.0) > DATA_WAIT:
         advice.append(messages.data_waits_are_long(share=shares["data"], workers=_count_workers(job)))
-    if growth is not None and growth >= LARGER_BATCH:
+    if growth is not None and growth >= MIN_ADVISED_GROWTH:
         advice.append(messages.larger_batch_fits(growth=growth, local_batch=job.local_batch))
     return advice
 

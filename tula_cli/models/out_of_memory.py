@@ -15,8 +15,8 @@ MIN_NORMALISED = 8
 """Minimum samples for BatchNorm statistics: with fewer, their noise, not the batch, decides what is learned (Wu and He
 2018, figure 1: the error of ResNet-50 grows from 8 samples downwards)."""
 
-LESS_MEMORY = "add larger numbers to search.nodes, lower search.min_batch, raise train.accumulate, or set train.activation_checkpointing: true or train.precision: bf16"
-LESS_MEMORY_FOR_SCRIPT = "add larger numbers to search.nodes, lower search.min_batch, or use more gradient accumulation, activation checkpointing or bf16 in the script"
+LESS_MEMORY_HINT = "add larger numbers to search.nodes, lower search.min_batch, raise train.accumulate, or set train.activation_checkpointing: true or train.precision: bf16"
+LESS_MEMORY_HINT_FOR_SCRIPT = "add larger numbers to search.nodes, lower search.min_batch, or use more gradient accumulation, activation checkpointing or bf16 in the script"
 
 
 def describe_why_not_splittable(spec: JobSpec) -> str:

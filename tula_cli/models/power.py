@@ -71,7 +71,7 @@ def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
     rows /= np.array([[_compute_mean_watts(probe) * _get_energy_step_time(probe)] for probe in probes_with_energy])
     fitted = _fit_two_coefficients(rows) if len(probes_with_energy) >= _MIN_PROBES else None
     columns = rows[:, :1] if fitted is None else rows
-    coefficients = _solve(columns) if fitted is None else fitted
+    coefficients = _solve_least_squares(columns) if fitted is None else fitted
     residuals = columns @ coefficients - 1
     idle, per_sample = (*map(float, coefficients), 0.0)[:2]
     return PowerModel(
@@ -100,11 +100,11 @@ def _fit_two_coefficients(rows: Floats) -> Floats | None:
     scale = np.linalg.norm(rows, axis=0)
     if np.linalg.cond(rows / scale) > _MAX_CONDITION:
         return None
-    coefficients = _solve(rows)
+    coefficients = _solve_least_squares(rows)
     return coefficients if np.all(coefficients * rows.max(axis=0) > _MIN_SHARE) else None
 
 
-def _solve(rows: Floats) -> Floats:
+def _solve_least_squares(rows: Floats) -> Floats:
     return np.asarray(np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0], dtype=np.float64)
 
 

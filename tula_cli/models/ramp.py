@@ -53,7 +53,7 @@ each of them left out: 0.60 to 0.70)."""
 MAX_NOISE = 1e12
 """Noise scale, in samples, that is assumed if the gradient cannot be distinguished from its noise."""
 NOISE_NOT_MEASURED = "train.ramp: noise needs the gradient noise scale, which was not measured"
-HOW_TO_MEASURE = "train once with train.diagnostics: [gradient_noise] to measure the scale, or set train.ramp: auto"
+MEASURE_NOISE_HINT = "train once with train.diagnostics: [gradient_noise] to measure the scale, or set train.ramp: auto"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Ramp:
     remarks: tuple[str, ...] = ()  # why stages of the job's rule were left out
 
     @classmethod
-    def constant(cls, batch: int) -> "Ramp":
+    def from_constant_batch(cls, batch: int) -> "Ramp":
         """Return the ramp of a training with a constant batch."""
         return cls((Stage(begin=0, batch=batch),))
 
@@ -241,7 +241,7 @@ def build_ramp(
     """
     stages_setting = spec.train.stages
     if stages_setting is None:
-        return Ramp.constant(batch)
+        return Ramp.from_constant_batch(batch)
     if decided and not isinstance(stages_setting, list):
         return _fit_stages([*list_stages_below(decided, batch)], [divisor])
     if isinstance(stages_setting, list):

@@ -14,7 +14,7 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
-from tula_cli.models.choice.candidates import NO_STAGES, Flags, Floats, Ints, StageTable, to_configs
+from tula_cli.models.choice.candidates import NO_STAGES, Flags, Floats, Ints, StageTable, convert_to_configs
 from tula_cli.models.choice.grid import Config, list_candidates, name_nearest_multiples
 from tula_cli.models.cost import WorkCount
 from tula_cli.models.out_of_memory import MIN_NORMALISED
@@ -84,14 +84,16 @@ class StageTimes:
         """Return a mask, shape (n,), of the configurations for which `describe_why_infeasible` has no objection."""
         if not isinstance(self.spec.train.stages, list):
             return np.ones(len(nodes), dtype=bool)
-        return np.array([not self.describe_why_infeasible(config) for config in to_configs(nodes, batch)], dtype=bool)
+        return np.array(
+            [not self.describe_why_infeasible(config) for config in convert_to_configs(nodes, batch)], dtype=bool
+        )
 
     def compute_startable_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return a mask, shape (n,), of the configurations for which `describe_why_not_startable` has no objection."""
         if self.spec.train.stages in (None, "auto", "noise"):
             return np.ones(len(nodes), dtype=bool)
         return np.array(
-            [not self.describe_why_not_startable(config) for config in to_configs(nodes, batch)], dtype=bool
+            [not self.describe_why_not_startable(config) for config in convert_to_configs(nodes, batch)], dtype=bool
         )
 
     def list_stage_positions(self, config: Config) -> tuple[Stage, ...]:

@@ -27,7 +27,7 @@ LOSS_MARGIN = 0.1
 """Share by which an arm's loss has to be below the favourite's to win: short branches favour gentle learning rates, and
 the unchanged large batch, whose fewer steps show their effect only later (short-horizon bias, Wu et al. 2018)."""
 
-WITH_DECAY = "ramp-decay"
+DECAY_ARM = "ramp-decay"
 """Prefix of the names of the favourite's variants with another weight decay."""
 
 MIN_ADVANTAGE = 0.01
@@ -295,7 +295,7 @@ def find_winner(branches: Sequence[Branch]) -> str:
     favourite_loss = losses.get(FAVOURITE_ARM)
     if favourite_loss is None or best.loss is None or best.loss < (1 - LOSS_MARGIN) * favourite_loss:
         return best.arm
-    decays = {arm: loss for arm, loss in losses.items() if arm.startswith(WITH_DECAY) and loss is not None}
+    decays = {arm: loss for arm, loss in losses.items() if arm.startswith(DECAY_ARM) and loss is not None}
     challenger = min(decays, key=decays.__getitem__, default=FAVOURITE_ARM)
     return (
         challenger if decays.get(challenger, favourite_loss) < (1 - MIN_ADVANTAGE) * favourite_loss else FAVOURITE_ARM

@@ -20,7 +20,7 @@ from tula_cli.words import format_count
 if TYPE_CHECKING:
     from statsmodels.regression.linear_model import RegressionResultsWrapper
 
-_MIB = 2**20
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
         return
     reason = (
         "whole step times do not show which one is right"
-        if model.whole_steps_alone
+        if model.has_only_whole_steps
         else "it is unknown whether the communication of gradients this small overlaps with compute"
     )
     for member, weight, name in zip(model.members, model.weights, ("overlapped", "nothing overlapped"), strict=True):
@@ -96,7 +96,7 @@ def _summarize_paper_fit(steps: StepTimeFit) -> RegressionSummary:
 def _summarize_memory(estimator: Estimator) -> RegressionSummary:
     probes = list(estimator.probes.values())
     micro_batch = np.array([probe.local_batch / probe.accumulate for probe in probes])
-    peak = np.array([probe.memory.peak for probe in probes]) / _MIB
+    peak = np.array([probe.memory.peak for probe in probes]) / MIB
     about = "the peak memory of a GPU in MiB, by ordinary least squares on the micro-batch"
     return _summarize_ols(
         "memory", about, "peak (MiB)", peak, {"fixed": np.ones(len(probes)), "micro-batch": micro_batch}

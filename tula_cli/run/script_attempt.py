@@ -54,7 +54,7 @@ class ScriptAttempt:
     def write_plan(self, plan: ShimPlan) -> None:
         write_record(self.plan_path, plan)
 
-    def announce_end(self, ends_at: float) -> None:
+    def write_allocation_end(self, ends_at: float) -> None:
         """Announce the approaching time limit (Unix time) to all supervisors, because only the leader knows it."""
         if not (self.path / "ends_at").exists():
             write_atomic(self.path / "ends_at", f"{ends_at:.1f}\n")

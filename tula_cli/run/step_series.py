@@ -116,7 +116,7 @@ class StepSeries:
     factor: list[float | None] = field(default_factory=list)  # mean scaling factor over the scaled steps
 
 
-def to_columns(rows: Sequence[StepRow]) -> StepSeries:
+def convert_to_columns(rows: Sequence[StepRow]) -> StepSeries:
     """Convert rows to columns."""
     return StepSeries(**{field.name: [getattr(row, field.name) for row in rows] for field in fields(StepSeries)})
 

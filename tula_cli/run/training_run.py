@@ -253,7 +253,7 @@ class TrainingRun:
 
         Recorded if the method scales gradients, or with `train.diagnostics: [gradient_norms]`; never for a script.
         """
-        return to_columns(self.read_step_rows())
+        return convert_to_columns(self.read_step_rows())
 
     def read_step_rows(self) -> list[StepRow]:
         """Return the recorded values of every step as rows, oldest first; damaged and incomplete rows are left out."""

@@ -27,7 +27,7 @@ from tula_cli.models.choice.campaign import (
     plan_shortest,
     sum_costs,
 )
-from tula_cli.models.choice.campaign_of_jobs import JobsPlan, JobTrainings, Target, plan_jobs
+from tula_cli.models.choice.campaign_of_jobs import JobsPlan, JobTrainings, PlanTarget, plan_jobs
 from tula_cli.models.choice.candidates import Candidates, Floats
 from tula_cli.query import QUANTITIES, Quantity, Query
 from tula_cli.run.directory import Run
@@ -104,7 +104,9 @@ def _find_usable_configurations(
     if query.objective == "accuracy-time":
         columns = ("hours", "hours_low", "hours_high", "cost")
         candidates = candidates.with_columns({name: candidates[f"same_progress_{name}"] for name in columns})
-    candidates = candidates.take((candidates["nodes"] <= nodes) & (candidates["batch"] <= (max_batch or math.inf)))
+    candidates = candidates.select_rows(
+        (candidates["nodes"] <= nodes) & (candidates["batch"] <= (max_batch or math.inf))
+    )
     if not len(candidates):
         raise Infeasible(f"no configuration is possible on {format_count(nodes)} or fewer", "raise --max-nodes")
     return _ConsideredConfigurations(candidates, max_batch, answer.recommendation.currency, answer.warnings)
@@ -281,7 +283,7 @@ def _plan_several_jobs(
             for table in tables
         )
         raise _make_over_budget_error(f"{subject} cost at least", least, query, currency)
-    shortest = [best for table in tables if (best := plan_jobs(table, nodes, Target("time"))) is not None]
+    shortest = [best for table in tables if (best := plan_jobs(table, nodes, PlanTarget("time"))) is not None]
     makespan = min(compute_makespan(best.starts) for best in shortest)
     raise _make_too_late_error(f"the shortest plan found for {subject} takes", makespan, query)
 

@@ -163,10 +163,10 @@ def _describe_active_job(
         jobs = snapshot.jobs
         if snapshot.damaged_jobs:
             return f"{snapshot.damaged_jobs[0].message}, so it is unknown whether the job of that file is running"
-        local = LocalLauncher().states(snapshot, [job for job in jobs if job.scheduler == "local"])
+        local = LocalLauncher().query_states(snapshot, [job for job in jobs if job.scheduler == "local"])
         # SLURM was asked for the jobs of all runs at once; every other scheduler is asked for those of this run.
         if job_ids := [id_ for job in jobs if job.scheduler not in ("local", "slurm") for id_ in job.ids]:
-            states = {**states, **make_scheduler(RunDir(snapshot.path).read_spec().cluster).ask(job_ids)}
+            states = {**states, **make_scheduler(RunDir(snapshot.path).read_spec().cluster).query_states(job_ids)}
     except TulaError as error:
         return error.message
     for name, _, run in (holder.partition(" of ") for holder in holders):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
-from tula_cli.models.time.changes import TEST, StepRatio, compare_step_times, find_changed_parts
+from tula_cli.models.time.changes import NOISE_TEST, StepRatio, compare_step_times, find_changed_parts
 from tula_cli.models.time.noise import compute_trimmed_mean, split_step
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
@@ -320,7 +320,7 @@ class RunDifference:
     steps: StepComparison
     headline: tuple[str, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
-    test: str = TEST  # description of the test that separates differences from noise
+    test: str = NOISE_TEST  # description of the test that separates differences from noise
 
     @property
     def same(self) -> bool:

@@ -145,14 +145,16 @@ def estimate(
         [*probed.probes, *inspection.footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
     ).for_ranks(ranks)
     capacity = find_capacity(spec, probed.probes, inspection) if capacity is None else capacity
-    largest = probed.bound_local_batch(model.largest_local_batch(capacity, margin=MEMORY_MARGIN), spec.train.accumulate)
+    largest = probed.bound_local_batch(
+        model.compute_largest_local_batch(capacity, margin=MEMORY_MARGIN), spec.train.accumulate
+    )
     sizes = list_local_batches(spec, inspection, largest=largest)
     gpu = probed.on_gpu or any(row.memory.libraries for row in inspection.footprints)
     processes = count_loader_processes(spec, inspection, ranks=spec.cluster.gpus_per_node)[1]
     return EstimateReport(
         inspection=inspection,
-        rows=tuple(model.footprint(size) for size in sizes),
-        needed=tuple(model.needed(size) for size in sizes),
+        rows=tuple(model.compute_footprint(size) for size in sizes),
+        needed=tuple(model.compute_needed(size) for size in sizes),
         fixed=round(model.fixed),
         per_sample=round(model.slope),
         capacity=capacity,

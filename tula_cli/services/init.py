@@ -17,7 +17,7 @@ from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import (
     Site,
     TemplateLine,
-    list_measuring_settings,
+    list_search_settings,
     parse_gres,
     parse_minutes,
     quote_word,

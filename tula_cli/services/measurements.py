@@ -17,7 +17,7 @@ from tula_cli.models import efficiency
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
+from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFewMeasurements
 from tula_cli.models.overheads import compute_median_queue_wait
 from tula_cli.models.ramp import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, add_stage_epochs
 from tula_cli.models.ramp_costs import StageObjective, build_ramp_on_nodes, choose_stage_objective
@@ -127,7 +127,7 @@ def gather_measurements(
             unknown = _list_unknown_configurations(estimator, query)
             _require_enough_configurations(estimator, unknown, pending=pending_here)
         except (Pending, BadMeasurements, Infeasible) as error:
-            is_early = pending_here and isinstance(error, TooFew | Infeasible)
+            is_early = pending_here and isinstance(error, TooFewMeasurements | Infeasible)
             errors.append((run, _make_pending_error(pending_here, error.message) if is_early else error))
         else:
             all_measurements.append(

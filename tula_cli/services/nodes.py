@@ -267,7 +267,7 @@ def _find_max_nodes(spec: JobSpec) -> tuple[int | None, str]:
             if partition_of_job is None
             else (partition_of_job.usable, site.describe_partition(partition_of_job))
         )
-    offered = make_scheduler(spec.cluster).partitions()
+    offered = make_scheduler(spec.cluster).list_partitions()
     chosen = [partition for partition in offered if partition.default] or (offered if len(offered) == 1 else [])
     return (chosen[0].usable, f"partition {chosen[0].name}") if chosen else (None, "")
 

@@ -169,7 +169,7 @@ def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
         log=Path(),
         notes=(f"measured in the observed job {job.script}/{job.job}",),
     )
-    compute = job.as_observation().compute_time
+    compute = job.convert_to_observation().compute_time
     return result.model_copy(
         update={"compute_time": None if math.isnan(compute) else compute, "measured_at": job.observed_at}
     )

@@ -428,7 +428,7 @@ def make_largest_batch(run: Run, inspection: Inspection, plan: ProfilePlan) -> L
     if not bracket.fitting:
         raise OutOfMemoryAtMinimum(
             f"out of memory at local batch {bracket.failing} on {format_count(nodes)}",
-            LESS_MEMORY if spec.script is None else LESS_MEMORY_FOR_SCRIPT,
+            LESS_MEMORY_HINT if spec.script is None else LESS_MEMORY_HINT_FOR_SCRIPT,
         )
     return LargestBatch(
         nodes=nodes,

@@ -220,7 +220,7 @@ def _list_rows(
     gpus, estimator = measurements.run.spec.cluster.gpus_per_node, measurements.estimator
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
     listed = [Config(row.nodes, row.batch) for row in recommendation.rows if row.type == measurements.type]
-    many = estimator.configurations() if every or estimator.count <= MAX_ROWS_LISTED else ()
+    many = estimator.list_configurations() if every or estimator.count <= MAX_ROWS_LISTED else ()
     for config in sorted({*probes, *listed, *many}):
         result, is_predicted = probes.get(config), (measurements.type, config.nodes, config.batch) in known
         note = ""
@@ -282,7 +282,7 @@ class Answer:
             yield from (_convert_row_to_json(row, self.recommendation) for row in self.recommendation.rows)
             return
         for at in range(0, len(self.candidates), _BLOCK):
-            block = self.candidates.take(np.arange(at, min(at + _BLOCK, len(self.candidates))))
+            block = self.candidates.select_rows(np.arange(at, min(at + _BLOCK, len(self.candidates))))
             yield from (_convert_row_to_json(row, self.recommendation) for row in block.predictions())
 
     def with_figure_rows(self) -> Recommendation:
@@ -447,13 +447,13 @@ def _select_candidates(forecasts: Candidates, all_measurements: Sequence[TypeMea
     satisfying = candidates.satisfying(query)
     if not len(satisfying):
         raise _make_binding_limit_error(candidates, query, all_measurements[0].run.spec.pricing.currency)
-    return satisfying.ordered()
+    return satisfying.sort_by_time()
 
 
 def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
     """Return an error with the reason why the first candidate on the requested nodes cannot run, or is not known."""
     on = f" on {format_count(query.nodes)}" if query.nodes is not None else ""
-    tried = list(estimator.configurations(query.node_counts))
+    tried = list(estimator.list_configurations(query.node_counts))
     startable = [config for config in tried if not estimator.describe_why_not_startable(config)]
     if startable:  # they can run, but their step times are unknown
         nodes = join_words(sorted({config.nodes for config in startable}))
@@ -479,7 +479,7 @@ def _make_binding_limit_error(candidates: Candidates, query: Query, currency: st
         within = limit.admits(candidates)
         if not within.any():
             break
-        candidates = candidates.take(within)
+        candidates = candidates.select_rows(within)
     closest = limit.find_closest(candidates)
     if query.is_for_same_progress and closest.same_progress is not None:
         progress = closest.same_progress
@@ -565,7 +565,7 @@ def _build_answer(
         ),
         choice=prediction,
         reason=f"{choice.reason}{knees}; {epochs}",
-        rows=candidates.take(select_rows(candidates, choice, quantity)).predictions(),
+        rows=candidates.select_rows(select_rows(candidates, choice, quantity)).predictions(),
         candidates=int(candidates.number_configurations().max()) + 1,
         runners_up=choice.runners_up,
         warnings=tuple(warning.text for warning in all_warnings),
@@ -600,7 +600,7 @@ def _select_choosable(candidates: Candidates, all_measurements: Sequence[TypeMea
     """Return the configurations to choose among: on node types with delayed ranks only measured ones, if any."""
     delayed = [measurements.type for measurements in all_measurements if measurements.estimator.held_up]
     is_known = candidates["measured"] | ~np.isin(candidates["type"], delayed)
-    return candidates.take(is_known) if delayed and is_known.any() else candidates
+    return candidates.select_rows(is_known) if delayed and is_known.any() else candidates
 
 
 def _describe_knees(measurements: TypeMeasurements, candidates: Candidates, query: Query) -> str:
@@ -652,7 +652,7 @@ def list_choice_warnings(
         other_market: the forecast of the choice on the other market; None if there is none.
     """
     chosen, deadline = choice.prediction, query.deadline_hours
-    if estimator.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
+    if estimator.steps.is_exactly_determined and not all(row.measured for row in (chosen, *choice.runners_up)):
         yield messages.fit_error_unknown()
     low, high = chosen.hours_low, chosen.hours_high
     if low is not None and high is not None and is_interval_too_wide(low, high):
@@ -661,7 +661,7 @@ def list_choice_warnings(
         yield messages.beyond_probed_nodes(
             nodes=chosen.nodes,
             probed_nodes=max(nodes for nodes, _ in estimator.probes),
-            gpus_per_node=estimator.spec.cluster.gpus_per_node if estimator.steps.levels else None,
+            gpus_per_node=estimator.spec.cluster.gpus_per_node if estimator.steps.has_several_gpu_counts else None,
         )
     if chosen.headroom is not None and chosen.headroom < MEMORY_MARGIN:
         yield messages.little_memory_free(free_share=chosen.headroom, wanted_share=MEMORY_MARGIN)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models.choice.grid import Config, LimitByNodes, get_highest_limit, list_candidates
 from tula_cli.models.cost import count_work
-from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, find_smallest_ruled_out
+from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT, find_smallest_ruled_out
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
@@ -167,12 +167,12 @@ def _select_compared_configurations(estimator: "Estimator", fitting: Set[Config]
     These are the measured ones, and the fastest and the cheapest of each batch, up to `_MAX_COMPARED_CONFIGURATIONS`: the cost of the
     comparison grows with the square of their number.
     """
-    from tula_cli.models.choice.candidates import to_configs
+    from tula_cli.models.choice.candidates import convert_to_configs
     from tula_cli.models.choice.objective import find_best_rows
     from tula_cli.query import QUANTITIES
 
-    rows = estimator.estimate(*estimator.find_known_configurations()).ordered()
-    rows = rows.take([config in fitting for config in to_configs(rows["nodes"], rows["batch"])])
+    rows = estimator.predict_configurations(*estimator.find_known_configurations()).sort_by_time()
+    rows = rows.select_rows([config in fitting for config in convert_to_configs(rows["nodes"], rows["batch"])])
     is_candidate = rows["measured"].copy()
     for name in ("time", "cost"):
         is_candidate[find_best_rows(rows, QUANTITIES[name], most=_MAX_COMPARED_CONFIGURATIONS)] = True
@@ -232,9 +232,10 @@ def find_largest_local_batch(spec: JobSpec, inspection: Inspection) -> LimitByNo
     model = memory.fit_memory_model(inspection.footprints, accumulate=spec.train.accumulate, sharded=spec.train.sharded)
     capacity, margin, gpus = inspection.capacity, MEMORY_MARGIN, spec.cluster.gpus_per_node
     if not model.sharded:
-        return model.largest_local_batch(capacity, margin=margin)
+        return model.compute_largest_local_batch(capacity, margin=margin)
     return {
-        nodes: model.for_ranks(nodes * gpus).largest_local_batch(capacity, margin=margin) for nodes in spec.search.nodes
+        nodes: model.for_ranks(nodes * gpus).compute_largest_local_batch(capacity, margin=margin)
+        for nodes in spec.search.nodes
     }
 
 
@@ -285,7 +286,7 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
     return Infeasible(
         f"every probe ran out of memory: at most {get_highest_limit(max_local_batch)} samples fit on one GPU, but the smallest local batch is"
         f" {least}",
-        LESS_MEMORY if spec.script is None else LESS_MEMORY_FOR_SCRIPT,
+        LESS_MEMORY_HINT if spec.script is None else LESS_MEMORY_HINT_FOR_SCRIPT,
     )
 
 

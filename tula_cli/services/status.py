@@ -500,7 +500,7 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
         for job in files_snapshot.jobs
         if (only is None or job.id in only) and files_snapshot.list_tasks_of_job(job.id)
     ]
-    states = launcher.states(files_snapshot, tasked)
+    states = launcher.query_states(files_snapshot, tasked)
     training = _get_training_status(files_snapshot, tasks, states, now=now)
     jobs = [
         get_job_status(files_snapshot, job, results, states[job.id], pace=pace, training=training, now=now)

@@ -271,7 +271,7 @@ Mark = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class Clock:
-    """Marks points in time on a device and measures the seconds between them; on a GPU only `seconds` blocks."""
+    """Marks points in time on a device and measures the seconds between them; on a GPU only `measure_seconds` blocks."""
 
     device: torch.device
 
@@ -282,7 +282,7 @@ class Clock:
         event.record()
         return event
 
-    def seconds(self, start: Mark, end: Mark) -> float:
+    def measure_seconds(self, start: Mark, end: Mark) -> float:
         if isinstance(start, float) and isinstance(end, float):
             return end - start
         assert isinstance(start, torch.cuda.Event)
@@ -323,7 +323,7 @@ class MemoryMeter:
             # Free heap memory that tensors will use is part of their peak, so it must not count as held too.
             self.base_reserved = read_process_memory("VmData") - count_free_heap_bytes()
 
-    def peak(self) -> tuple[int, int]:
+    def read_peak(self) -> tuple[int, int]:
         """Return (peak, reserved) since the reset in bytes."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - self.base

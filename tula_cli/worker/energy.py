@@ -27,7 +27,7 @@ class EnergyMeter:
         self._counter = _open_energy_counter(self._gpu) if self._gpu else None
         self._start = self._read()
 
-    def joules(self) -> float | None:
+    def read_joules(self) -> float | None:
         """Return the energy of all GPUs in joules since the start; every rank must call this.
 
         None if any GPU has no counter, or a counter that does not rise: an energy that is not measured is never
@@ -71,7 +71,7 @@ class TrainingEnergy:
 
     def save(self) -> None:
         """Write the energy counted so far, so that it is kept if the training fails."""
-        joules, seconds = self._meter.joules() if self._counts else None, time.monotonic() - self._began
+        joules, seconds = self._meter.read_joules() if self._counts else None, time.monotonic() - self._began
         if joules is None or not self._ranks.is_first:
             return
         if self._before is not None:

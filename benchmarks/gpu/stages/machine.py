@@ -76,7 +76,7 @@ def seconds(device: torch.device, work: Callable[[], Any], repeats: int = 10) ->
     for _ in range(repeats):
         work()
         marks.append(clock.mark())
-    return statistics.median(clock.seconds(a, b) for a, b in itertools.pairwise(marks))
+    return statistics.median(clock.measure_seconds(a, b) for a, b in itertools.pairwise(marks))
 
 
 def copy_rate(device: torch.device, size: int) -> float:
@@ -117,7 +117,9 @@ def loader(stage: Stage) -> None:
         start = clock.mark()
         for _ in range(steps):
             fixed.step()
-        stage.tell(gpu=share(steps * batch / clock.seconds(start, clock.mark()), 1), cores=len(os.sched_getaffinity(0)))
+        stage.tell(
+            gpu=share(steps * batch / clock.measure_seconds(start, clock.mark()), 1), cores=len(os.sched_getaffinity(0))
+        )
         del fixed
 
 
@@ -151,7 +153,7 @@ def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> f
     images, batch = build_datasets(spec).train, 16
     everything = MicroBatchSampler(
         len(images),
-        ramp=Ramp.constant(batch),
+        ramp=Ramp.from_constant_batch(batch),
         parts={batch: 1},
         rank=0,
         world=1,

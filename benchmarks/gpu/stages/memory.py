@@ -130,8 +130,8 @@ def judged(stage: Stage, key: Key, known: list[Footprint], trial: Trials, off: d
             continue
         row = {name: item.memory[name] for name in ("peak", "reserved", "libraries")} | {"batch": item.batch}
         for name, model in models.items():
-            error = model.peak(item.batch) / item.peak - 1
-            row |= {name: model.peak(item.batch), f"error_{name}": share(error)}
+            error = model.compute_peak(item.batch) / item.peak - 1
+            row |= {name: model.compute_peak(item.batch), f"error_{name}": share(error)}
             off[name] += [] if item in probes else [abs(error)]
         rows.append(row)
     libraries = models["estimate"].libraries / max(1, rows[0]["libraries"]) if rows else 0.0
@@ -144,7 +144,7 @@ def judged(stage: Stage, key: Key, known: list[Footprint], trial: Trials, off: d
 def doubled(above: int, model: MemoryModel, most: int, *, at_most: int) -> Iterator[int]:
     """Yield doubled batches that are expected to stay below so many bytes."""
     for power in range(1, at_most + 1):
-        if model.peak(above * 2**power) > most:
+        if model.compute_peak(above * 2**power) > most:
             return
         yield above * 2**power
 
@@ -162,7 +162,11 @@ def largest_of_all(stage: Stage) -> None:
             with told(stage, key):
                 one_largest(stage, key, known[key], trial.of(spec_of(key, stage)), total)
         for key in wanted:
-            capacity = memory_model.fit_memory_model(known[key]).needed(256) + 64 * 2**20 if stage.tiny else room(stage)
+            capacity = (
+                memory_model.fit_memory_model(known[key]).compute_needed(256) + 64 * 2**20
+                if stage.tiny
+                else room(stage)
+            )
             with told(stage, key):
                 one_largest(stage, key, known[key], trial.of(spec_of(key, stage), capacity=capacity), capacity)
 
@@ -172,11 +176,11 @@ def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, c
     first = 16
     probes = [item.measured() for item in (trial(first), trial(2 * first)) if item.fits]
     corrected = memory_model.fit_memory_model([*probes, *known])
-    predicted = corrected.largest_local_batch(capacity, margin=0.0) or first
-    chosen = corrected.largest_local_batch(capacity, margin=MEMORY_MARGIN) or first
+    predicted = corrected.compute_largest_local_batch(capacity, margin=0.0) or first
+    chosen = corrected.compute_largest_local_batch(capacity, margin=MEMORY_MARGIN) or first
     suffered = not trial(chosen).fits
     true = largest(lambda batch: trial(batch).fits, predicted, resolution=1.0 if stage.tiny else RESOLUTION)
-    estimated = memory_model.fit_memory_model(known).largest_local_batch(capacity, margin=0.0) or 0
+    estimated = memory_model.fit_memory_model(known).compute_largest_local_batch(capacity, margin=0.0) or 0
     figures = {"true": true, "estimated": estimated, "corrected": predicted, "margin_oom": int(suffered)}
     name = ",".join((*key, f"{capacity / GIB:.0f} GiB"))
     stage.tell(largest={name: figures})

@@ -87,11 +87,11 @@ def timed(spec: JobSpec, me: Ranks, *, batch: int, least: float) -> dict[str, fl
     fixed.warm_up(10)
     each = [fixed.step() for _ in range(10)]
     clock = fixed.trainer.clock
-    median = statistics.median(clock.seconds(step.start, step.end) for step in each)
+    median = statistics.median(clock.measure_seconds(step.start, step.end) for step in each)
     count = max(10, round(least / median))
     events, wall = between(fixed, count)
     each = [fixed.step() for _ in range(count)]  # as a probe takes them: each between marks of its own
-    probe = statistics.median(clock.seconds(step.start, step.end) for step in each)
+    probe = statistics.median(clock.measure_seconds(step.start, step.end) for step in each)
     again, _ = between(fixed, count)
     plain = (events + again) / 2
     with_spy = spied(spec, me, batch=batch, count=count)
@@ -114,7 +114,7 @@ def between(fixed: Fixed, count: int) -> tuple[float, float]:
     began, start = time.perf_counter(), clock.mark()
     for _ in range(count):
         fixed.step()
-    seconds = clock.seconds(start, clock.mark())
+    seconds = clock.measure_seconds(start, clock.mark())
     return seconds / count, (time.perf_counter() - began) / count
 
 
@@ -128,7 +128,7 @@ def spied(spec: JobSpec, me: Ranks, *, batch: int, count: int) -> float:
     start = clock.mark()
     for _ in spy.watch((fixed.step() for _ in range(count)), fixed.trainer.scaler):
         pass
-    seconds = clock.seconds(start, clock.mark()) / count
+    seconds = clock.measure_seconds(start, clock.mark()) / count
     del fixed, spy
     gc.collect()
     return seconds

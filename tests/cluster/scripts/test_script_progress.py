@@ -200,7 +200,7 @@ def test_a_training_whose_first_steps_break_a_claim_is_ended(run: RunDir) -> Non
     seen.record_progress()
     assert seen.find_reason_to_kill() is None, "nothing is known yet"
     has_begun(run, expected={"world": 2, "batch": 16})
-    seen.record_end()
+    seen.record_final_reports()
     reason = seen.find_reason_to_kill()
     assert (
         reason is not None
@@ -360,13 +360,13 @@ def test_a_probe_that_was_overdue_without_a_step_says_so(run: RunDir) -> None:
 
 def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
-    training.log_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
+    training.record_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
     assert run.get_training("x").read_metrics()[-1]["epoch"] == 0.0, "length.samples stands for it"
     epochs = run.read_spec().model_copy(
         update={"script": run.read_spec().script.model_copy(update={"length": Length(epochs=3)})}
     )
     unknown = ScriptTraining(run, training.task.model_copy(update={"spec": epochs}))
-    unknown.log_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
+    unknown.record_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
     assert run.get_training("x").read_metrics()[-1]["epoch"] is None
 
 

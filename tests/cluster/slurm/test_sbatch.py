@@ -112,7 +112,7 @@ def test_script_is_the_golden_one(name: str, tmp_path: Path, monkeypatch: pytest
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     run = RunDir(tmp_path / "gold-12345678")
-    script = SlurmLauncher().script(run, SCRIPTS[name])
+    script = SlurmLauncher().render_script(run, SCRIPTS[name])
     templates = assets.find_asset("templates/slurm-setup.sh").parent
     for path, name_of_it in ((run.path, "RUN"), (templates, "TEMPLATES"), (sys.executable, "PYTHON")):
         script = script.replace(str(path), name_of_it)
@@ -132,7 +132,7 @@ def test_golden_script_is_sound_bash(name: str) -> None:
 
 def test_a_job_starts_in_the_folder_that_it_asks_for_and_gets_its_comment_back(tmp_path: Path) -> None:
     task = probe(spec({"extra": {"chdir": "/scratch/a b", "comment": "it's ours"}}))
-    script = SlurmLauncher().script(RunDir(tmp_path / "gold-12345678"), task)
+    script = SlurmLauncher().render_script(RunDir(tmp_path / "gold-12345678"), task)
     assert "cd '/scratch/a b'\n" in script and "SLURM_SUBMIT_DIR" not in script
     assert """Comment='it'"'"'s ours'""" in script and "tula: delayed" not in script
 

@@ -60,14 +60,14 @@ def test_probes_on_this_machine_are_sent_when_they_are_over(tmp_path: Path, monk
     run = run_with(tmp_path, export=[{"to": "tensorboard"}])
     job = add_probes(run, 1, (32,))
     started = []
-    begin = FakeLauncher.states
+    begin = FakeLauncher.query_states
 
-    def states(self: FakeLauncher, *arguments: Any) -> Any:
+    def query_states(self: FakeLauncher, *arguments: Any) -> Any:
         started.append(events(run))
         add_measured(run, 1, 32)
         return begin(self, *arguments)
 
-    monkeypatch.setattr(FakeLauncher, "states", states)
+    monkeypatch.setattr(FakeLauncher, "query_states", query_states)
     assert waited(run, job) == []
     assert started[0] == [] and events(run) == ["run"]
 

@@ -13,7 +13,7 @@ from tula_cli.models.choice.campaign import (
     plan_cheapest,
     sum_costs,
 )
-from tula_cli.models.choice.campaign_of_jobs import JobTrainings, Target, find_lower_bound, plan_jobs
+from tula_cli.models.choice.campaign_of_jobs import JobTrainings, PlanTarget, find_lower_bound, plan_jobs
 
 
 def search_all_schedules(
@@ -96,32 +96,32 @@ def test_no_schedule_of_a_few_trainings_of_several_jobs_is_shorter_or_cheaper(se
         return min(time for time, _ in results), min(cost for _, cost in results)
 
     shortest, least = search()
-    plan = plan_jobs(jobs, nodes, Target("time"))
+    plan = plan_jobs(jobs, nodes, PlanTarget("time"))
     assert plan is not None and compute_makespan(plan.starts) == pytest.approx(shortest) == plan.lower_bound
     check_plan(plan.starts, jobs, nodes)
     for factor in (1.0, 1.15, 1.5):
-        cheapest = plan_jobs(jobs, nodes, Target("cost", deadline=factor * shortest))
+        cheapest = plan_jobs(jobs, nodes, PlanTarget("cost", deadline=factor * shortest))
         assert cheapest is not None and compute_makespan(cheapest.starts) <= factor * shortest * (1 + 1e-6)
         check_plan(cheapest.starts, jobs, nodes)
         _, expected = search(deadline=factor * shortest)
         assert sum_costs(cheapest.starts) == pytest.approx(expected) == cheapest.lower_bound
     for share in (0.0, 0.3):
         budget = least + share * (sum_costs(plan.starts) - least)
-        within = plan_jobs(jobs, nodes, Target("time", budget=budget))
+        within = plan_jobs(jobs, nodes, PlanTarget("time", budget=budget))
         assert within is not None and sum_costs(within.starts) <= budget * (1 + 1e-6)
         expected, _ = search(budget=budget)
         assert compute_makespan(within.starts) == pytest.approx(expected) == within.lower_bound
-    assert plan_jobs(jobs, nodes, Target("time", budget=0.99 * least)) is None
-    assert plan_jobs(jobs, nodes, Target("cost", deadline=0.99 * shortest)) is None
+    assert plan_jobs(jobs, nodes, PlanTarget("time", budget=0.99 * least)) is None
+    assert plan_jobs(jobs, nodes, PlanTarget("cost", deadline=0.99 * shortest)) is None
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_of_many_trainings_are_near_a_bound_that_no_plan_is_below(seed: int) -> None:
     jobs, nodes = make_jobs(seed, count=3, trainings=(10, 20), nodes=8)
-    plan = plan_jobs(jobs, nodes, Target("time"))
+    plan = plan_jobs(jobs, nodes, PlanTarget("time"))
     assert plan is not None and 1 - 1e-9 <= compute_makespan(plan.starts) / plan.lower_bound <= 1.08
     check_plan(plan.starts, jobs, nodes)
-    within = Target("cost", deadline=1.1 * compute_makespan(plan.starts))
+    within = PlanTarget("cost", deadline=1.1 * compute_makespan(plan.starts))
     cheapest = plan_jobs(jobs, nodes, within)
     assert cheapest is not None and sum_costs(cheapest.starts) <= sum_costs(plan.starts)
     assert 1 - 1e-9 <= sum_costs(cheapest.starts) / cheapest.lower_bound <= 1.05
@@ -135,10 +135,10 @@ def test_trainings_of_one_job_are_planned_nearly_as_well_as_by_the_exact_plan_fo
             hours *= rng.uniform(0.5, 0.9)
         trainings = rng.randint(8, 40)
         exact = find_shortest_makespan(options, trainings=trainings, nodes=8)
-        plan = plan_jobs([JobTrainings(trainings, [options])], 8, Target("time"))
+        plan = plan_jobs([JobTrainings(trainings, [options])], 8, PlanTarget("time"))
         assert plan is not None and exact * (1 - 1e-9) <= compute_makespan(plan.starts) <= 1.05 * exact
         cheapest = plan_cheapest(options, trainings=trainings, nodes=8, deadline=1.1 * exact)
-        other = plan_jobs([JobTrainings(trainings, [options])], 8, Target("cost", deadline=1.1 * exact))
+        other = plan_jobs([JobTrainings(trainings, [options])], 8, PlanTarget("cost", deadline=1.1 * exact))
         assert cheapest is not None and other is not None
         assert sum_costs(cheapest) * (1 - 1e-9) <= sum_costs(other.starts) <= 1.05 * sum_costs(cheapest)
 
@@ -148,20 +148,20 @@ def test_a_budget_that_only_a_mixture_of_options_is_within_makes_the_plan_little
         JobTrainings(30, [[Option(1, 10.0, 10.0), Option(4, 2.0, 16.0)]]),
         JobTrainings(9, [[Option(1, 3.0, 3.0, 1)]]),
     ]
-    shortest, budget = plan_jobs(jobs, 4, Target("time")), 30 * 13.0 + 27.0
+    shortest, budget = plan_jobs(jobs, 4, PlanTarget("time")), 30 * 13.0 + 27.0
     assert shortest is not None and sum_costs(shortest.starts) > budget
-    within = plan_jobs(jobs, 4, Target("time", budget=budget))
+    within = plan_jobs(jobs, 4, PlanTarget("time", budget=budget))
     assert within is not None and sum_costs(within.starts) <= budget
-    assert compute_makespan(within.starts) <= 1.1 * find_lower_bound(jobs, 4, Target("time", budget=budget))
+    assert compute_makespan(within.starts) <= 1.1 * find_lower_bound(jobs, 4, PlanTarget("time", budget=budget))
 
 
 def test_without_a_deadline_the_plan_of_lowest_cost_is_the_shortest_in_which_all_trainings_have_it() -> None:
     jobs = [JobTrainings(4, [[Option(1, 8.0, 8.0), Option(2, 5.0, 10.0)]]), JobTrainings(1, [[Option(4, 4.0, 1.0, 1)]])]
-    plan = plan_jobs(jobs, 4, Target("cost"))
+    plan = plan_jobs(jobs, 4, PlanTarget("cost"))
     assert plan is not None and sum_costs(plan.starts) == plan.lower_bound == 33.0
     assert compute_makespan(plan.starts) == 12.0
 
 
 def test_jobs_that_fit_on_no_number_of_nodes_have_no_plan() -> None:
     jobs = [JobTrainings(1, [[Option(4, 1.0, 1.0)]]), JobTrainings(1, [[Option(1, 1.0, 1.0)]])]
-    assert plan_jobs(jobs, 2, Target("time")) is None and plan_jobs(jobs, 2, Target("cost")) is None
+    assert plan_jobs(jobs, 2, PlanTarget("time")) is None and plan_jobs(jobs, 2, PlanTarget("cost")) is None

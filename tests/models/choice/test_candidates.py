@@ -71,16 +71,16 @@ def test_numbers_that_a_model_does_not_give_are_unknown() -> None:
 
 def test_rows_are_taken_and_joined_with_all_that_they_hold() -> None:
     table = Candidates.from_predictions(rows())
-    joined = Candidates.concatenate([table.take([3, 0]), table.select(market="spot")])
+    joined = Candidates.concatenate([table.select_rows([3, 0]), table.select(market="spot")])
     assert list(joined.predictions()) == [rows()[index] for index in (3, 0, 1)]
-    assert not len(table.take([])) and table.take([]).predictions() == ()
+    assert not len(table.select_rows([])) and table.select_rows([]).predictions() == ()
     assert table.select(type="fast", market="on_demand").prediction(0) == rows()[0]
 
 
 def test_tables_of_a_constant_and_of_a_growing_batch_are_joined_in_any_order() -> None:
     table, with_stages = growing()
     constant = [make.prediction(nodes, 64) for nodes in (1, 2, 4, 8, 16)]
-    tables = [table, Candidates.from_predictions(constant).take([4, 1])]
+    tables = [table, Candidates.from_predictions(constant).select_rows([4, 1])]
     records = [with_stages, [constant[4], constant[1]]]
     for first, second in ((0, 1), (1, 0)):
         joined = Candidates.concatenate([tables[first], tables[second]])
@@ -95,7 +95,7 @@ def test_a_configuration_is_one_on_both_markets_and_another_on_other_nodes() -> 
 
 def test_the_fastest_comes_first_then_fewer_nodes_and_a_smaller_batch() -> None:
     given = [make.prediction(4, 64, hours=1.0), make.prediction(2, 128, hours=1.0), make.prediction(2, 64, hours=1.0)]
-    result = Candidates.from_predictions([*given, make.prediction(8, 256, hours=0.5)]).ordered()
+    result = Candidates.from_predictions([*given, make.prediction(8, 256, hours=0.5)]).sort_by_time()
     assert np.array_equal(result["nodes"], [8, 2, 2, 4]) and np.array_equal(result["batch"], [256, 64, 128, 64])
 
 

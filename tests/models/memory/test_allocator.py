@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tula_cli.models.allocator import (
     CachingAllocator,
-    NoDeviceMemory,
+    DeviceMemoryExhausted,
     compute_peak_without_allocator,
     replay_allocations,
 )
@@ -74,7 +74,7 @@ def test_near_the_limit_whole_free_segments_are_given_back() -> None:
     allocator.release(0)
     allocator.allocate(1, 50 * MIB)
     assert (allocator.flushes, allocator.reserved, allocator.most) == (1, 50 * MIB, 50 * MIB)
-    with pytest.raises(NoDeviceMemory):
+    with pytest.raises(DeviceMemoryExhausted):
         allocator.allocate(2, 20 * MIB)
 
 

@@ -18,16 +18,16 @@ TRUTHS = st.builds(
 @given(TRUTHS, st.integers(1, 4096))
 def test_finds_eq_3_from_two_measured_batches(truth: Truth, local_batch: int) -> None:
     model = fit_memory_model([measured(truth, 2, 8), measured(truth, 4, 64)])
-    assert model.peak(local_batch) == pytest.approx(truth.peak(local_batch), rel=0.01, abs=MIB)
+    assert model.compute_peak(local_batch) == pytest.approx(truth.peak(local_batch), rel=0.01, abs=MIB)
 
 
 @given(TRUTHS, st.integers(10 * MIB, 100_000 * MIB), st.floats(0, 0.5))
 def test_the_largest_batch_fits_and_the_next_does_not(truth: Truth, capacity: int, margin: float) -> None:
     model = fit_memory_model([footprint(truth, 8), footprint(truth, 64)])
-    largest = model.largest_local_batch(capacity, margin=margin)
+    largest = model.compute_largest_local_batch(capacity, margin=margin)
     assert largest is not None
-    assert largest == 0 or model.reserved(largest) <= capacity * (1 - margin) + 2
-    assert model.reserved(largest + 1) >= capacity * (1 - margin) - 2
+    assert largest == 0 or model.compute_reserved(largest) <= capacity * (1 - margin) + 2
+    assert model.compute_reserved(largest + 1) >= capacity * (1 - margin) - 2
 
 
 def test_components_add_up_to_the_peak() -> None:
@@ -41,15 +41,15 @@ def test_components_add_up_to_the_peak() -> None:
 def test_one_measured_batch_takes_activations_as_proportional() -> None:
     truth = Truth()
     model = fit_memory_model([measured(truth, 2, 32), measured(truth, 4, 32)])
-    assert model.peak(128) == pytest.approx(truth.peak(128), rel=1e-6)
+    assert model.compute_peak(128) == pytest.approx(truth.peak(128), rel=1e-6)
     assert model.error is None
 
 
 def test_memory_goes_by_the_micro_batch() -> None:
     plain, split = Truth(), Truth(accumulate=4)
     model = fit_memory_model([measured(split, 2, 32), measured(split, 2, 128)], accumulate=4)
-    assert model.peak(512) == pytest.approx(plain.peak(128), rel=1e-6)
-    largest = model.largest_local_batch(16 * 1024 * MIB, margin=0.1)
+    assert model.compute_peak(512) == pytest.approx(plain.peak(128), rel=1e-6)
+    largest = model.compute_largest_local_batch(16 * 1024 * MIB, margin=0.1)
     assert largest is not None and largest % 4 == 0
 
 
@@ -64,14 +64,14 @@ def test_what_is_measured_above_the_estimate_is_added_as_fixed() -> None:
         }
     )
     model = fit_memory_model([seen.model_copy(update={"memory": memory}), footprint(truth, 16), footprint(truth, 64)])
-    assert model.peak(32) == pytest.approx(memory.peak, rel=1e-6)
-    assert model.peak(256) == pytest.approx(truth.peak(256) + process, rel=1e-6)
+    assert model.compute_peak(32) == pytest.approx(memory.peak, rel=1e-6)
+    assert model.compute_peak(256) == pytest.approx(truth.peak(256) + process, rel=1e-6)
 
 
 def test_what_is_measured_below_the_estimate_scales_the_activations() -> None:
     truth, lean = Truth(), Truth(sample_bytes=MIB)
     model = fit_memory_model([measured(lean, 2, 32), footprint(truth, 16), footprint(truth, 64)])
-    assert model.peak(256) == pytest.approx(lean.peak(256), rel=0.01)
+    assert model.compute_peak(256) == pytest.approx(lean.peak(256), rel=0.01)
 
 
 def test_two_measured_batches_make_the_estimate_void() -> None:
@@ -79,7 +79,7 @@ def test_two_measured_batches_make_the_estimate_void() -> None:
     model = fit_memory_model(
         [footprint(wrong, 16), footprint(wrong, 64), measured(truth, 2, 32), measured(truth, 2, 64)]
     )
-    assert model.peak(512) == pytest.approx(truth.peak(512), rel=1e-6)
+    assert model.compute_peak(512) == pytest.approx(truth.peak(512), rel=1e-6)
     assert model.warning is not None and model.warning.code == "memory-grows-differently"
     assert model.warning.values["factor"] == pytest.approx(0.2, abs=0.05)
     assert not fit_memory_model(
@@ -90,9 +90,9 @@ def test_two_measured_batches_make_the_estimate_void() -> None:
 def test_the_allocator_holds_more_than_is_in_use() -> None:
     truth = Truth(reserved_over_peak=1.25)
     model = fit_memory_model([measured(truth, 2, 32), measured(truth, 2, 128)])
-    assert model.reserved(64) == pytest.approx(1.25 * truth.peak(64), rel=1e-6)
-    tight = model.largest_local_batch(1600 * MIB, margin=0.0)
-    loose = fit_memory_model([measured(Truth(), 2, 32), measured(Truth(), 2, 128)]).largest_local_batch(
+    assert model.compute_reserved(64) == pytest.approx(1.25 * truth.peak(64), rel=1e-6)
+    tight = model.compute_largest_local_batch(1600 * MIB, margin=0.0)
+    loose = fit_memory_model([measured(Truth(), 2, 32), measured(Truth(), 2, 128)]).compute_largest_local_batch(
         1600 * MIB, margin=0.0
     )
     assert (tight, loose) == (440, 600)
@@ -100,14 +100,16 @@ def test_the_allocator_holds_more_than_is_in_use() -> None:
 
 def test_nothing_fits_or_nothing_bounds() -> None:
     model = fit_memory_model([measured(Truth(), 2, 32), measured(Truth(), 2, 128)])
-    assert model.largest_local_batch(100 * MIB, margin=0.1) == 0
-    assert model.largest_local_batch(None, margin=0.1) is None
+    assert model.compute_largest_local_batch(100 * MIB, margin=0.1) == 0
+    assert model.compute_largest_local_batch(None, margin=0.1) is None
 
 
 def test_memory_that_does_not_grow_sets_no_bound() -> None:
     truth = Truth(sample_bytes=0)
     assert (
-        fit_memory_model([measured(truth, 2, 32), measured(truth, 2, 128)]).largest_local_batch(10**12, margin=0.1)
+        fit_memory_model([measured(truth, 2, 32), measured(truth, 2, 128)]).compute_largest_local_batch(
+            10**12, margin=0.1
+        )
         is None
     )
 
@@ -160,24 +162,24 @@ BENT = [bent(2**power) for power in range(12)] + [bent(100)]
 
 def test_probes_below_the_bend_do_not_hide_what_comes_after() -> None:
     model = fit_memory_model([*BENT, seen_at(16, level=40 * MIB), seen_at(32, level=40 * MIB)])
-    assert model.peak(64) == pytest.approx(840 * MIB, rel=1e-6)
-    assert model.peak(400) == pytest.approx((340 + 2000) * MIB, rel=1e-6)
-    assert model.largest_local_batch(2340 * MIB, margin=0.0) == 400
+    assert model.compute_peak(64) == pytest.approx(840 * MIB, rel=1e-6)
+    assert model.compute_peak(400) == pytest.approx((340 + 2000) * MIB, rel=1e-6)
+    assert model.compute_largest_local_batch(2340 * MIB, margin=0.0) == 400
 
 
 @given(st.integers(0, 300 * MIB), st.floats(0.3, 1.5))
 def test_two_telling_probes_find_level_and_scale(level: int, scale: float) -> None:
     model = fit_memory_model([*BENT, *(seen_at(batch, level=level, scale=scale) for batch in (32, 200))])
-    assert model.peak(1000) == pytest.approx(seen_at(1000, level=level, scale=scale).memory.peak, rel=1e-6)
+    assert model.compute_peak(1000) == pytest.approx(seen_at(1000, level=level, scale=scale).memory.peak, rel=1e-6)
 
 
 def test_the_model_is_never_below_a_measurement() -> None:
     probes = [seen_at(batch) for batch in (128, 256, 512, 1024)]
     odd = seen_at(512, scale=1.3)
     model = fit_memory_model([*BENT, *probes, odd])
-    assert model.peak(512) >= odd.memory.peak
-    assert all(model.peak(batch) <= model.peak(batch + 1) for batch in range(400, 700))
-    assert model.peak(2048) < 1.15 * bent(2048).memory.peak, "one outlier does not lift what is far from it"
+    assert model.compute_peak(512) >= odd.memory.peak
+    assert all(model.compute_peak(batch) <= model.compute_peak(batch + 1) for batch in range(400, 700))
+    assert model.compute_peak(2048) < 1.15 * bent(2048).memory.peak, "one outlier does not lift what is far from it"
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(0.5, 2)), min_size=1, max_size=6), st.booleans())
@@ -185,8 +187,8 @@ def test_measurements_bound_the_model_and_it_never_falls(seen: list[tuple[int, f
     probes = [seen_at(batch, scale=scale) for batch, scale in seen]
     model = fit_memory_model([*probes, *(BENT if estimated else [])])
     for probe in probes:
-        assert model.peak(probe.local_batch) >= probe.memory.peak - 2
-    sizes = [model.peak(batch) for batch in range(1, 3000, 41)]
+        assert model.compute_peak(probe.local_batch) >= probe.memory.peak - 2
+    sizes = [model.compute_peak(batch) for batch in range(1, 3000, 41)]
     assert sizes == sorted(sizes)
 
 
@@ -194,11 +196,11 @@ def test_measurements_bound_the_model_and_it_never_falls(seen: list[tuple[int, f
 def test_the_largest_batch_leaves_room_for_libraries_and_allocator(capacity: int, libraries: int, room: float) -> None:
     rows = with_memory(BENT, lambda _: {"libraries": libraries})
     model = fit_memory_model(row.model_copy(update={"room": round(room * row.memory.peak)}) for row in rows)
-    largest = model.largest_local_batch(capacity, margin=0.1)
+    largest = model.compute_largest_local_batch(capacity, margin=0.1)
     assert largest is not None
-    assert model.needed(largest + 1) > capacity * 0.9 - 2
-    assert largest == 0 or model.needed(largest) <= capacity * 0.9 + 2
-    assert model.needed(512) == pytest.approx(room * bent(512).memory.peak + libraries, rel=1e-6)
+    assert model.compute_needed(largest + 1) > capacity * 0.9 - 2
+    assert largest == 0 or model.compute_needed(largest) <= capacity * 0.9 + 2
+    assert model.compute_needed(512) == pytest.approx(room * bent(512).memory.peak + libraries, rel=1e-6)
 
 
 def test_measured_libraries_win() -> None:
@@ -215,8 +217,8 @@ def test_what_small_probes_hold_in_reserve_does_not_bound_large_batches() -> Non
     model = fit_memory_model(
         [*rows, seen_at(32, reserved=loose), seen_at(200, reserved=seen_at(200).memory.peak * 3 // 2)]
     )
-    assert model.reserved(1000) == pytest.approx(1.5 * model.peak(1000), rel=1e-3), "what is paid for"
-    assert model.needed(1000) == pytest.approx(1.02 * model.peak(1000), rel=1e-3), "what must be there"
+    assert model.compute_reserved(1000) == pytest.approx(1.5 * model.compute_peak(1000), rel=1e-3), "what is paid for"
+    assert model.compute_needed(1000) == pytest.approx(1.02 * model.compute_peak(1000), rel=1e-3), "what must be there"
 
 
 def test_probes_below_the_reference_batch_do_not_hide_the_factors() -> None:
@@ -227,7 +229,7 @@ def test_probes_below_the_reference_batch_do_not_hide_the_factors() -> None:
 
 def test_flat_probes_below_the_estimate_do_not_shrink_what_comes_after() -> None:
     model = fit_memory_model([*BENT, seen_at(8, scale=0.7), seen_at(16, scale=0.7)])
-    assert model.peak(1000) == pytest.approx(bent(1000).memory.peak, rel=1e-6)
+    assert model.compute_peak(1000) == pytest.approx(bent(1000).memory.peak, rel=1e-6)
 
 
 def test_no_point_is_refused() -> None:
@@ -251,44 +253,47 @@ def test_two_peaks_are_a_line(truth: Truth, local_batch: int, counted: bool) -> 
     if not counted:
         probes = [p.model_copy(update={"memory": p.memory.model_copy(update={"states": None})}) for p in probes]
     model = fit_memory_model(probes)
-    assert model.peak(local_batch) == pytest.approx(truth.peak(local_batch), rel=0.01, abs=MIB)
-    largest = model.largest_local_batch(truth.peak(1000), margin=0.0)
+    assert model.compute_peak(local_batch) == pytest.approx(truth.peak(local_batch), rel=0.01, abs=MIB)
+    largest = model.compute_largest_local_batch(truth.peak(1000), margin=0.0)
     assert largest == pytest.approx(1000, abs=1 + MIB / truth.sample_bytes)
 
 
 def test_peaks_bound_the_micro_batch() -> None:
     split = Truth(accumulate=4)
     model = fit_memory_model([of_a_script(measured(split, 2, 32)), of_a_script(measured(split, 2, 128))], accumulate=4)
-    assert model.peak(512) == pytest.approx(Truth().peak(128), rel=1e-6)
-    assert model.largest_local_batch(Truth().peak(100), margin=0.0) == 400
+    assert model.compute_peak(512) == pytest.approx(Truth().peak(128), rel=1e-6)
+    assert model.compute_largest_local_batch(Truth().peak(100), margin=0.0) == 400
 
 
 def test_one_peak_grows_by_what_is_beside_the_counted_states() -> None:
     model = fit_memory_model([of_a_script(measured(Truth(), 2, 32))])
-    assert model.peak(128) == pytest.approx(Truth().peak(128), rel=1e-6)
+    assert model.compute_peak(128) == pytest.approx(Truth().peak(128), rel=1e-6)
     assert fit_memory_model([peak(32, 600 * MIB, counted=None)]).peak(64) == 1200 * MIB, "nothing tells what stays"
 
 
 def test_more_may_be_counted_than_is_there_at_the_peak() -> None:
     """Gradients are made after the peak: the line stays what the peaks are, and no batch is promised more room."""
     model = fit_memory_model([peak(32, 364 * MIB, counted=350 * MIB), peak(128, 556 * MIB, counted=350 * MIB)])
-    assert model.peak(512) == pytest.approx(1324 * MIB, rel=1e-6)
-    assert model.largest_local_batch(1324 * MIB, margin=0.0) == pytest.approx(512, abs=1)
+    assert model.compute_peak(512) == pytest.approx(1324 * MIB, rel=1e-6)
+    assert model.compute_largest_local_batch(1324 * MIB, margin=0.0) == pytest.approx(512, abs=1)
     alone = fit_memory_model([peak(32, 300 * MIB, counted=350 * MIB)])  # more than there was: not believed
-    assert alone.largest_local_batch(600 * MIB, margin=0.0) == 64
+    assert alone.compute_largest_local_batch(600 * MIB, margin=0.0) == 64
 
 
 def test_what_the_allocator_holds_beyond_a_peak_counts() -> None:
     model = fit_memory_model([peak(b, (300 + b) * MIB, reserved=2 * (300 + b) * MIB) for b in (32, 64)])
-    assert model.reserved(128) == pytest.approx(2 * 428 * MIB, rel=1e-6)
-    assert model.largest_local_batch(2 * 400 * MIB, margin=0.0) == 100
+    assert model.compute_reserved(128) == pytest.approx(2 * 428 * MIB, rel=1e-6)
+    assert model.compute_largest_local_batch(2 * 400 * MIB, margin=0.0) == 100
 
 
 def test_peaks_tell_no_components() -> None:
     with pytest.raises(BadMeasurements, match="not its components"):
-        fit_memory_model([of_a_script(measured(Truth(), 2, 32))]).footprint(64)
+        fit_memory_model([of_a_script(measured(Truth(), 2, 32))]).compute_footprint(64)
     assert (
-        fit_memory_model([of_a_script(measured(Truth(), 2, 32)), footprint(Truth(), 16)]).footprint(64).memory.batch > 0
+        fit_memory_model([of_a_script(measured(Truth(), 2, 32)), footprint(Truth(), 16)])
+        .compute_footprint(64)
+        .memory.batch
+        > 0
     )
 
 
@@ -322,8 +327,8 @@ def estimates(slope: float) -> list[Footprint]:
 def test_a_process_without_a_limit_has_all_of_it_for_its_tensors() -> None:
     probes = [on_cpu(size, 57.3 + 19.5 * size, libraries=530 * MIB) for size in (4, 8, 32, 64)]
     model = fit_memory_model([*probes, *estimates(15)])
-    assert model.libraries == 0 and model.needed(64) == model.peak(64)
-    largest = model.largest_local_batch(1300 * MIB, margin=0.1)
+    assert model.libraries == 0 and model.compute_needed(64) == model.compute_peak(64)
+    largest = model.compute_largest_local_batch(1300 * MIB, margin=0.1)
     assert largest == pytest.approx((1170 - 57.3) / 19.5, abs=3)
     limited = [on_cpu(size, 57.3 + 19.5 * size, capacity=1300 * MIB, libraries=530 * MIB) for size in (4, 8, 32, 64)]
     assert fit_memory_model([*limited, *estimates(15)]).libraries == 530 * MIB, "a limit counts it"
@@ -337,7 +342,7 @@ def test_libraries_that_grow_with_the_batch_on_the_cpu_leave_smaller_batches_the
     assert model.libraries == 68 * MIB
     for probe in probes:
         needed = probe.memory.peak + (probe.memory.libraries or 0)
-        assert model.needed(probe.local_batch) == pytest.approx(needed, rel=0.03)
+        assert model.compute_needed(probe.local_batch) == pytest.approx(needed, rel=0.03)
 
 
 def test_an_estimate_on_the_cpu_keeps_room_for_holes_until_probes_have_measured_them() -> None:
@@ -345,8 +350,8 @@ def test_an_estimate_on_the_cpu_keeps_room_for_holes_until_probes_have_measured_
         fit_memory_model(estimates(15)),
         fit_memory_model([*estimates(15), *(on_cpu(size, 57 + 19.5 * size) for size in (8, 64))]),
     )
-    assert before.needed(64) == pytest.approx(1.5 * before.peak(64), rel=1e-6)
-    assert after.needed(64) == after.peak(64)
+    assert before.compute_needed(64) == pytest.approx(1.5 * before.compute_peak(64), rel=1e-6)
+    assert after.compute_needed(64) == after.compute_peak(64)
 
 
 @pytest.mark.parametrize(
@@ -360,15 +365,15 @@ def test_small_probes_with_holes_in_their_peaks_do_not_set_the_growth(
     """Peaks at batches 4, 8 and 64, and the estimated growth in MiB a sample, as measured."""
     first, second = peaks
     model = fit_memory_model([*estimates(slope), on_cpu(4, first), on_cpu(8, second)])
-    assert model.peak(64) / MIB == pytest.approx(actual, rel=0.11)
+    assert model.compute_peak(64) / MIB == pytest.approx(actual, rel=0.11)
 
 
 def test_probes_far_apart_on_the_cpu_set_the_growth_themselves() -> None:
     model = fit_memory_model([*estimates(15), on_cpu(8, 60 + 40 * 8), on_cpu(64, 60 + 40 * 64)])
-    assert model.peak(128) / MIB == pytest.approx(60 + 40 * 128, rel=0.01)
+    assert model.compute_peak(128) / MIB == pytest.approx(60 + 40 * 128, rel=0.01)
 
 
 def test_one_probe_on_the_cpu_is_taken_for_holes_first_and_then_for_what_is_fixed() -> None:
     holes, fixed = (fit_memory_model([*estimates(15), on_cpu(4, peak)]) for peak in (40 + 1.2 * 60, 40 + 1.5 * 60 + 30))
-    assert holes.peak(64) / MIB == pytest.approx(40 + 1.2 * 15 * 64, rel=1e-6)
-    assert fixed.peak(64) / MIB == pytest.approx(40 + 30 + 1.5 * 15 * 64, rel=1e-6)
+    assert holes.compute_peak(64) / MIB == pytest.approx(40 + 1.2 * 15 * 64, rel=1e-6)
+    assert fixed.compute_peak(64) / MIB == pytest.approx(40 + 30 + 1.5 * 15 * 64, rel=1e-6)

@@ -117,7 +117,7 @@ def test_after_an_out_of_memory_the_smaller_batch_keeps_its_stages() -> None:
     subject, decided = job(), of().stages
     ramp = build_ramp(subject, batch=512, divisor=1, dataset_size=SIZE, decided=decided)
     assert ramp.stages == decided[:3]
-    assert build_ramp(subject, batch=96, divisor=1, dataset_size=SIZE, decided=decided) == Ramp.constant(96)
+    assert build_ramp(subject, batch=96, divisor=1, dataset_size=SIZE, decided=decided) == Ramp.from_constant_batch(96)
 
 
 # --- learning rate

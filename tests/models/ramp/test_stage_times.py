@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from make_results import Truth, probe_all, spec
 from read_diagnostics import codes
 
-from tula_cli.models.choice.candidates import to_columns
+from tula_cli.models.choice.candidates import convert_to_columns
 from tula_cli.models.choice.early_stopping import compute_remaining_share, shorten_prediction
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import (
@@ -120,7 +120,7 @@ def test_a_stage_of_which_nothing_tells_takes_as_long_as_the_training_and_that_i
 
 def test_the_same_progress_knows_that_stages_lose_less() -> None:
     noise = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=4)
-    rows = [forecast(ramp).estimate(*to_columns([Config(2, 256)])) for ramp in (None, "auto")]
+    rows = [forecast(ramp).predict_configurations(*convert_to_columns([Config(2, 256)])) for ramp in (None, "auto")]
     plain, grown = (
         add_same_progress(row, epochs=10, reference=32, noise=noise).prediction(0).same_progress for row in rows
     )
@@ -174,7 +174,9 @@ def test_the_stages_of_many_are_those_of_each_ramp(
     )  # fmt: skip
     gpus = subject.cluster.gpus_per_node
     counts = random.choice([1, 2, 3, 4, 6], 12)
-    nodes, batch = to_columns([Config(int(n), int(n) * gpus * 12 * 2 ** int(random.integers(0, 6))) for n in counts])
+    nodes, batch = convert_to_columns(
+        [Config(int(n), int(n) * gpus * 12 * 2 ** int(random.integers(0, 6))) for n in counts]
+    )
     table = times.make_stage_table(nodes, batch, predict(nodes, batch))
     for row, (count, value) in enumerate(zip(nodes.tolist(), batch.tolist(), strict=True)):
         ramp = build_ramp_on_nodes(subject, batch=value, nodes=count, dataset_size=size, noise=noise)

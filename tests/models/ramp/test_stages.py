@@ -55,7 +55,7 @@ def test_auto_says_where_there_is_nothing_to_grow() -> None:
 
 def test_a_method_may_ramp_by_itself_and_no_other_does() -> None:
     assert len(of(None, method="ramp").stages) == 5
-    assert of(None, method="ortho") == Ramp.constant(2048)
+    assert of(None, method="ortho") == Ramp.from_constant_batch(2048)
 
 
 def test_named_stages_last_epochs() -> None:

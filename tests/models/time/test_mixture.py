@@ -48,7 +48,7 @@ def test_gradients_of_two_buckets_make_it_open_whether_they_are_hidden() -> None
 def test_of_a_small_model_both_are_fitted_where_its_compute_is_known(overlapped: bool) -> None:
     priors = choose_priors(gradient_bytes=1 << 20, sharded=False)
     fit = fitted(SWEEP, overlapped=overlapped, whole=False, priors=priors)
-    assert len(fit.model.members) == 2 and (fit.model.overlapped > 0.5) == overlapped
+    assert len(fit.model.members) == 2 and (fit.model.overlap_probability > 0.5) == overlapped
     assert "compute hides" in fit.words and "only from the times of complete steps" not in fit.words
     nodes, batches = np.transpose(UNSEEN)
     predicted = fit.model.predict(fit.make_points(nodes, np.ones(len(UNSEEN)), batches))[0]
@@ -57,8 +57,8 @@ def test_of_a_small_model_both_are_fitted_where_its_compute_is_known(overlapped:
 
 def test_steps_in_which_nothing_is_hidden_are_recognised() -> None:
     fit = fitted(SWEEP, overlapped=False)
-    assert len(fit.model.members) == 2 and fit.model.overlapped < 0.5
-    assert f"compute hides synchronisation with probability {100 * fit.model.overlapped:.0f} %" in fit.words
+    assert len(fit.model.members) == 2 and fit.model.overlap_probability < 0.5
+    assert f"compute hides synchronisation with probability {100 * fit.model.overlap_probability:.0f} %" in fit.words
     nodes, batches = np.transpose(UNSEEN)
     points = fit.make_points(nodes, np.ones(len(UNSEEN)), batches)
     overlap_alone, together = (
@@ -69,7 +69,7 @@ def test_steps_in_which_nothing_is_hidden_are_recognised() -> None:
 
 def test_steps_that_hide_their_synchronisation_are_recognised() -> None:
     fit = fitted(SWEEP, overlapped=True)
-    assert len(fit.model.members) == 2 and fit.model.overlapped > 0.9
+    assert len(fit.model.members) == 2 and fit.model.overlap_probability > 0.9
     assert "synchronisation" in fit.words and "alone" not in fitted(SWEEP, overlapped=True, whole=False).words
 
 
@@ -84,7 +84,7 @@ def test_a_prediction_holds_how_far_the_members_are_apart() -> None:
     joint, covariance = fit.model.predict_jointly(points)
     assert joint == pytest.approx(mean)
     assert np.diag(covariance) + fit.model.compute_measurement_noise(points) ** 2 == pytest.approx(sd**2, rel=1e-6)
-    step_time, compute, sync = fit.model.parts(points)
+    step_time, compute, sync = fit.model.compute_parts(points)
     assert ((compute < step_time) & (sync > 0)).all()
 
 

@@ -124,7 +124,7 @@ def test_four_corners_predict_what_lies_between() -> None:
 
 def test_one_gpu_has_no_synchronisation() -> None:
     result = fitted(grid((1, 2, 4)))
-    step, compute, sync = result.parts(points([1, 1], [20, 200]))
+    step, compute, sync = result.compute_parts(points([1, 1], [20, 200]))
     assert (sync == 0).all() and step == pytest.approx(compute)
 
 
@@ -135,7 +135,7 @@ def test_one_node_of_several_gpus_has_its_own_level() -> None:
     overlap = models_time_overlap.fit_overlap(
         at, step=step, compute=compute, spread=np.zeros(len(at)), collective="ring"
     )
-    sync = overlap.parts(points([1, 2], [16, 16], gpus=4))[2]
+    sync = overlap.compute_parts(points([1, 2], [16, 16], gpus=4))[2]
     assert sync[0] < 0.3 * sync[1]
 
 

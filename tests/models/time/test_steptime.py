@@ -80,16 +80,16 @@ def test_the_fit_is_reported_in_one_line() -> None:
 def test_as_many_parameters_as_measurements_is_said() -> None:
     corners = [(2, 16), (2, 256), (16, 16), (16, 256)]
     step_time = fit_step_time([observation(n, b, overlapped(n, b).seconds) for n, b in corners], collective="ring")
-    assert step_time.determined_exactly and step_time.error is None
+    assert step_time.is_exactly_determined and step_time.error is None
     assert "exactly determined" in step_time.words and "residual 0" not in step_time.words
     # Compute measured apart from synchronisation is a measurement of its own.
-    assert not fit_step_time([overlapped(n, b) for n, b in corners], collective="ring").determined_exactly
+    assert not fit_step_time([overlapped(n, b) for n, b in corners], collective="ring").is_exactly_determined
 
 
 def test_a_fit_that_misses_a_probe_is_not_said_to_be_exact() -> None:
     step_time = fit_step_time([observation(1, 16, 0.5), observation(1, 64, 0.1)], collective="ring")
     assert values(step_time.warnings, "fit-misses")["kind"] == "probe"
-    assert not step_time.determined_exactly and "exactly" not in step_time.words
+    assert not step_time.is_exactly_determined and "exactly" not in step_time.words
 
 
 def test_one_number_of_nodes_predicts_only_that() -> None:

@@ -12,7 +12,7 @@ from make_results import Truth, measured, spec
 from read_diagnostics import codes
 
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.observations import as_observation
+from tula_cli.models.observations import convert_to_observation
 from tula_cli.models.time import step_time, stretches
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, Observation, estimate_measured
@@ -172,9 +172,11 @@ def test_a_training_at_the_choice_betters_what_is_predicted_of_its_neighbours() 
     noisy, result = dataclasses.replace(TRUTH, noise=0.04, jitter=0.02), []
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        probes = [as_observation(measured(noisy, nodes, b, rng=rng)) for nodes, value in PROBES.items() for b in value]
+        probes = [
+            convert_to_observation(measured(noisy, nodes, b, rng=rng)) for nodes, value in PROBES.items() for b in value
+        ]
         seconds = TRUTH.step_time(8, 64) * (1 + DEFAULT_REPEAT_SD * rng.standard_normal())
-        result.append([unseen(probes), unseen([*probes, stretches.as_observation(trained(seconds))])])
+        result.append([unseen(probes), unseen([*probes, stretches.convert_to_observation(trained(seconds))])])
     (error, _, width), (later_error, later_held, later_width) = np.mean(result, axis=0)
     assert later_error < 0.75 * error
     assert later_width < 0.95 * width and later_held >= 0.9

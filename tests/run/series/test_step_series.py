@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tula_cli.run.step_series import StepRow, format_rows, join_adjacent_rows, parse_rows, to_columns
+from tula_cli.run.step_series import StepRow, convert_to_columns, format_rows, join_adjacent_rows, parse_rows
 
 
 def steps(count: int, *, batch: int = 8, start: int = 0, scaled: bool = False) -> list[StepRow]:
@@ -66,11 +66,11 @@ def test_damaged_lines_are_left_out() -> None:
 
 
 def test_columns_are_equally_long_and_plain() -> None:
-    result = to_columns(steps(5, scaled=True))
+    result = convert_to_columns(steps(5, scaled=True))
     assert {len(column) for column in vars(result).values()} == {5}
     assert result.norm == result.norm_low == result.norm_high
     assert result.factor == [1.5, None, 1.5, None, 1.5] and result.scaled == [1, 0, 1, 0, 1]
-    assert to_columns([]).samples == []
+    assert convert_to_columns([]).samples == []
 
 
 def test_a_damaged_row_without_bounds_is_joined_by_its_mean() -> None:

@@ -370,7 +370,7 @@ def test_each_branch_is_reported_once_when_it_ends_and_known_ones_with_the_plan(
             self.task = task
             return super().submit(run, task)  # type: ignore[arg-type]
 
-        def states(self, look: Any, jobs: Any) -> Any:
+        def query_states(self, snapshot: Any, jobs: Any) -> Any:
             if self.submitted:
                 known = run.read_rate_search(self.task.key)
                 losses = (0.5, 0.4, 0.3)[: len(known.branches) + 1 if known else 1]
@@ -378,7 +378,7 @@ def test_each_branch_is_reported_once_when_it_ends_and_known_ones_with_the_plan(
                 self.says[self.task.job] = "ended" if len(losses) == 3 else "running"
                 if len(losses) == 3:
                     run.write_attempt(make.attempt(self.task.id, end=make.START + 9))
-            return super().states(look, jobs)
+            return super().query_states(snapshot, jobs)
 
     prepared, _ = prepare(run)
     run.write_rate_search(record(prepared.task, 0.5, finished=False))

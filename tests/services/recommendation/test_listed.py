@@ -95,7 +95,7 @@ def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_aske
     every = table(run)
     assert set(listed) == places(answer.recommendation.rows) | {(n, n * b) for n, sizes in PLAN.items() for b in sizes}
     assert set(every) == {
-        (config.nodes, config.batch) for config in Estimator.fit(MANY, run.read_results()).configurations()
+        (config.nodes, config.batch) for config in Estimator.fit(MANY, run.read_results()).list_configurations()
     }
     assert all(every[place] == line for place, line in listed.items())
     kept = run.read_recommendation()
@@ -130,7 +130,7 @@ def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
     whole = search._select_compared_configurations(forecast, fitting)
     monkeypatch.setattr(search, "_MAX_COMPARED_CONFIGURATIONS", 9)
     few = search._select_compared_configurations(forecast, fitting)
-    assert len(few) < len(whole) == len(forecast.estimate(*forecast.find_known_configurations()))
+    assert len(few) < len(whole) == len(forecast.predict_configurations(*forecast.find_known_configurations()))
     assert {row.batch for row in few} == {row.batch for row in whole} and few[0] == whole[0]
     assert {row for row in whole if row.measured} <= set(few) == {row for row in whole if row in few}
     assert Config(few[0].nodes, few[0].batch) in fitting

@@ -33,7 +33,7 @@ def batches(
     return list(
         MicroBatchSampler(
             size,
-            ramp=Ramp.constant(batch),
+            ramp=Ramp.from_constant_batch(batch),
             parts={batch: accumulate},
             rank=rank,
             world=world,
@@ -136,7 +136,7 @@ def test_workers_load_the_same_samples_in_the_same_order() -> None:
             return dataset[key[1]]
 
     plan = MicroBatchSampler(
-        24, ramp=Ramp.constant(4), parts={4: 2}, rank=0, world=1, seed=3, epochs=2, start=Position()
+        24, ramp=Ramp.from_constant_batch(4), parts={4: 2}, rank=0, world=1, seed=3, epochs=2, start=Position()
     )
     none, two = (list(build_train_loader(Keyed(), plan, workers=workers, pin=False)) for workers in (0, 2))
     assert [part.tolist() for part in none] == [part.tolist() for part in two]
@@ -149,7 +149,7 @@ def test_loader_processes_keep_in_shared_memory_what_the_model_says() -> None:
             return torch.zeros(2048)
 
     plan = MicroBatchSampler(
-        1000, ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=9, start=Position()
+        1000, ramp=Ramp.from_constant_batch(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=9, start=Position()
     )
     text = estimate_data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS_AT_A_TIME
     loader = iter(build_train_loader(Large(), plan, workers=2, pin=False))

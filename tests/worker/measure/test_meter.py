@@ -72,7 +72,7 @@ def test_memory_of_the_heap_that_is_freed_and_used_again_counts_once(monkeypatch
     while_built.clear()
     memory.reset()
     in_a_step = hold()
-    used = memory.peak()[0] + memory.count_library_bytes(capacity)
+    used = memory.read_peak()[0] + memory.count_library_bytes(capacity)
     assert used == pytest.approx(128 * MB, rel=0.25) and len(in_a_step[0]) == len(last)
 
 
@@ -129,7 +129,7 @@ def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
         subject.after_backward = spy.record_reduction
         steps = list(islice(worker_train_loop.run_steps(subject), 5))
     assert len(spy.exposed) == 5
-    assert 0 < spy.median() < max(subject.clock.seconds(step.start, step.end) for step in steps)
+    assert 0 < spy.median() < max(subject.clock.measure_seconds(step.start, step.end) for step in steps)
     assert not any(p._backward_hooks for p in subject.parallel.parameters())
 
 

@@ -59,7 +59,7 @@ def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkey
         def __init__(self, ranks: Ranks) -> None:
             self.begin = len(made)
 
-        def joules(self) -> float:
+        def read_joules(self) -> float:
             return float(sum(range(self.begin, len(made))))
 
     def step(*args: Any, **given: Any) -> Any:

@@ -40,7 +40,7 @@ def test_the_averaged_weights_are_evaluated_and_saved_and_no_step_changes(alone:
     for _ in range(5):
         next(stream)
     before = weights(subject)
-    with subject.method.evaluating(subject):
+    with subject.method.use_evaluated_weights(subject):
         averaged = weights(subject)
     assert not same(averaged, before)
     state = checkpoint.make_checkpoint_state(subject, best={})
@@ -63,7 +63,7 @@ def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ran
     subject = after_steps(alone, 6, **NORM, **LARGE)
     conv, norm = subject.parallel.module[0], subject.parallel.module[1]
     before = weights(subject)
-    with subject.method.evaluating(subject), torch.no_grad():
+    with subject.method.use_evaluated_weights(subject), torch.no_grad():
         seen = [
             conv(images) for images, _ in itertools.islice(worker_train_loop.list_upcoming_micro_batches(subject), 4)
         ]

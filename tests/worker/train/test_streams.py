@@ -54,7 +54,7 @@ def read(
         datasets = build_datasets(job)
         batches = MicroBatchSampler(
             len(datasets.train),
-            ramp=Ramp.constant(batch),
+            ramp=Ramp.from_constant_batch(batch),
             parts={batch: accumulate},
             rank=rank,
             world=world,
@@ -116,7 +116,7 @@ def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.M
         monkeypatch.setattr(token_jobs.Shares, "ranks", (rank, 2))
         batches = MicroBatchSampler(
             36,
-            ramp=Ramp.constant(12),
+            ramp=Ramp.from_constant_batch(12),
             parts={12: 1},
             rank=rank,
             world=2,
@@ -211,7 +211,7 @@ def test_a_sampler_gives_the_order_of_every_epoch() -> None:
     train = build_datasets(job).train
     for epoch in range(2):
         expected = token_jobs.rare_first(train.samples, epoch, 3, times=2)
-        batches = MicroBatchSampler(len(train), ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=2,
+        batches = MicroBatchSampler(len(train), ramp=Ramp.from_constant_batch(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=2,
                           start=Position(epoch=epoch), order=train.order)  # fmt: skip
         assert [index for _, index in itertools.chain(*itertools.islice(batches, 4))] == expected
 

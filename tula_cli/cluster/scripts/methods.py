@@ -20,7 +20,7 @@ from tula_cli.run.records.tasks import Task
 
 # --- Copies of the shim and the optimizers
 
-LIBRARY = "tula_ags"
+OPTIM_COPY_NAME = "tula_ags"
 """Package name of the copied optimizers, distinct from an installed tula, which may have another version."""
 
 
@@ -30,18 +30,20 @@ def copy_shim(run: Path) -> Path:
     Raises:
         OSError: the copy cannot be written.
     """
-    return _copy(run, "shim", read_module_sources("shim"))
+    return _copy_contents(run, "shim", read_module_sources("shim"))
 
 
 def copy_optim(run: Path) -> Path:
-    """Copy the optimizers into a run as the package `LIBRARY`; return the folder that contains the package.
+    """Copy the optimizers into a run as the package `OPTIM_COPY_NAME`; return the folder that contains the package.
 
     Raises:
         OSError: the copy cannot be written.
     """
     presets = {Path("presets.py"): files("tula_cli").joinpath("presets.py").read_bytes()}
     sources = read_module_sources("optim") | presets
-    return _copy(run, "ags", {LIBRARY / name: _rename_import(content) for name, content in sources.items()})
+    return _copy_contents(
+        run, "ags", {OPTIM_COPY_NAME / name: _rename_import(content) for name, content in sources.items()}
+    )
 
 
 def read_module_sources(folder: str) -> dict[Path, bytes]:
@@ -58,10 +60,10 @@ def read_module_sources(folder: str) -> dict[Path, bytes]:
 
 def _rename_import(code: bytes) -> bytes:
     """Return the code with its import of `tula_cli.presets` redirected to the copy."""
-    return code.replace(b"from tula_cli.presets import", f"from {LIBRARY}.presets import".encode())
+    return code.replace(b"from tula_cli.presets import", f"from {OPTIM_COPY_NAME}.presets import".encode())
 
 
-def _copy(run: Path, name: str, contents: Mapping[Path, bytes]) -> Path:
+def _copy_contents(run: Path, name: str, contents: Mapping[Path, bytes]) -> Path:
     digest = hashlib.sha256()
     for path, content in contents.items():
         digest.update(f"{path}\0".encode() + content)
@@ -83,7 +85,7 @@ def _copy(run: Path, name: str, contents: Mapping[Path, bytes]) -> Path:
 
 # --- The plan of a method and what it reports
 
-NEVER_STEPS = 10**9
+NEVER_REFRESH_STEPS = 10**9
 """Steps per epoch for a probe: its timed steps contain no refresh, unless every step is one."""
 
 

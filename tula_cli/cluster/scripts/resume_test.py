@@ -30,7 +30,7 @@ from tula_cli.spec.scripts.script import Length, count_requested_samples, count_
 MAX_RATES = 400
 """Maximum points of a stored learning-rate curve."""
 WEIGHTS_ONLY = "weights_only"
-HINT = "the checkpoint contains more than weights: call torch.load with weights_only=False"
+WEIGHTS_ONLY_HINT = "the checkpoint contains more than weights: call torch.load with weights_only=False"
 
 
 def count_trained_steps(rows: Sequence[Mapping[str, Any]], local_batch: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def find_error_line(text: str, error: str) -> str:
     if WEIGHTS_ONLY not in text or "Unpickl" not in error:
         return last_error_line
     cause_line = next((line for line in lines if "Unsupported global" in line), last_error_line)
-    return f"{error}: {cause_line.removeprefix('WeightsUnpickler error: ').partition('. Please use')[0]} ({HINT})"
+    return f"{error}: {cause_line.removeprefix('WeightsUnpickler error: ').partition('. Please use')[0]} ({WEIGHTS_ONLY_HINT})"
 
 
 # --- The test

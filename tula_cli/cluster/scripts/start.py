@@ -159,7 +159,7 @@ class ScriptProgram(RankProgram):
     def get_attempt(self, command: LeaderCommand) -> ScriptAttempt:
         return ScriptAttempt(self.run.path, self.task.id, command.attempt)
 
-    def find_meeting_address(self) -> str:
+    def find_rank_rendezvous(self) -> str:
         return find_rendezvous_address(self.task)
 
     def start(self, allocation: Allocation, command: LeaderCommand) -> "ScriptStart":
@@ -170,7 +170,7 @@ class ScriptProgram(RankProgram):
         ranks = [place.rank for place in allocation.list_ranks(self.task)]
         return range(ranks[0], ranks[-1] + 1)
 
-    def judge_clean_exit(self) -> Failure | None:
+    def find_clean_exit_failure(self) -> Failure | None:
         return None  # the leader then judges by the files of the ranks
 
     def record_attempt_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
@@ -197,7 +197,7 @@ class ScriptProgram(RankProgram):
             task=self.task.id, attempt=1, ranks=self.task.ranks, meeting="127.0.0.1:0", batch=batch, branch=branch
         )
         start = self.start(Allocation(0, 1, environ={}), command)
-        return shlex.join(start.argv(start.list_processes()[0]))
+        return shlex.join(start.make_command_line(start.list_processes()[0]))
 
     @property
     def log_patterns(self) -> list[str]:
@@ -299,7 +299,9 @@ class ScriptStart:
         if self.allocation.is_leader:
             self.attempt.write_plan(self.plan())
         return [
-            RankCommand(self.argv(process), self._make_environment(process, shim), self.task.workdir, str(log))
+            RankCommand(
+                self.make_command_line(process), self._make_environment(process, shim), self.task.workdir, str(log)
+            )
             for process in self.list_processes()
         ]
 
@@ -367,7 +369,7 @@ class ScriptStart:
             splits=self.task.micro_batch_splits,
         )  # fmt: skip
 
-    def argv(self, process: ScriptProcess) -> tuple[str, ...]:
+    def make_command_line(self, process: ScriptProcess) -> tuple[str, ...]:
         """Return the command line of a process."""
         values = self._list_values(process)
         arguments = fill_command(self.program.script.command, values)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 # --- Checkpoints
 
-SETTLED_SECONDS = 2.0
+UNCHANGED_SECONDS = 2.0
 """Seconds without a change after which a checkpoint counts as completely written."""
 _ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """Suffixes of files of torch.save, which are ZIP files with the table of contents at the end."""
@@ -95,11 +95,13 @@ def find_newest_checkpoint(
     )
     paths = [path for _, path in by_age]
     sound = [path for path in paths if is_complete_checkpoint(path)]
-    best = next((path for number, path in enumerate(sound) if not _lacks_files(path, sound[number + 1 :])), None)
+    best = next(
+        (path for number, path in enumerate(sound) if not _lacks_files_of_older(path, sound[number + 1 :])), None
+    )
     return best, paths if best is None else paths[: paths.index(best)]
 
 
-def _lacks_files(path: Path, older: Iterable[Path]) -> bool:
+def _lacks_files_of_older(path: Path, older: Iterable[Path]) -> bool:
     """Return whether a folder lacks files of the next older folder with the same name, ignoring numbers in names."""
     older_folder = next(
         (folder for folder in older if _remove_numbers(folder.name) == _remove_numbers(path.name)), None
@@ -144,7 +146,7 @@ def make_kill_plan(
     if ask.startswith("file:"):
         ask = f"file:{workdir / ask.removeprefix('file:')}"
     pattern = make_checkpoint_pattern(script.resume, values, workdir=workdir)
-    return KillPlan(checkpoint=pattern, after=after, ask=ask, ask_at=ask_at, first=first, settled=SETTLED_SECONDS)
+    return KillPlan(checkpoint=pattern, after=after, ask=ask, ask_at=ask_at, first=first, settled=UNCHANGED_SECONDS)
 
 
 def get_checkpoint_change_time(path: Path) -> float:
@@ -184,7 +186,7 @@ def _is_complete_file(file: Path) -> bool:
 
 # --- Metrics that a script prints or writes
 
-_LESS_IS_BETTER = re.compile(
+_NAMES_OF_MINIMISED_METRICS = re.compile(
     r"loss|error|perplexity|(err|ppl|nll|mse|mae)(?![a-z])|(?<![a-z])(wer|cer|fid)(?![a-z])", re.IGNORECASE
 )
 """Metrics to minimise. Short names must end a word or be one: answer_f1 and confidence are not error rates."""
@@ -220,7 +222,7 @@ def _read_blocks(log: Path) -> Iterator[str]:
 
 def is_lower_better(name: str) -> bool:
     """Return whether a metric is to be minimised, judged by its name: loss, error, perplexity ..."""
-    return _LESS_IS_BETTER.search(name) is not None
+    return _NAMES_OF_MINIMISED_METRICS.search(name) is not None
 
 
 def find_last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[str, float]:
@@ -263,19 +265,19 @@ class TrainingMonitor(ScriptMonitor):
         0.0
     )  # seconds after the start of the next progress line
     _next_epoch: float = 0.0  # epoch at whose start a progress line is printed earlier
-    _next_look: float = 0.0
+    _next_checkpoint_check: float = 0.0
     _began: float = field(default_factory=time.monotonic)
     _step: int = 0
     _batch: float = 0.0  # samples per step at the last check; 0 before the first
-    _broken: Failure | None = None
-    _claims_checked: bool = False  # whether the first steps of all ranks were compared with the settings
+    _first_step_failure: Failure | None = None
+    _first_steps_checked: bool = False  # whether the first steps of all ranks were compared with the settings
 
     tolerates_shim_failures = True
 
-    def log_start(self) -> None:
+    def record_start(self) -> None:
         """Record the start of the training in its metrics."""
         if self.leads:
-            self.program.log_start(self.command)
+            self.program.record_start(self.command)
 
     def record_progress(self) -> None:
         """Record failures, progress and checkpoints reported by the shims of these ranks since the last call."""
@@ -291,17 +293,17 @@ class TrainingMonitor(ScriptMonitor):
             self._batch = self.program.check_step_samples(
                 self.attempt, self.command, previous=self._batch or self.command.batch
             )
-            self.program.check_step_time(self._pace, self.attempt, self.command)
-            if not self._claims_checked and (first_results := self.attempt.read_first_results()):
-                self._broken = self.program.check_claims(first_results, self.command)
-                self._claims_checked = len(first_results) >= first_results[0].world
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + SAVE_SECONDS
+            self.program.check_step_time(self._level_detector, self.attempt, self.command)
+            if not self._first_steps_checked and (first_results := self.attempt.read_first_results()):
+                self._first_step_failure = self.program.find_contradiction_in_first_steps(first_results, self.command)
+                self._first_steps_checked = len(first_results) >= first_results[0].world
+        if time.monotonic() >= self._next_checkpoint_check:
+            self._next_checkpoint_check = time.monotonic() + SAVE_SECONDS
             self.program.record_save(self.attempt, self.command)
 
-    def record_end(self) -> None:
+    def record_final_reports(self) -> None:
         self._next_row = 0.0
-        super().record_end()
+        super().record_final_reports()
 
     def _print_progress(self) -> None:
         """Print the progress of the script into the log of the job, at epoch ends and from time to time in between."""
@@ -322,7 +324,7 @@ class TrainingMonitor(ScriptMonitor):
             log.write(f"{words.add_timestamp(progress_text)}\n".encode())
 
     @cached_property
-    def _pace(self) -> "ScriptLevelDetector":
+    def _level_detector(self) -> "ScriptLevelDetector":
         from tula_cli.models.time.changes import ScriptLevelDetector
 
         return ScriptLevelDetector()
@@ -336,13 +338,13 @@ class TrainingMonitor(ScriptMonitor):
     def can_save(self) -> bool:
         return self.program.script.save != "none"
 
-    def announce_end(self, ends_at: float) -> None:
-        self.attempt.announce_end(ends_at)
+    def write_allocation_end(self, ends_at: float) -> None:
+        self.attempt.write_allocation_end(ends_at)
 
-    def ends_at(self) -> float | None:
+    def read_allocation_end(self) -> float | None:
         return self.attempt.read_end_time()
 
-    def ask_to_save(self) -> None:
+    def request_checkpoint(self) -> None:
         """Ask these ranks for a checkpoint in the way of script.save; only the leader does so by a file or hook."""
         how = self.program.script.save
         if how in SIGNALS:
@@ -366,16 +368,18 @@ class TrainingMonitor(ScriptMonitor):
             if value == plan and find_innermost_pid(pid) in hearts
         ]
 
-    def has_saved(self, *, since: float) -> bool:
+    def has_saved_since(self, *, since: float) -> bool:
         """Return whether a checkpoint was written after `since` (Unix time) and is no longer being written."""
         checkpoint = self.program.newest_checkpoint()
-        return checkpoint is not None and since < get_checkpoint_change_time(checkpoint) < time.time() - SETTLED_SECONDS
+        return (
+            checkpoint is not None and since < get_checkpoint_change_time(checkpoint) < time.time() - UNCHANGED_SECONDS
+        )
 
     # --- Failures
 
     def find_reason_to_kill(self) -> Failure | None:
         """Return why the ranks must be killed: also if their first steps contradict the settings, or are late."""
-        return self._broken or super().find_reason_to_kill() or self._find_missing_first_step()
+        return self._first_step_failure or super().find_reason_to_kill() or self._find_missing_first_step()
 
     def _find_missing_first_step(self) -> Failure | None:
         """Return why the training is killed because no rank takes a step in time, or None."""
@@ -614,7 +618,7 @@ class ScriptTraining(ScriptProgram):
             f"the script resumed by itself from {path.name}, so counting continues at {samples} samples;"
             f' to declare this in the job file, set script.resume: {{checkpoint: "{pattern}"}}'
         )
-        self._add("warning", samples, message=message)
+        self._add_row("warning", samples, message=message)
 
     def _make_pattern_like(self, path: Path) -> str:
         """Return the pattern of checkpoints similar to this one, with * for its numbers."""
@@ -634,17 +638,19 @@ class ScriptTraining(ScriptProgram):
             else None
         )
 
-    def log_start(self, command: LeaderCommand) -> None:
+    def record_start(self, command: LeaderCommand) -> None:
         """Record the start of an attempt, with warnings about its checkpoints."""
         if self.resume_verdict == "none" and get_script(self.task.spec).resume is not None:
             message = "according to the resume test, the script cannot resume from its own checkpoint, so it starts from the beginning after each interruption"
-            self._add("warning", 0, message=message)
-        for message in self._describe_damaged():
-            self._add("warning", self.get_start_position(command)[0], message=message)
+            self._add_row("warning", 0, message=message)
+        for message in self._describe_damaged_checkpoints():
+            self._add_row("warning", self.get_start_position(command)[0], message=message)
         lr = get_learning_rate(self.task.spec, self.task.batch)
-        self._add("start", self.get_start_position(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr)
+        self._add_row(
+            "start", self.get_start_position(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr
+        )
 
-    def _describe_damaged(self) -> Iterator[str]:
+    def _describe_damaged_checkpoints(self) -> Iterator[str]:
         """Yield a message for each damaged checkpoint that this start skips."""
         used, damaged = self._find_resumable_checkpoint()
         progress = self.training.read_script_progress()
@@ -668,12 +674,12 @@ class ScriptTraining(ScriptProgram):
         if after == 0:
             self.detect_own_resume(attempt, command)
         for note in attempt.read_notes(0) if after == 0 else ():
-            self._add("warning", self.get_start_position(command)[0], message=note)
+            self._add_row("warning", self.get_start_position(command)[0], message=note)
         row = attempt.read_newest_row(0)
         samples, steps = self._find_reached_position(command, beat.step, beat.samples)
         batch = (beat.step_samples or 0) * self.world or self.task.batch
         remaining = None if self.total_samples is None else max(0, self.total_samples - samples) / batch * beat.seconds
-        self._add(
+        self._add_row(
             "step",
             samples,
             step=steps,
@@ -695,7 +701,7 @@ class ScriptTraining(ScriptProgram):
         """
         beat = attempt.read_heartbeat(0)
         observed = None if beat is None or beat.step_samples is None else beat.step_samples * self.world
-        changed = claims.find_changed_batch(observed, before=previous)
+        changed = claims.detect_batch_change(observed, before=previous)
         if beat is None or changed is None:
             return previous
         samples, steps = self._find_reached_position(command, beat.step, beat.samples)
@@ -704,7 +710,7 @@ class ScriptTraining(ScriptProgram):
             f" {self.task.batch}, for which step time, cost and learning rate were predicted. Check whether the script"
             " accumulates more or increases its batch after its first steps."
         )
-        self._add("warning", samples, message=message)
+        self._add_row("warning", samples, message=message)
         return changed
 
     def check_step_time(self, pace: "ScriptLevelDetector", attempt: ScriptAttempt, command: LeaderCommand) -> None:
@@ -722,7 +728,7 @@ class ScriptTraining(ScriptProgram):
         change = describe_level_change(
             level, self.task, lambda step_time: None if remaining_steps is None else remaining_steps * step_time
         )
-        self._add("change", samples, change=change.model_dump(mode="json"))
+        self._add_row("change", samples, change=change.model_dump(mode="json"))
 
     def record_save(self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = SETTLED_SECONDS) -> None:
         """Record the new checkpoints of an attempt, each with the steps and samples trained since the previous one.
@@ -770,7 +776,7 @@ class ScriptTraining(ScriptProgram):
             update = {"saves": (*saves.saves, *new_saves)[-MAX_SAVES_REMEMBERED:]}
             self.training.write_script_saves(saves.model_copy(update=update))
 
-    def _record_lost(self, samples: int) -> None:
+    def _record_lost_samples(self, samples: int) -> None:
         """Record the samples lost by an attempt that reached `samples`: those after the newest checkpoint."""
         progress, saves = self._progress, self.training.read_script_saves()
         lost = max(0, samples - (0 if progress is None else progress.samples))
@@ -782,10 +788,10 @@ class ScriptTraining(ScriptProgram):
         samples_seen = step * self.task.batch if samples is None else round(samples * self.world)
         return samples_before + samples_seen, steps + step
 
-    def _warn(self, samples: int, message: str) -> None:
-        self._add("warning", samples, message=message)
+    def _add_warning(self, samples: int, message: str) -> None:
+        self._add_row("warning", samples, message=message)
 
-    def _add(self, kind: str, samples: int, **values: Any) -> None:
+    def _add_row(self, kind: str, samples: int, **values: Any) -> None:
         row = {
             "kind": kind,
             "time": time.time(),
@@ -799,7 +805,7 @@ class ScriptTraining(ScriptProgram):
         """Return `samples` in epochs; None if the samples per epoch are unknown."""
         return samples / self.epoch_samples if self.epoch_samples else None
 
-    def check_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> Failure | None:
+    def find_contradiction_in_first_steps(self, ranks: Sequence[RankResult], command: LeaderCommand) -> Failure | None:
         """Return why the reported first steps of an attempt contradict its settings; None if they do not."""
         violation = claims.describe_unmet_expectations(ranks, resumed=bool(command.checkpoint))
         return Failure(outcome="user", message=violation, permanent=True) if violation else None
@@ -819,7 +825,10 @@ class ScriptTraining(ScriptProgram):
         log = self.run.get_log_path(self.task.id, command.attempt)
         if failure is None and beat is None and not command.checkpoint:
             return Failure(outcome="user", message=f"the command exited with code 0, but {describe_missing_step(log)}")
-        if failure is None and (broken := self.check_claims(attempt.read_results(), command)) is not None:
+        if (
+            failure is None
+            and (broken := self.find_contradiction_in_first_steps(attempt.read_results(), command)) is not None
+        ):
             return broken
         if failure is not None and failure.outcome == "user" and beat is None:
             retried = self._fall_back_to_older(attempt, command, failure)
@@ -828,9 +837,9 @@ class ScriptTraining(ScriptProgram):
         self.record_save(attempt, command, settled=0.0)
         self._record_newest_checkpoint(attempt, command)
         if failure is not None:
-            self._record_lost(samples)
+            self._record_lost_samples(samples)
         else:
-            self._warn_short(samples)
+            self._warn_if_too_short(samples)
             self._write_result(samples, steps, None if beat is None else beat.seconds)
         return failure
 
@@ -854,7 +863,7 @@ class ScriptTraining(ScriptProgram):
             return None
         self._use_older_checkpoint(progress, older)
         message = f"{failure.description}; skipped {Path(progress.checkpoint).name}; trying the previous checkpoint {older.name}"
-        self._add("warning", progress.samples, message=message)
+        self._add_row("warning", progress.samples, message=message)
         return Failure(outcome="unknown", message=message, rank=failure.rank, host=failure.host)
 
     def _use_older_checkpoint(self, progress: ScriptProgress, older: Path) -> None:
@@ -879,7 +888,7 @@ class ScriptTraining(ScriptProgram):
         self.record_save(attempt, command, settled=0.0)
         samples, _ = self._find_reached_position(command, *((0, 0.0) if beat is None else (beat.step, beat.samples)))
         self._record_newest_checkpoint(attempt, command)
-        self._record_lost(samples)
+        self._record_lost_samples(samples)
 
     def _record_newest_checkpoint(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Record the newest checkpoint, with the samples and steps trained when it was written."""
@@ -896,7 +905,7 @@ class ScriptTraining(ScriptProgram):
         )
         self.training.write_script_progress(progress)
 
-    def _warn_short(self, samples: int) -> None:
+    def _warn_if_too_short(self, samples: int) -> None:
         total = self.total_samples
         if total is not None and abs(samples - total) > max(SHORT_TOLERANCE * total, self.task.batch):
             check = (
@@ -904,7 +913,7 @@ class ScriptTraining(ScriptProgram):
                 if samples < total
                 else "check whether the script counts samples from the beginning when it resumes from its checkpoint"
             )
-            self._warn(samples, f"the script ended after {samples} samples instead of {total}: {check}")
+            self._add_warning(samples, f"the script ended after {samples} samples instead of {total}: {check}")
 
     def _write_result(self, samples: int, steps: int, seconds: float | None) -> None:
         script, task = get_script(self.task.spec), self.task
@@ -913,9 +922,9 @@ class ScriptTraining(ScriptProgram):
         rows = read_metrics(script, logs)
         for name, values in rows.items():
             if not values:
-                self._warn(samples, f"script.metric {name} does not occur in the output of the script")
+                self._add_warning(samples, f"script.metric {name} does not occur in the output of the script")
             elif not math.isfinite(values[-1]):
-                self._warn(
+                self._add_warning(
                     samples,
                     f"the last value of script.metric {name} is {values[-1]:g}: the training has probably diverged",
                 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.failures import compute_device
+from tula_cli.cluster.failures import find_device_type
 from tula_cli.cluster.rank_program import RankMonitor
 from tula_cli.cluster.scripts.start import ScriptProgram
 from tula_cli.errors import BadMeasurements
@@ -28,7 +28,7 @@ from tula_cli.run.script_attempt import ScriptAttempt
 
 # --- Files that a probe writes outside its folder
 
-MAX_NAMED = 3
+MAX_FILES_NAMED = 3
 """Maximum files listed by name; further ones are counted."""
 
 
@@ -148,8 +148,8 @@ def _describe_moved(moved: Sequence[str], remaining: Sequence[str], folder: Path
 
 
 def _list_names(names: Sequence[str]) -> str:
-    hidden = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {hidden} more" if hidden > 0 else "")
+    hidden = len(names) - MAX_FILES_NAMED
+    return ", ".join(names[:MAX_FILES_NAMED]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 # --- The log
@@ -219,7 +219,7 @@ class ScriptMonitor(RankMonitor):
         """Record failures reported by the shims of these ranks since the last call."""
         self._record_failures()
 
-    def record_end(self) -> None:
+    def record_final_reports(self) -> None:
         """Record the last reports of the ranks after their exit."""
         self.record_progress()
 
@@ -249,7 +249,7 @@ class ScriptMonitor(RankMonitor):
     def _make_failure(self, shim_failure: ScriptFailure, rank: int) -> Failure:
         is_of_shim = shim_failure.where != "script"
         shims_fault = "measuring the script failed (a bug in tula): " if shim_failure.where == "shim" else ""
-        device = compute_device(self.run, self.task)
+        device = find_device_type(self.run, self.task)
         outcome = "user" if is_of_shim else classify_failure(shim_failure.text, exit_code=1, device=device)
         line = "" if is_of_shim else find_line_of_failure(shim_failure.text)
         message = shims_fault + (line or shim_failure.description)

@@ -11,8 +11,8 @@ from pathlib import Path
 from tula_cli.cluster.batch_launcher import find_queued, submit_script
 from tula_cli.cluster.chains import YOUNG_SECONDS
 from tula_cli.cluster.inspection import (
+    INSPECTION_MODULE,
     INSPECTION_TIMEOUT,
-    PROGRAM,
     CachedInspection,
     Inspect,
     NotInspectable,
@@ -41,7 +41,7 @@ POLL_INTERVALS = (2.0, 10.0)
 LAG = 10.0  # seconds until a file of a finished job becomes visible on this machine
 MINUTES = math.ceil(INSPECTION_TIMEOUT / 60) + EXTRA_MINUTES
 """Time limit of the job in minutes; it uses one node, so this also limits its node-hours."""
-_JOB = "first_job.json"
+_JOB_FILE = "first_job.json"
 
 
 def load_inspection(run: RunDir, spec: JobSpec) -> Inspection | None:
@@ -122,7 +122,7 @@ def count_newest_node_hours(run: RunDir) -> float:
 
 
 def _find_newest_job(run: RunDir) -> FirstJob | None:
-    return read_record(run.path / _JOB, FirstJob)
+    return read_record(run.path / _JOB_FILE, FirstJob)
 
 
 def _get_log_path(run: RunDir, id_: str) -> Path:
@@ -139,7 +139,9 @@ def render_inspection_script(run: RunDir, spec: JobSpec) -> str:
     writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience)
     options = {"job_name": _make_job_name(run), "ntasks_per_node": 1, "time": MINUTES}
     writer.update_parameters(**{**make_submitit_parameters(run, task), **options})
-    return writer.text(f"{get_interpreter_command(spec)} -m {PROGRAM} {shlex.quote(str(_get_spec_path(run)))}")
+    return writer.text(
+        f"{get_interpreter_command(spec)} -m {INSPECTION_MODULE} {shlex.quote(str(_get_spec_path(run)))}"
+    )
 
 
 def _make_job_name(run: RunDir) -> str:
@@ -257,7 +259,7 @@ class _WatchedJob:
         hours = self.earlier + (self.seconds / 3600 if over else MINUTES / 60)
         awaited = "" if over else get_inspection_path(self.run, self.spec).name
         job = FirstJob(scheduler_id=self.id, node_hours=hours, earlier=self.earlier, awaited=awaited)
-        write_record(self.run.path / _JOB, job)
+        write_record(self.run.path / _JOB_FILE, job)
 
     def cancel(self) -> None:
         """Cancel the job, if it was submitted."""
@@ -266,7 +268,7 @@ class _WatchedJob:
     def wait_for_log(self, timeout: float | None) -> Path:
         """Wait until the job is over; return the log of its first task.
 
-        After the job has ended, its log may take up to LAG seconds to appear.
+        After the job has ended, its log may take up to LOG_LAG_SECONDS seconds to appear.
 
         Raises:
             SchedulerError: the job will never start.
@@ -274,7 +276,7 @@ class _WatchedJob:
         """
         log, since = _get_log_path(self.run, self.id), time.monotonic()
         started, over, pause, hopeless = since - self.age, None, POLL_INTERVALS[0], 0
-        while over is None or time.monotonic() - over < LAG:
+        while over is None or time.monotonic() - over < LOG_LAG_SECONDS:
             if over is not None and len(read_text(log).splitlines()) > 1:
                 break
             state = scheduler.query_states([self.id]).get(self.id)

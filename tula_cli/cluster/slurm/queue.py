@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from tula_cli.cluster.scheduler import Queued, SchedulerState
+from tula_cli.cluster.scheduler import QueuedJob, SchedulerState
 from tula_cli.cluster.slurm.command import call_slurm, parse_record
 from tula_cli.errors import SchedulerError, StorageFailed
 from tula_cli.run.records.base import OutcomeClass
@@ -29,7 +29,7 @@ PENDING = (
     "PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD",
 )  # fmt: skip
 RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
-_STOPPED = """suspended by an administrator or for a job of higher priority: ask the administrators to resume the job
+_SUSPENDED_EXPLANATION = """suspended by an administrator or for a job of higher priority: ask the administrators to resume the job
 (scontrol resume {id}), or cancel the job with tula cancel and start again""".replace("\n", " ")
 COMMENT_PREFIX = "tula: "
 WAITS, GAVE_UP, DELAYED = f"{COMMENT_PREFIX}waits", f"{COMMENT_PREFIX}gave up", f"{COMMENT_PREFIX}delayed"
@@ -41,7 +41,7 @@ _NODES_UNAVAILABLE = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required f
 _MAINTENANCE = re.compile(r"Reserved for maintenance|ReqNodeNotAvail(?!\W+Unavailable)")
 """squeue's reasons for jobs that would still run when a reservation of their nodes starts."""
 RESERVATIONS = ("scontrol", "--oneliner", "show", "reservation")
-_UNTIL_BACK = "the job starts when these nodes return (sinfo --list-reasons shows why they are down); to use other nodes, change section cluster.slurm"
+_ADVICE_ON_MISSING_NODES = "the job starts when these nodes return (sinfo --list-reasons shows why they are down); to use other nodes, change section cluster.slurm"
 ENDED = {
     "COMPLETED": "",
     "FAILED": "the script of the job ended with an error",
@@ -57,14 +57,14 @@ ENDED = {
     "REVOKED": "another cluster of the federation runs the job",
 }
 """SLURM's states of ended jobs, and their meaning."""
-_WHO = {"QOS": "the QOS", "Assoc": "the account", "Association": "the account", "Max": "the QOS"}
+_LIMITED_ENTITIES = {"QOS": "the QOS", "Assoc": "the account", "Association": "the account", "Max": "the QOS"}
 _RESOURCES = {
     "Cpu": "many CPUs", "CPU": "many CPUs", "Node": "many nodes", "GRES": "many GPUs (or other GRES)", "License": "many licenses",
     "Billing": "many billing units", "Mem": "much memory", "Memory": "much memory", "WallDuration": "much time",
     "Energy": "much energy", "BB": "much burst buffer",
 }  # fmt: skip
 """Resources by their names in SLURM's reasons; other names are shown as 'many resources'."""
-_HELD = "scontrol release {id}"
+_RELEASE_COMMAND = "scontrol release {id}"
 HOPELESS = tuple((re.compile(form), why) for form, why in {
     # Limits per job and budgets; the names consist of who limits what, and per what.
     "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)MinutesPerJob(?:Limit)?": "{who} does not allow so {what} for so long in one job",
@@ -96,9 +96,9 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "DependencyNeverSatisfied": "the job depends on a job that failed",
     "BurstBufferOperation|Burst buffer .*error.*": "the burst buffer of the job failed",
     # Holds that a user or administrator has to release.
-    "JobHoldMaxRequeue|.*requeued held": f"SLURM holds the job after it failed to start; release it with {_HELD}",
-    "JobHeldAdmin": f"an administrator holds the job: ask them to release it ({_HELD})",
-    "JobHeldUser|.*in held state.*": f"you hold the job; release it with {_HELD}",
+    "JobHoldMaxRequeue|.*requeued held": f"SLURM holds the job after it failed to start; release it with {_RELEASE_COMMAND}",
+    "JobHeldAdmin": f"an administrator holds the job: ask them to release it ({_RELEASE_COMMAND})",
+    "JobHeldUser|.*in held state.*": f"you hold the job; release it with {_RELEASE_COMMAND}",
 }.items())  # fmt: skip
 """Patterns of squeue's reasons for jobs that will never start, with explanations; other jobs may start.
 
@@ -128,7 +128,7 @@ STORAGE_FAILED = f"{StorageFailed.exit_code}:0"
 # --- Queries of job states
 
 
-_FORM = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%k")
+_SQUEUE_COMMAND = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%k")
 
 
 def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
@@ -191,11 +191,11 @@ def _query_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
 
     squeue fails if it is queried for a single unknown job; for several jobs, that depends on its version.
     """
-    answer = call_slurm(*_FORM, f"--jobs={','.join(ids)}")
+    answer = call_slurm(*_SQUEUE_COMMAND, f"--jobs={','.join(ids)}")
     if answer.is_unknown_job:
         if len(ids) == 1:
             return {}, ""
-        answer = call_slurm(*_FORM, f"--user={os.getuid()}")
+        answer = call_slurm(*_SQUEUE_COMMAND, f"--user={os.getuid()}")
     if not answer.ok:
         return {}, f"{NO_ANSWER}: {answer.complaint}"
     return _parse_rows(answer.text), ""
@@ -217,7 +217,7 @@ def _parse_state(
         why = explain_hopeless(reason, id_)
         explained = "" if reason == "None" else f"{reason}: will not start, because {why}" if why else reason
         away = bool(_NODES_UNAVAILABLE.search(reason))
-        explained += f": {_UNTIL_BACK}" if away else ""
+        explained += f": {_ADVICE_ON_MISSING_NODES}" if away else ""
         explained += f" ({comment.removeprefix(COMMENT_PREFIX)})" if comment.startswith(DELAYED) else ""
         is_held = reason == "JobHeldUser"
         return SchedulerState(
@@ -232,7 +232,7 @@ def _parse_state(
     if name in RUNNING:
         stopped = name in ("STOPPED", "SUSPENDED")
         waits = comment.removeprefix(COMMENT_PREFIX) if comment.startswith(WAITS) else ""
-        reason = _STOPPED.format(id=id_) if stopped else waits
+        reason = _SUSPENDED_EXPLANATION.format(id=id_) if stopped else waits
         return SchedulerState("running", reason, suspended=stopped, without_log=bool(waits))
     if name in ENDED:
         meaning = _NOT_LAUNCHED.format(id=id_) if reason == "JobLaunchFailure" else ENDED[name]
@@ -247,7 +247,14 @@ def explain_hopeless(reason: str, id_: str = "") -> str:
         if match := form.fullmatch(reason):
             groups = match.groupdict()
             resource = _RESOURCES.get(groups.get("what") or "", "many resources")
-            who = next((name for start, name in _WHO.items() if start.lower() == (groups.get("who") or "").lower()), "")
+            who = next(
+                (
+                    name
+                    for start, name in _LIMITED_ENTITIES.items()
+                    if start.lower() == (groups.get("who") or "").lower()
+                ),
+                "",
+            )
             return why.format(
                 id=id_, who=who, what=resource, few=resource.replace("many", "few").replace("much", "little")
             )
@@ -377,7 +384,7 @@ def _find_outcome_of_rows(rows: list[list[str]]) -> OutcomeClass | None:
 # --- Finding and changing jobs
 
 
-def list_live_jobs(names: Sequence[str]) -> list[Queued]:
+def list_live_jobs(names: Sequence[str]) -> list[QueuedJob]:
     """Return this user's pending or running jobs with these names, without jobs that are completing.
 
     Raises:
@@ -392,7 +399,7 @@ def list_live_jobs(names: Sequence[str]) -> list[Queued]:
     rows = [line.split("|", 3) for line in answer.text.splitlines()]
     over = ("COMPLETING", *ENDED)
     return [
-        Queued(row[0], row[2], row[3])
+        QueuedJob(row[0], row[2], row[3])
         for row in rows
         if len(row) == 4 and row[2] in names and _parse_state_name(row[1]) not in over
     ]

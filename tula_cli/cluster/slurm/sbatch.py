@@ -72,7 +72,7 @@ def make_submitit_parameters(
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
         "setup": [
-            *_make_grant_lines(task, run.submitit_dir.absolute()),
+            *_make_lines_for_granted_nodes(task, run.submitit_dir.absolute()),
             *_make_setup_lines(task, slurm),
             *package.make_shell_lines(run.path),
         ],
@@ -220,7 +220,7 @@ def _make_single_log_options(run: RunDir, task: Task) -> list[str]:
     return [f"--output={folder}/%j_0_log.out", f"--error={folder}/%j_0_log.err"]
 
 
-def _make_grant_lines(task: Task, folder: Path) -> list[str]:
+def _make_lines_for_granted_nodes(task: Task, folder: Path) -> list[str]:
     """Return the lines by which a job that requested a range of nodes uses those that it was granted.
 
     SLURM grants any number within the range; 22.05 knows no lists. Nodes that the batch does not divide among go back to

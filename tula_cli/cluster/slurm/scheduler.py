@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tula_cli.cluster.scheduler import JobRequest, Limits, Place, Queued, SchedulerState
+from tula_cli.cluster.scheduler import JobRequest, PartitionLimits, ProcessPosition, QueuedJob, SchedulerState
 from tula_cli.cluster.slurm import command, queue, site
 from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.errors import SchedulerError, SpecError
@@ -20,7 +20,7 @@ from tula_cli.run.records.base import OutcomeClass
 
 # --- Patterns in the paths of a job's files
 
-_OF_SLURM = re.compile(r"[%\\]")
+_FILENAME_PATTERN_CHARACTERS = re.compile(r"[%\\]")
 
 
 def require_plain_path(run: Path) -> None:
@@ -33,7 +33,7 @@ def require_plain_path(run: Path) -> None:
         SpecError: the path contains "%" or a backslash.
     """
     path = str(run.resolve())
-    match = _OF_SLURM.search(path)
+    match = _FILENAME_PATTERN_CHARACTERS.search(path)
     if match is None:
         return
     pattern = path[match.start() : match.start() + 2]
@@ -100,10 +100,10 @@ class SlurmScheduler:
 
     # --- On the submitting machine
 
-    def absent(self) -> str:
+    def describe_why_absent(self) -> str:
         return "" if shutil.which("sbatch") else "sbatch was not found on this machine"
 
-    def script(self, job: JobRequest) -> str:
+    def render_script(self, job: JobRequest) -> str:
         """Return the script for a command; jobs with a task of tula use `sbatch.make_submitit_parameters` instead."""
 
         from tula_cli.cluster.slurm.script import ScriptWriter  # imported here: submitit is only needed to submit
@@ -122,10 +122,10 @@ class SlurmScheduler:
         submission = _call_sbatch(script)
         return submission.id or _find_accepted_job(script, job.name, submission.words)
 
-    def queued(self, names: Sequence[str]) -> list[Queued]:
+    def list_queued_jobs(self, names: Sequence[str]) -> list[QueuedJob]:
         return queue.list_live_jobs(names)
 
-    def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
+    def query_states(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
         return queue.query_states(ids)
 
     def cancel(self, ids: Sequence[str]) -> str:
@@ -146,21 +146,21 @@ class SlurmScheduler:
     def delay(self, id_: str, minutes: int) -> str:
         return queue.delay_job(id_, minutes)
 
-    def partitions(self) -> Sequence[Limits]:
+    def list_partitions(self) -> Sequence[PartitionLimits]:
         return [
-            Limits(partition.name, partition.default, partition.usable, partition.minutes)
+            PartitionLimits(partition.name, partition.default, partition.usable, partition.minutes)
             for partition in site.list_partitions()
             if partition.up
         ]
 
     # --- Inside a job
 
-    def place(self, environ: Mapping[str, str]) -> Place | None:
+    def find_position(self, environ: Mapping[str, str]) -> ProcessPosition | None:
         """Return the position of a process started by srun in its job; None outside a step of srun."""
         if "SLURM_PROCID" not in environ:
             return None
         cpus = environ.get("SLURM_CPUS_PER_TASK")
-        return Place(
+        return ProcessPosition(
             job_id=environ["SLURM_JOB_ID"],
             index=int(environ["SLURM_PROCID"]),
             count=int(environ["SLURM_NTASKS"]),
@@ -171,10 +171,10 @@ class SlurmScheduler:
             cpus=None if cpus is None else int(cpus),
         )
 
-    def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
+    def find_end_time(self, job_id: str, environ: Mapping[str, str]) -> float | None:
         return queue.find_end_time(job_id, environ)
 
-    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+    def find_end_reason(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
         return queue.find_outcome(job_id, restart=restart)
 
 

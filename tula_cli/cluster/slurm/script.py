@@ -8,7 +8,7 @@ from typing import Any
 
 import submitit
 
-from tula_cli.cluster.chains import LONGEST_DELAY
+from tula_cli.cluster.chains import MAX_START_DELAY_MINUTES
 from tula_cli.cluster.scheduler import make_lines_to_open_log, quote_log_path
 from tula_cli.cluster.slurm.queue import DELAYED, GAVE_UP, WAITS
 
@@ -61,11 +61,11 @@ class ScriptWriter(submitit.SlurmExecutor):
             on_give_up=[
                 f'{job} Comment="{GAVE_UP} after $tula_waited s: $tula_why"',
                 f"tula_next=$({pending} | sort -n | head -n 1)",
-                f'[ -z "$tula_next" ] || scontrol update JobId="$tula_next" StartTime=now+{LONGEST_DELAY}minutes'
+                f'[ -z "$tula_next" ] || scontrol update JobId="$tula_next" StartTime=now+{MAX_START_DELAY_MINUTES}minutes'
                 + (
                     ""
                     if comment
-                    else f' Comment="{DELAYED} by {LONGEST_DELAY} min, because job $SLURM_JOB_ID gave up: $tula_why"'
+                    else f' Comment="{DELAYED} by {MAX_START_DELAY_MINUTES} min, because job $SLURM_JOB_ID gave up: $tula_why"'
                 ),
             ],
             on_resume=[f"{job} Comment={shlex.quote(comment)}"],

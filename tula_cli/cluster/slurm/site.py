@@ -223,7 +223,7 @@ def _parse_kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Rec
     """Return the kinds of nodes, merged over node states."""
     counts: dict[NodeKind, int] = {}
     for *_, count, state, cpus, memory, gres, names in rows:
-        if _can_run(state):
+        if _is_usable_state(state):
             whole = NodeKind(0, _parse_leading_number(cpus), _parse_leading_number(memory), parse_gres(gres))
             kind = _subtract_reserved_part(whole, nodes.get(_find_first_host(names), {}), limits)
             counts[kind] = counts.get(kind, 0) + int(count)
@@ -261,7 +261,7 @@ def _expand_ranges(ranges: str) -> list[int]:
     return [number for lower, _, upper in pairs for number in range(int(lower), int(upper or lower) + 1)]
 
 
-def _can_run(state: str) -> bool:
+def _is_usable_state(state: str) -> bool:
     """Return whether a node in this state runs jobs, now or after current ones; powered-down ones ("~") do."""
     state_words = re.split(r"[^a-z_]", state.lower())
     return state[-1:] not in _STATE_SUFFIXES and not set(state_words) & set(_UNUSABLE)
@@ -385,14 +385,14 @@ def list_site_settings(site: Site) -> Iterator[TemplateLine]:
 def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
     if partition.kinds:
         yield from _list_node_settings(partition.kinds[0])
-    yield from list_measuring_settings(suggest_nodes(partition), _choose_measuring_minutes(partition))
+    yield from list_search_settings(suggest_nodes(partition), _choose_probe_job_minutes(partition))
     limit = partition.minutes
     if limit is not None and limit < _MINUTES:
         comment = "time limit of a training job, the maximum here; a longer training continues in the next job"
         yield TemplateLine("cluster.minutes", str(limit), comment)
 
 
-def list_measuring_settings(
+def list_search_settings(
     nodes: Sequence[int], minutes: int, why: str = "numbers of nodes to measure"
 ) -> Iterator[TemplateLine]:
     """Yield the settings for the numbers of nodes to measure, minutes per measuring job, and total node-hours."""
@@ -425,7 +425,7 @@ def suggest_nodes(partition: Partition) -> tuple[int, ...]:
     return choices if len(choices) > 1 else (1, *choices)
 
 
-def _choose_measuring_minutes(partition: Partition) -> int:
+def _choose_probe_job_minutes(partition: Partition) -> int:
     if partition.minutes is None:
         return _JOB_MINUTES
     return max(1, min(_JOB_MINUTES, partition.minutes - EXTRA_MINUTES))

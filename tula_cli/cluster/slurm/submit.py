@@ -11,7 +11,7 @@ from pathlib import Path
 from tula_cli.cluster.batch_launcher import BatchLauncher
 from tula_cli.cluster.chains import count_chain_jobs, get_start_delay
 from tula_cli.cluster.local import run_supervisor
-from tula_cli.cluster.scheduler import JobRequest, Queued
+from tula_cli.cluster.scheduler import JobRequest, QueuedJob
 from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.cluster.slurm.queue import parse_time
 from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
@@ -50,16 +50,16 @@ class SlurmLauncher(BatchLauncher):
         name = make_chain_name(run, task) if chained else job.name
         return render_job_script(run, task, name=name, dependency=",".join(waits_for) or None)
 
-    def prepare(self, run: RunDir, task: Task, id_: str) -> None:
+    def write_job_files(self, run: RunDir, task: Task, id_: str) -> None:
         _write_call(run, task, id_)
 
     def make_first_job_name(self, run: RunDir, task: Task) -> str:
         """Return a name without a hash of the run's path, as SLURM reports the path of each job's script."""
         return f"tula-{run.id}-{task.job}"
 
-    def list_queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
+    def list_queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, QueuedJob]:
         folder = run.submitit_dir.resolve()
-        queued = self.scheduler.queued([*names, make_chain_name(run, task)])
+        queued = self.scheduler.list_queued_jobs([*names, make_chain_name(run, task)])
         scripts = {Path(job.script): job for job in queued}
         listed_jobs = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
         return {name: job for name, job in listed_jobs.items() if name in names}

@@ -8,7 +8,7 @@ from tula_cli.cluster import launcher
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.extras.report.values import Row, get_metric_value, has_position
-from tula_cli.models.choice.baseline import is_as_good, make_headline, predict_baseline
+from tula_cli.models.choice.baseline import is_not_clearly_worse, make_headline, predict_baseline
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Choice
 from tula_cli.query import Query
@@ -122,7 +122,7 @@ class Material:
             return None  # the stored query had limits that the current one does not have
         current_choice = self.answer.recommendation.choice
         assert self.choice is not None
-        return None if is_as_good(self.choice, current_choice) else current_choice
+        return None if is_not_clearly_worse(self.choice, current_choice) else current_choice
 
     @cached_property
     def rows(self) -> tuple[Prediction, ...]:

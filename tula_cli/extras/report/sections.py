@@ -530,14 +530,14 @@ def build_memory_section(material: Material) -> Section:
         text.append(f"Median absolute error of the model: {format_number(100 * model.error, 2)} %.")
     if not model.by_component:
         text.append("For a script, only the total peak memory is known, not its components.")
-    sizes = {config.local_batch(gpus) for config in estimator.configurations([choice.nodes])}
+    sizes = {config.local_batch(gpus) for config in estimator.list_configurations([choice.nodes])}
     sizes |= {local for _, local in estimator.probes}
     figure = _build_memory_figure(estimator.capacity, model, sorted(sizes), probes, choice.local_batch)
     return replace(section, text=tuple(text), figures=(figure,))
 
 
 def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
-    capacity, largest = measurements.estimator.capacity, measurements.estimator.largest_local_batch(nodes)
+    capacity, largest = measurements.estimator.capacity, measurements.estimator.compute_largest_local_batch(nodes)
     if capacity is None:
         return "The memory per rank has no limit. To set one, use cluster.memory_per_gpu."
     factor, unit = choose_bytes_unit([capacity])
@@ -554,12 +554,12 @@ def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
 def _build_memory_figure(
     capacity: float | None, model: MemoryModel, sizes: Sequence[int], probes: Sequence[Measured], chosen: int
 ) -> Figure:
-    peaks = [model.peak(size) for size in sizes]
+    peaks = [model.compute_peak(size) for size in sizes]
     factor, unit = choose_bytes_unit([*peaks, *(probe.memory.peak for probe in probes)])
     xs = tuple(float(place) for place in range(len(sizes)))
     series = []
     if model.by_component:
-        memories = [model.footprint(size).memory for size in sizes]
+        memories = [model.compute_footprint(size).memory for size in sizes]
         for field_name, name in MEMORY_COMPONENTS.items():
             values = tuple(getattr(memory, field_name) * factor for memory in memories)
             series += [Series(name, xs, values, style="stacked")] if any(values) else []

@@ -20,14 +20,16 @@ from tula_cli.words import describe_probe_configuration, format_percent, join_wo
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-_SAMPLES = 256  # posterior samples for the expected regret
-_OUTCOMES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])  # assumed outcomes of a probe, in standard deviations
+_POSTERIOR_SAMPLES = 256  # posterior samples for the expected regret
+_OUTCOME_QUANTILES = np.array(
+    [-1.5, -0.8, -0.25, 0.25, 0.8, 1.5]
+)  # assumed outcomes of a probe, in standard deviations
 _LEAST = 0.5  # minimum expected benefit of a probe, as a share of the tolerance
 _REALISED = 0.1
 """Share of a probe's expected benefit that is compared with its cost: the benefit sums over all decisions, of which the
 user asks for one, and on measured clusters choices were only a fifth to a tenth as far off as expected
 (benchmarks/replay/replay.py)."""
-_FEWEST_FOR_KNEE = 5
+_MIN_BATCHES_FOR_KNEE = 5
 
 
 @dataclass(frozen=True)
@@ -157,10 +159,10 @@ class _Belief:
         return _Belief(self.mean, self.covariance - np.outer(gain, gain), self.noise)
 
     def draw_samples(self) -> Floats:
-        """Return posterior samples, shape (_SAMPLES, n); deterministic for a given belief."""
+        """Return posterior samples, shape (_POSTERIOR_SAMPLES, n); deterministic for a given belief."""
         values, vectors = np.linalg.eigh(self.covariance)
         root = vectors * np.sqrt(np.maximum(values, 0.0))
-        draws = np.random.default_rng(0).standard_normal((_SAMPLES, len(values)))
+        draws = np.random.default_rng(0).standard_normal((_POSTERIOR_SAMPLES, len(values)))
         drawn: Floats = self.mean + draws @ root.T
         return drawn
 
@@ -198,7 +200,7 @@ class _Problem:
             for name, weights in (("time", log_steps), ("cost", log_steps + log_price))
             for bound in bounds
         ]
-        knee = _Knee.from_batches(log_steps, batches) if len(bounds) >= _FEWEST_FOR_KNEE else None
+        knee = _Knee.from_batches(log_steps, batches) if len(bounds) >= _MIN_BATCHES_FOR_KNEE else None
         return cls(candidates, tuple(decisions), knee)
 
     def compute_regrets(self, belief: _Belief) -> dict[str, float]:
@@ -226,7 +228,7 @@ class _Problem:
     def compute_benefit(self, belief: _Belief, choices: Sequence[int], index: int) -> float:
         """Return the expected improvement of the decisions by a probe over `choices`, as a share of time or cost."""
         gain = belief.compute_gain(index)
-        outcomes = belief.mean + _OUTCOMES[:, None] * gain
+        outcomes = belief.mean + _OUTCOME_QUANTILES[:, None] * gain
         total = 0.0
         for decision, chosen in zip(self.decisions, choices, strict=True):
             after = decision.compute_values(outcomes)

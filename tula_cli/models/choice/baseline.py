@@ -10,9 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from tula_cli.models import efficiency
-from tula_cli.models.choice.candidates import Candidates, to_columns
+from tula_cli.models.choice.candidates import Candidates, convert_to_columns
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import ALIKE, INTERVAL, KNEE_SAVES, Choice, describe_uncertain_alternative
+from tula_cli.models.choice.objective import (
+    INTERVAL,
+    MAX_EQUAL_DIFFERENCE,
+    MIN_SAVING_UP_TO_KNEE,
+    Choice,
+    describe_uncertain_alternative,
+)
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import MAX_NOISE
@@ -37,7 +43,7 @@ from tula_cli.words import (
     is_interval_too_wide,
 )
 
-MAX_ABOUT_EQUAL = 0.10
+MAX_RATIO_ABOUT_EQUAL = 0.10
 """Maximum relative difference that may be called none if it is within noise; a larger one within noise is uncertain."""
 
 
@@ -53,7 +59,7 @@ class Baseline:
     def place(self) -> str:
         """Nodes, with their type if there are several, and batch."""
         if self.prediction is not None:
-            return _describe_place(self.prediction)
+            return _describe_nodes_and_batch(self.prediction)
         return f"{format_count(self.config.nodes)}, batch {self.config.batch}"
 
 
@@ -66,7 +72,7 @@ def predict_baseline(estimator: Estimator, noise: Noise | None, *, node_type: st
     )
     if problem := estimator.describe_why_infeasible(config) or estimator.describe_why_unknown(config):
         return Baseline(config, None, problem)
-    forecast = estimator.estimate(*to_columns([config])).with_columns({"type": node_type})
+    forecast = estimator.predict_configurations(*convert_to_columns([config])).with_columns({"type": node_type})
     if noise is not None:
         epochs = get_workload(spec).count_epochs(estimator.dataset_size)
         reference = spec.train.reference_batch
@@ -143,7 +149,7 @@ def make_headline(
         f"{format_duration(3600 * chosen_row.hours)}{progress}"
         + f", {format_number(chosen_row.cost)} {currency}" * has_price
     )
-    place = _describe_place(chosen)
+    place = _describe_nodes_and_batch(chosen)
     comparison = _describe_comparison(baseline, spec, chosen, is_baseline=is_baseline)
     if is_baseline:
         text = f"{place}: today's configuration is the choice ({values})"
@@ -198,15 +204,15 @@ def prefer_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) 
     if today is None or Config(knee.nodes, knee.batch) == baseline.config:
         return choice
     same = candidates.select(type=today.type, market="on_demand", nodes=today.nodes, batch=today.batch)
-    if not len(same) or not is_as_good(today, knee):
+    if not len(same) or not is_not_clearly_worse(today, knee):
         return choice
     kept = same.prediction(0)
     runners_up = [knee, *(row for row in choice.runners_up if row != kept)][: max(1, len(choice.runners_up))]
-    reason = f"today's configuration is at least as good as {_describe_place(knee)}, the choice without section baseline: {choice.reason}"
+    reason = f"today's configuration is at least as good as {_describe_nodes_and_batch(knee)}, the choice without section baseline: {choice.reason}"
     return Choice(kept, reason, tuple(runners_up))
 
 
-def is_as_good(row: Prediction, other: Prediction) -> bool:
+def is_not_clearly_worse(row: Prediction, other: Prediction) -> bool:
     """Return whether a row is neither slower nor more expensive than another, or by less than noise and 10 %."""
     deviation = math.hypot(_compute_log_deviation(row), _compute_log_deviation(other))
     changes = _make_change(row.hours, other.hours, deviation), _make_change(row.cost, other.cost, deviation)
@@ -223,12 +229,12 @@ def _make_change(before: float, after: float, deviation: float) -> Change:
         before=before,
         after=after,
         ratio=ratio,
-        within_noise=abs(math.log(ratio)) < max(math.log1p(ALIKE), Z90 * deviation),
+        within_noise=abs(math.log(ratio)) < max(math.log1p(MAX_EQUAL_DIFFERENCE), Z90 * deviation),
     )
 
 
 def _is_about_equal(change: Change) -> bool:
-    return change.within_noise and abs(math.log(change.ratio)) <= math.log1p(MAX_ABOUT_EQUAL)
+    return change.within_noise and abs(math.log(change.ratio)) <= math.log1p(MAX_RATIO_ABOUT_EQUAL)
 
 
 def _describe_time_change(time: Change) -> str:
@@ -276,10 +282,10 @@ def _describe_values(change: Change, factor: float, unit: str) -> str:
 
 def _explain_noise(change: Change) -> str:
     """Explain why a difference that shows in the numbers is called none."""
-    return ", within noise" * (abs(math.log(change.ratio)) >= math.log1p(ALIKE))
+    return ", within noise" * (abs(math.log(change.ratio)) >= math.log1p(MAX_EQUAL_DIFFERENCE))
 
 
-def _describe_place(row: Prediction) -> str:
+def _describe_nodes_and_batch(row: Prediction) -> str:
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return f"{format_count(row.nodes)}{kind}, batch {row.batch}"
 
@@ -312,8 +318,10 @@ def _describe_preference(
     if objective != "knee":
         alternative = describe_uncertain_alternative(chosen, candidates, QUANTITIES[objective])
         return f"{alternative}." * bool(alternative)
-    less = (candidates["hours"] < chosen.hours * (1 - ALIKE)) & (candidates["cost"] < chosen.cost * (1 - ALIKE))
-    better = candidates.take(less)
+    less = (candidates["hours"] < chosen.hours * (1 - MAX_EQUAL_DIFFERENCE)) & (
+        candidates["cost"] < chosen.cost * (1 - MAX_EQUAL_DIFFERENCE)
+    )
+    better = candidates.select_rows(less)
     if not len(better):
         return ""
     best = better.prediction(int(np.argmin(better["cost"])))
@@ -324,13 +332,13 @@ def _describe_preference(
     saved = f"{format_number(100 * (1 - best.hours / chosen.hours), 2)} % faster{noise} and {cheaper:.0f} % cheaper"
     per_doubling = 1 - (best.hours / chosen.hours) ** (1 / max(1.0, math.log2(best.batch / chosen.batch)))
     why = (
-        f"each doubling of the batch saves only {100 * per_doubling:.0f} % of the time, less than the {100 * KNEE_SAVES:.0f} %"
+        f"each doubling of the batch saves only {100 * per_doubling:.0f} % of the time, less than the {100 * MIN_SAVING_UP_TO_KNEE:.0f} %"
         " that the knee requires"
     )
     why += ", and may cost accuracy" * (best.batch > reference_batch)
-    if best.batch <= chosen.batch or per_doubling >= KNEE_SAVES:
+    if best.batch <= chosen.batch or per_doubling >= MIN_SAVING_UP_TO_KNEE:
         why = "the knee is based on the fit, not on single measurements"
-    return f"{_describe_place(best)} is {saved}; objective knee prefers {_describe_place(chosen)}, because {why}."
+    return f"{_describe_nodes_and_batch(best)} is {saved}; objective knee prefers {_describe_nodes_and_batch(chosen)}, because {why}."
 
 
 @dataclass(frozen=True)
@@ -362,5 +370,5 @@ def compute_gain(headline: Headline | None, summary: Summary, *, length: str) ->
         _describe_time_change(time),
         *([_describe_cost_change(cost, summary.currency)] if cost else []),
     ]
-    text = f"Compared with today's {_describe_place(baseline)}: {', '.join(changes)}; predicted -> measured."
+    text = f"Compared with today's {_describe_nodes_and_batch(baseline)}: {', '.join(changes)}; predicted -> measured."
     return Gain(headline.nodes, headline.batch, time, cost, text)

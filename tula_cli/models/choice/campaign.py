@@ -128,7 +128,7 @@ def plan_cheapest(
     costs = plan.divide_into_groups(nodes, deadline)[0][nodes]
     if not np.isfinite(costs[trainings]):
         return None
-    return _start_as_soon_as_possible(plan.list_starts(nodes, deadline, trainings), nodes)
+    return _schedule_earliest_starts(plan.list_starts(nodes, deadline, trainings), nodes)
 
 
 def _plan_concurrent_start(options: Sequence[Option], *, trainings: int, nodes: int) -> list[Start] | None:
@@ -210,7 +210,7 @@ def find_predecessors(starts: Sequence[Start], nodes: int) -> list[tuple[int, ..
     return predecessors
 
 
-def _start_as_soon_as_possible(starts: Sequence[Start], nodes: int) -> list[Start]:
+def _schedule_earliest_starts(starts: Sequence[Start], nodes: int) -> list[Start]:
     """Return a plan in which each training, in the order of their starts, starts as soon as enough nodes are idle."""
     early: list[Start] = []
     for start in sorted(starts):
@@ -420,7 +420,7 @@ class JobSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtFastest:
+class FastestTrainings:
     """The same trainings, each at the fastest configuration of its job: what the plan is compared with."""
 
     hours: float
@@ -456,7 +456,7 @@ class Campaign:
     jobs: tuple[JobSummary, ...] = ()  # empty in a plan that an earlier version has stored
     waves: tuple[Wave, ...]
     schedule: tuple[ScheduledTraining, ...]  # single trainings, by start
-    at_fastest: AtFastest
+    at_fastest: FastestTrainings
     # --- Only for one job; None for several
     batch: int | None = None  # global batch of every training
     max_batch: int | None = None  # as in `JobSummary`
@@ -631,19 +631,19 @@ def _compute_bound(candidates: Candidates, *, trainings: int, request: PlanReque
 
 def _compute_at_fastest(
     candidates: Candidates, jobs: Sequence[CandidatesOfJob], node_type: str, request: PlanRequest
-) -> AtFastest:
+) -> FastestTrainings:
     """Return the figures of the fastest configurations: of any node type for one job, of the same one for several."""
     fastest = []
     for job in jobs:
-        table = candidates.take(job.rows)
+        table = candidates.select_rows(job.rows)
         table = table.select(type=node_type) if len(jobs) > 1 else table
-        fastest.append(table.take(table["nodes"] <= request.nodes).ordered().prediction(0))
+        fastest.append(table.select_rows(table["nodes"] <= request.nodes).sort_by_time().prediction(0))
     counted = [
         (Option(request.nodes if request.one_at_a_time else row.nodes, row.hours, row.cost), job.trainings)
         for row, job in zip(fastest, jobs, strict=True)
     ]
     starts = schedule_in_order(sorted(counted, key=lambda entry: -entry[0].hours), request.nodes)
-    figures = AtFastest(
+    figures = FastestTrainings(
         hours=compute_makespan(starts),
         cost=sum_costs(starts),
         node_hours=sum(job.trainings * row.all_node_hours for row, job in zip(fastest, jobs, strict=True)),

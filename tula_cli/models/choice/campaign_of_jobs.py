@@ -49,7 +49,7 @@ class JobTrainings:
 
 
 @dataclass(frozen=True)
-class Target:
+class PlanTarget:
     """The quantity of a plan that is minimised, and the limit of the other one."""
 
     minimises: Literal["time", "cost"]
@@ -74,7 +74,7 @@ class Rating(NamedTuple):
     value: float  # value of the minimised quantity
     other: float
 
-    def is_below(self, other: "Rating") -> bool:
+    def is_better_than(self, other: "Rating") -> bool:
         """Return whether this is better, apart from rounding."""
         for mine, others in zip(self, other, strict=True):
             if abs(mine - others) > _TOLERANCE * max(abs(mine), abs(others)):
@@ -101,7 +101,7 @@ class JobsPlan:
     lower_bound: float  # lower bound of the minimised quantity
 
 
-def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> JobsPlan | None:
+def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> JobsPlan | None:
     """Plan the trainings of several jobs, of shortest makespan or lowest cost.
 
     Of the shortest plans that were found it is the cheapest. If all trainings can have the lowest cost within the
@@ -119,7 +119,7 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> JobsP
     if not all(job.batches for job in fitting):
         return None
     if target.minimises == "cost":
-        shortest = plan_jobs([_select_cheapest(job) for job in fitting], nodes, Target("time"))
+        shortest = plan_jobs([_select_cheapest(job) for job in fitting], nodes, PlanTarget("time"))
         if shortest is not None and is_within(compute_makespan(shortest.starts), target.deadline):
             return JobsPlan(shortest.starts, sum_costs(shortest.starts))
     bound = find_lower_bound(fitting, nodes, target)
@@ -129,7 +129,7 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> JobsP
     lists = [_ListSchedules(options, nodes, _MAX_LIST_STEPS // len(combinations)) for options in combinations]
     targets = [
         target,
-        Target("cost" if target.minimises == "time" else "time"),
+        PlanTarget("cost" if target.minimises == "time" else "time"),
     ]  # minimising the limited quantity finds a plan within the limit if there is one
     starts = min((each.improve(goal) for goal in targets for each in lists), key=target.rate_plan)
     if target.minimises == "time" and target.budget < math.inf:
@@ -146,14 +146,14 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> JobsP
     if rating.excess:
         return None
     if target.minimises == "time":
-        within = Target("cost", deadline=rating.value)
+        within = PlanTarget("cost", deadline=rating.value)
         cheaper = [each.improve(within, starts) for each in lists if each.has_batches_of(starts)]
         starts = min([starts, *cheaper], key=within.rate_plan)
     return JobsPlan(sorted(starts), bound)
 
 
 def _shorten_within_budget(
-    lists: Sequence["_ListSchedules"], starts: list[Start], target: Target, bound: float
+    lists: Sequence["_ListSchedules"], starts: list[Start], target: PlanTarget, bound: float
 ) -> list[Start]:
     """Return a plan that is the cheapest found within some deadline, and within the budget, or the given plan.
 
@@ -165,16 +165,16 @@ def _shorten_within_budget(
     """
     shortest, longest = bound, compute_makespan(starts)
     for _ in range(_BISECTIONS):
-        cheapest_target = Target("cost", deadline=(shortest + longest) / 2)
+        cheapest_target = PlanTarget("cost", deadline=(shortest + longest) / 2)
         cheaper = min((each.improve(cheapest_target) for each in lists), key=cheapest_target.rate_plan)
-        if target.rate_plan(cheaper).is_below(target.rate_plan(starts)):
+        if target.rate_plan(cheaper).is_better_than(target.rate_plan(starts)):
             starts, longest = cheaper, compute_makespan(cheaper)
         else:
             shortest = cheapest_target.deadline
     return starts
 
 
-def find_lower_bound(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> float:
+def find_lower_bound(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> float:
     """Return a lower bound of the minimised quantity over all plans within the limit; inf if there is none.
 
     The bound of a linear relaxation: fractions of a training may have different options, and trainings may be cut into
@@ -244,7 +244,9 @@ def _select_cheapest(job: JobTrainings) -> JobTrainings:
     return _select_options(job, lambda option: is_within(option.cost, least))
 
 
-def _list_combinations(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> tuple[list[list[JobOptions]], bool]:
+def _list_combinations(
+    jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget
+) -> tuple[list[list[JobOptions]], bool]:
     """Return combinations of one batch of each job, and whether these are all.
 
     If there are too many, the batches whose lower bounds are the worst are left out.
@@ -268,7 +270,7 @@ def _list_combinations(jobs: Sequence[JobTrainings], nodes: int, target: Target)
 
 # --- List schedules
 
-_Choice = tuple[tuple[int, ...], ...]
+_OptionCounts = tuple[tuple[int, ...], ...]
 """For each job, how many of its trainings have each of its options."""
 
 
@@ -283,7 +285,7 @@ class _ListSchedules:
         options = {option for job in self._jobs for option in job.options}
         return all(start.option in options for start in starts)
 
-    def improve(self, target: Target, starts: Sequence[Start] | None = None) -> list[Start]:
+    def improve(self, target: PlanTarget, starts: Sequence[Start] | None = None) -> list[Start]:
         """Return the best plan that is found by changing options of some trainings, of several choices.
 
         Args:
@@ -291,17 +293,20 @@ class _ListSchedules:
             starts: a plan whose options are a further choice to begin with.
         """
         choices = dict.fromkeys(self._list_choices(target))
-        rated = sorted((target.rate_plan(self._schedule(choice, target)), choice) for choice in choices)
+        rated = sorted((target.rate_plan(self._schedule_choice(choice, target)), choice) for choice in choices)
         first = [choice for _, choice in rated[:_KEPT_CHOICES]] + (
             [] if starts is None else [self._read_choice(starts)]
         )
         steps_each = self._steps // len(first)
         return min(
-            (self._schedule(self._descend(choice, target, steps_each), target) for choice in first),
+            (
+                self._schedule_choice(self._improve_by_single_changes(choice, target, steps_each), target)
+                for choice in first
+            ),
             key=target.rate_plan,
         )
 
-    def _list_choices(self, target: Target) -> Iterator[_Choice]:
+    def _list_choices(self, target: PlanTarget) -> Iterator[_OptionCounts]:
         """Yield choices in which all trainings of a job have the same option: the best by a sum of cost and node-hours.
 
         Each is for a number of hours that no training exceeds.
@@ -322,13 +327,13 @@ class _ListSchedules:
                 for trainings, options in self._jobs
             )
 
-    def _read_choice(self, starts: Sequence[Start]) -> _Choice:
+    def _read_choice(self, starts: Sequence[Start]) -> _OptionCounts:
         counts = Counter(start.option for start in starts)
         return tuple(tuple(counts[option] for option in options) for _, options in self._jobs)
 
-    def _descend(self, choice: _Choice, target: Target, steps: int) -> _Choice:
+    def _improve_by_single_changes(self, choice: _OptionCounts, target: PlanTarget, steps: int) -> _OptionCounts:
         """Return a choice that no change of the option of some trainings of a job improves, unless the steps run out."""
-        rating = target.rate_plan(self._schedule(choice, target))
+        rating = target.rate_plan(self._schedule_choice(choice, target))
         steps_each = len(_ORDERS) * sum(map(sum, choice)) * sum(map(len, choice))
         is_better = True
         while is_better:
@@ -342,13 +347,13 @@ class _ListSchedules:
                 counts = list(choice[job])
                 counts[before], counts[after] = counts[before] - count, counts[after] + count
                 changed = (*choice[:job], tuple(counts), *choice[job + 1 :])
-                changed_rating = target.rate_plan(self._schedule(changed, target))
-                if changed_rating.is_below(rating):
+                changed_rating = target.rate_plan(self._schedule_choice(changed, target))
+                if changed_rating.is_better_than(rating):
                     choice, rating, is_better = changed, changed_rating, True
         return choice
 
     @staticmethod
-    def _list_changes(choice: _Choice) -> Iterator[tuple[int, int, int, int]]:
+    def _list_changes(choice: _OptionCounts) -> Iterator[tuple[int, int, int, int]]:
         """Yield job, option before, option after, and number of trainings: all that have the option, half of them ... 1."""
         for job, counts in enumerate(choice):
             for before, after in itertools.permutations(range(len(counts)), 2):
@@ -357,7 +362,7 @@ class _ListSchedules:
                     yield job, before, after, count
                     count //= 2
 
-    def _schedule(self, choice: _Choice, target: Target) -> list[Start]:
+    def _schedule_choice(self, choice: _OptionCounts, target: PlanTarget) -> list[Start]:
         """Return the best list schedule of a choice."""
         counted = [
             (option, count)
@@ -390,7 +395,7 @@ class _ScheduleSearch:
     A later start never helps. Branches are cut whose least duration and cost are not below those of the best plan.
     """
 
-    def __init__(self, nodes: int, target: Target, best: Sequence[Start]) -> None:
+    def __init__(self, nodes: int, target: PlanTarget, best: Sequence[Start]) -> None:
         self.best = list(best)
         self.is_complete = True
         self._rating = target.rate_plan(best)
@@ -409,9 +414,9 @@ class _ScheduleSearch:
         ]
         self._known: dict[tuple[object, ...], float] = {}
         self._path: list[Start] = []
-        self._visit(0.0, (), tuple(trainings for trainings, _ in jobs), 0, 0.0)
+        self._search_continuations(0.0, (), tuple(trainings for trainings, _ in jobs), 0, 0.0)
 
-    def _visit(
+    def _search_continuations(
         self, now: float, running: tuple[tuple[float, int], ...], rest: tuple[int, ...], first: int, cost: float
     ) -> None:
         """Visit all continuations of a partial schedule.
@@ -440,7 +445,7 @@ class _ScheduleSearch:
                 self._path.append(Start(now, option))
                 after = tuple(sorted((*running, (now + option.hours, option.nodes))))
                 fewer = (*rest[:job], rest[job] - 1, *rest[job + 1 :])
-                self._visit(now, after, fewer, index, cost + option.cost)
+                self._search_continuations(now, after, fewer, index, cost + option.cost)
                 self._path.pop()
         if running:
             now = running[0][0]
@@ -448,7 +453,7 @@ class _ScheduleSearch:
             state = (now, running, rest)
             if cost < self._known.get(state, math.inf):
                 self._known[state] = cost
-                self._visit(now, running, rest, 0, cost)
+                self._search_continuations(now, running, rest, 0, cost)
 
     def _can_be_better(
         self, now: float, running: Sequence[tuple[float, int]], rest: Sequence[int], end: float, cost: float
@@ -461,4 +466,4 @@ class _ScheduleSearch:
                 node_hours += count * size
                 cost += count * price
         rating = self._target.rate(max(end, now + node_hours / self._nodes), cost)
-        return rating._replace(other=0.0).is_below(self._rating._replace(other=0.0))
+        return rating._replace(other=0.0).is_better_than(self._rating._replace(other=0.0))

@@ -21,13 +21,13 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-def to_columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
+def convert_to_columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
     """Convert configurations to arrays of nodes and batches, shape (n,)."""
     pairs = np.array(configs, dtype=np.int64).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 
 
-def to_configs(nodes: Ints, batch: Ints) -> list[Config]:
+def convert_to_configs(nodes: Ints, batch: Ints) -> list[Config]:
     """Convert arrays of nodes and batches, shape (n,), to configurations."""
     return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]
 
@@ -95,7 +95,7 @@ class StageTable:
 
         return cls(**{field.name: join(field.name) for field in fields(cls)})
 
-    def take(self, rows: Ints) -> "StageTable":
+    def select_rows(self, rows: Ints) -> "StageTable":
         """Return the rows with the given indices, in their order."""
         return self if self is NO_STAGES else StageTable(**{name: column[rows] for name, column in vars(self).items()})
 
@@ -172,15 +172,15 @@ class Candidates:
         stages = tables[0].stages
         frame = pd.concat([table.frame for table in tables], ignore_index=True)
         if any(table.stages is not stages for table in tables):
-            stages = StageTable.concatenate([table._take_stages() for table in tables])
+            stages = StageTable.concatenate([table._select_stages() for table in tables])
             frame = frame.assign(stages=np.arange(len(frame)))
         return cls(frame, stages)
 
-    def _take_stages(self) -> StageTable:
+    def _select_stages(self) -> StageTable:
         """Return the stages with a row for each configuration, also for those whose batch is constant."""
         if self.stages is NO_STAGES:
             return _make_rows_without_stages(len(self))
-        return self.stages.take(self["stages"])
+        return self.stages.select_rows(self["stages"])
 
     def __len__(self) -> int:
         return len(self.frame)
@@ -189,7 +189,7 @@ class Candidates:
         """Return a column as an array, shape (n,)."""
         return self.frame[name].to_numpy()
 
-    def take(self, rows: Flags | Ints | NDArray[np.intp] | Sequence[int]) -> "Candidates":
+    def select_rows(self, rows: Flags | Ints | NDArray[np.intp] | Sequence[int]) -> "Candidates":
         """Return the flagged rows, or those with the given indices, in their order."""
         indices = np.asarray(rows)
         indices = np.flatnonzero(indices) if indices.dtype == bool else indices.astype(np.intp)
@@ -199,9 +199,9 @@ class Candidates:
         """Return the table with other values in some columns; a single value stands for every row."""
         return Candidates(self.frame.assign(**columns), self.stages)
 
-    def ordered(self) -> "Candidates":
+    def sort_by_time(self) -> "Candidates":
         """Return the rows fastest first; ties by fewer nodes, then by the smaller batch."""
-        return self.take(np.lexsort((self["batch"], self["nodes"], self["hours"])))
+        return self.select_rows(np.lexsort((self["batch"], self["nodes"], self["hours"])))
 
     def number_configurations(self) -> Ints:
         """Return for each row the number of its configuration, from 0, which is the same on both markets."""
@@ -212,18 +212,18 @@ class Candidates:
         selected = np.ones(len(self), dtype=bool)
         for name, value in values.items():
             selected &= self[name] == value
-        return self.take(selected)
+        return self.select_rows(selected)
 
     def satisfying(self, query: Query) -> "Candidates":
         """Return the rows within all limits of a query, in their order; none if no row is."""
         within = np.ones(len(self), dtype=bool)
         for limit in list_limits(query):
             within &= limit.admits(self)
-        return self.take(within)
+        return self.select_rows(within)
 
     def prediction(self, index: int) -> Prediction:
         """Return one row as a record."""
-        return self.take([index]).predictions()[0]
+        return self.select_rows([index]).predictions()[0]
 
     def predictions(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
@@ -294,13 +294,13 @@ def find_pareto_front(points: ArrayLike) -> Flags:
     new = np.append(True, (values[order[1:]] != values[order[:-1]]).any(axis=1))
     # sorted by the first value, so that later points do not dominate earlier ones
     rest = values[order[new]][:, 1:].tolist()
-    inside = np.array(_flag_undominated([(row[0], row[-1]) for row in rest]))
+    inside = np.array(_find_undominated_points([(row[0], row[-1]) for row in rest]))
     on_front = np.zeros(len(values), dtype=bool)
     on_front[order] = inside[np.cumsum(new) - 1]
     return on_front
 
 
-def _flag_undominated(points: list[tuple[float, float]]) -> list[bool]:
+def _find_undominated_points(points: list[tuple[float, float]]) -> list[bool]:
     """Return for each point whether no earlier one is as small in both values."""
     firsts: list[float] = []  # first values of the undominated points so far, ascending; their second values descend
     seconds: list[float] = []

@@ -9,7 +9,7 @@ from tula_cli.words import format_count, format_number
 
 # --- Stopping
 
-PERCENT = ("top1", "top5")
+PERCENT_METRICS = ("top1", "top5")
 
 Values = Mapping[str, float]
 """Metrics of an evaluation: top1 and top5 in percent, loss, and the user's own metrics. Unknown ones are nan."""
@@ -63,7 +63,7 @@ def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, ep
 
 def convert_to_unit(metric: str, bound: float) -> float:
     """Convert a bound to the metric's unit: for an accuracy, values up to 1 are shares, others percent."""
-    return 100 * bound if metric in PERCENT and bound <= 1 else bound
+    return 100 * bound if metric in PERCENT_METRICS and bound <= 1 else bound
 
 
 # --- The prediction of some epochs

@@ -25,10 +25,10 @@ from tula_cli.words import format_count, format_number, is_interval_too_wide
 
 # --- The knee
 
-ALIKE = 0.02  # relative difference below which configurations are reported as equally good
+MAX_EQUAL_DIFFERENCE = 0.02  # relative difference below which configurations are reported as equally good
 # share of time that a doubling of the batch must save up to the knee: half of ideal scaling
-KNEE_SAVES = 1 - math.sqrt(0.5)
-FEWEST = 5  # minimum number of points for a knee
+MIN_SAVING_UP_TO_KNEE = 1 - math.sqrt(0.5)
+MIN_BATCHES_FOR_KNEE = 5  # minimum number of points for a knee
 _BEYOND = 100  # doublings by which a curve is extended on each side
 
 
@@ -42,7 +42,7 @@ def find_knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
     then falls as fast as half of ideal scaling: up to the knee a doubling of the batch saves at least 1 - 1/sqrt(2) =
     29 %.
     """
-    if len(batches) < FEWEST or max(values) <= min(values) * (1 + ALIKE):
+    if len(batches) < MIN_BATCHES_FOR_KNEE or max(values) <= min(values) * (1 + MAX_EQUAL_DIFFERENCE):
         return None
     x, y = _extend_curve(*_compute_lower_hull(np.log2(batches), np.log2(values)))
     nearest = _find_nearest_batch(batches, _locate_knee(x, y))
@@ -54,7 +54,7 @@ def run_kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
 
     It depends on where the search cut the curve off, so it is reported but not chosen.
     """
-    if len(batches) < FEWEST or max(values) <= min(values) * (1 + ALIKE):
+    if len(batches) < MIN_BATCHES_FOR_KNEE or max(values) <= min(values) * (1 + MAX_EQUAL_DIFFERENCE):
         return None
     hull_x, hull_y = _compute_lower_hull(np.log2(batches), np.log2(values))
     x = np.arange(hull_x[0], hull_x[-1] + 0.5)
@@ -137,7 +137,7 @@ def _extend_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
 def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
     """Return the share of posterior samples in which each batch is the knee.
 
-    From `FEWEST` batches on, the first and the last are left out.
+    From `MIN_BATCHES_FOR_KNEE` batches on, the first and the last are left out.
 
     The minimum of value x sqrt(batch) is where the curve falls as fast as half of ideal scaling, the rule of
     `find_knee`.
@@ -149,21 +149,23 @@ def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int
     unique = np.unique(batches)
     best = np.stack([log_values[:, batches == batch].min(axis=1) for batch in unique], axis=1)
     best_values = unique[np.argmin(best + np.log(unique) / 2, axis=1)]
-    inside = (unique if len(unique) < FEWEST else unique[1:-1]).tolist()
+    inside = (unique if len(unique) < MIN_BATCHES_FOR_KNEE else unique[1:-1]).tolist()
     return {batch: float(np.mean(best_values == batch)) for batch in inside if (best_values == batch).any()}
 
 
 # --- Objectives
 
-FALLBACK = 0.1  # relative tolerance without a knee: the smallest batch within it of the best value is chosen
-_RUNNERS_UP = 3
-_RARE = 0.01  # batches that are the knee of a smaller share of the curves are not reported
-_MOST_DRAWN = 64
+MAX_EXCESS_WITHOUT_KNEE = (
+    0.1  # relative tolerance without a knee: the smallest batch within it of the best value is chosen
+)
+_MAX_RUNNERS_UP = 3
+_MIN_SHARE_NAMED = 0.01  # batches that are the knee of a smaller share of the curves are not reported
+_MAX_ROWS_DRAWN = 64
 """Maximum configurations that are sampled jointly: their covariance grows with the square of their number."""
 INTERVAL = 2 * Z90
 """Width of a 90 % interval in standard deviations."""
 
-_MOST_CAUTIOUS = 5.0
+_MAX_CAUTION_FACTOR = 5.0
 _ROUNDING = 0.0005
 """Relative difference that tables do not show."""
 
@@ -227,13 +229,13 @@ def describe_knee_shares(steps: StepTimeFit, line: Candidates, *, gpus_per_node:
         gpus_per_node: of all of them.
         quantity: the quantity in whose curve the knee is sought.
     """
-    if len(np.unique(line["batch"])) < FEWEST:
+    if len(np.unique(line["batch"])) < MIN_BATCHES_FOR_KNEE:
         return ""
-    line = line.take(find_best_rows(line, quantity, most=_MOST_DRAWN))
+    line = line.select_rows(find_best_rows(line, quantity, most=_MAX_ROWS_DRAWN))
     drawn = steps.draw_samples(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
     share_by_batch = count_knee_shares(line["batch"], drawn + np.log(line[quantity.column]) - np.log(line["step_time"]))
     shares_in_words = ", ".join(
-        f"{batch} in {100 * share:.0f} %" for batch, share in share_by_batch.items() if share >= _RARE
+        f"{batch} in {100 * share:.0f} %" for batch, share in share_by_batch.items() if share >= _MIN_SHARE_NAMED
     )
     return f"; given the uncertainty of the probes, the knee is {shares_in_words}" if shares_in_words else ""
 
@@ -258,7 +260,7 @@ def _compute_cautious_values(rows: Candidates, quantity: Quantity) -> Floats:
     low, high = rows[f"{quantity.interval}_low"], rows[f"{quantity.interval}_high"]
     known = (low > 0) & (high > 0)  # False for nan
     sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
-    cautious: Floats = rows[quantity.column] * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
+    cautious: Floats = rows[quantity.column] * np.exp(np.minimum(sd**2, _MAX_CAUTION_FACTOR))
     return cautious
 
 
@@ -270,8 +272,8 @@ def _get_value(row: Prediction, quantity: Quantity) -> float:
 
 def _choose_lowest(rows: Candidates, quantity: Quantity, among: str) -> Choice:
     best = rows.prediction(int(_sort_rows(rows, quantity)[0]))
-    ascending = np.lexsort((rows["batch"], rows["nodes"], rows[quantity.column]))[: 1 + _RUNNERS_UP]
-    others = [row for row in rows.take(ascending).predictions() if row != best][:_RUNNERS_UP]
+    ascending = np.lexsort((rows["batch"], rows["nodes"], rows[quantity.column]))[: 1 + _MAX_RUNNERS_UP]
+    others = [row for row in rows.select_rows(ascending).predictions() if row != best][:_MAX_RUNNERS_UP]
     what = quantity.lowest
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
     reason = f"the {what} {count}{_describe_noise_range(rows, quantity)}" if len(rows) > 1 else count
@@ -304,7 +306,7 @@ def _describe_noise_range(rows: Candidates, quantity: Quantity) -> str:
 
 
 def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:
-    best = rows.take(find_best_of_each_batch(rows, quantity))
+    best = rows.select_rows(find_best_of_each_batch(rows, quantity))
     line, values = best.predictions(), _fit_envelope(rows, best, quantity)
     batches = [row.batch for row in line]
     batch = find_knee(batches, values)
@@ -326,7 +328,7 @@ def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:
         key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), order[place]),
     )
     reason += _name_equal_batches(chosen, rows, quantity)
-    return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))
+    return Choice(chosen, reason, tuple(line[place] for place in others[:_MAX_RUNNERS_UP]))
 
 
 def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Prediction:
@@ -354,19 +356,19 @@ def _compute_fitted_over_forecast(rows: Candidates) -> Floats:
 
 def _choose_without_knee(line: Sequence[Prediction], quantity: Quantity) -> tuple[Prediction, str]:
     best = min(_get_value(row, quantity) for row in line)
-    chosen = next(row for row in line if _get_value(row, quantity) <= best * (1 + FALLBACK))
+    chosen = next(row for row in line if _get_value(row, quantity) <= best * (1 + MAX_EXCESS_WITHOUT_KNEE))
     few = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
-    why = few if len(line) < FEWEST else _describe_curve_without_knee(line, quantity)
+    why = few if len(line) < MIN_BATCHES_FOR_KNEE else _describe_curve_without_knee(line, quantity)
     return (
         chosen,
-        f"the smallest batch within {100 * FALLBACK:.0f} % of the best, because {quantity.name} has no knee ({why})",
+        f"the smallest batch within {100 * MAX_EXCESS_WITHOUT_KNEE:.0f} % of the best, because {quantity.name} has no knee ({why})",
     )
 
 
 def _describe_curve_without_knee(line: Sequence[Prediction], quantity: Quantity) -> str:
     """Describe a curve without a knee."""
     first, before, last = (_get_value(line[place], quantity) for place in (0, -2, -1))
-    if last <= before * (1 - KNEE_SAVES):
+    if last <= before * (1 - MIN_SAVING_UP_TO_KNEE):
         return f"{quantity.name} still falls by {100 * (1 - last / before):.0f} % at the largest batch"
     change = (last / first) ** (1 / (len(line) - 1)) - 1
     return f"{quantity.name} changes steadily, by {change:+.0%} per doubling of the batch"
@@ -386,7 +388,7 @@ def _name_equal_batches(chosen: Prediction, rows: Candidates, quantity: Quantity
 
     The resolution is one step of the batch.
     """
-    line = rows.take(find_best_of_each_batch(rows, quantity)).predictions()
+    line = rows.select_rows(find_best_of_each_batch(rows, quantity)).predictions()
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]
     equal_rows = [row for row in smaller + larger if _are_equally_good(chosen, row, quantity)]
@@ -402,4 +404,6 @@ def _are_equally_good(chosen: Prediction, other: Prediction, quantity: Quantity)
     least, middle, most = (getattr(chosen, f"{quantity.interval}{end}") for end in ("_low", "", "_high"))
     if least is not None and most is not None and middle:
         low, high = value * least / middle, value * most / middle
-    return bool(min(low, value * (1 - ALIKE)) <= other_value <= max(high, value * (1 + ALIKE)))
+    return bool(
+        min(low, value * (1 - MAX_EQUAL_DIFFERENCE)) <= other_value <= max(high, value * (1 + MAX_EQUAL_DIFFERENCE))
+    )

@@ -156,11 +156,13 @@ class LevelDetector:
 
 # --- Two probes
 
-ERRORS_APART = 3.0
+MIN_STANDARD_ERRORS_APART = 3.0
 """Standard errors of the difference: 0.3 % of pairs of equal probes differ by more by chance, if errors are normal."""
 MIN_DIFFERENCE = 0.03
 """Share of the step time by which two identical jobs on one machine differ without any recorded cause."""
-TEST = f"within noise: a difference of at most {100 * MIN_DIFFERENCE:g} % or {ERRORS_APART:g} standard errors"
+NOISE_TEST = (
+    f"within noise: a difference of at most {100 * MIN_DIFFERENCE:g} % or {MIN_STANDARD_ERRORS_APART:g} standard errors"
+)
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class StepRatio:
     def is_beyond_noise(self) -> bool:
         """Whether the difference is larger than the noise of the steps explains."""
         log_difference = abs(math.log(self.ratio))
-        return log_difference > ERRORS_APART * self.error and log_difference > math.log1p(MIN_DIFFERENCE)
+        return log_difference > MIN_STANDARD_ERRORS_APART * self.error and log_difference > math.log1p(MIN_DIFFERENCE)
 
 
 def compare_step_times(times_before: Sequence[float], after: Sequence[float]) -> StepRatio:
@@ -289,9 +291,9 @@ class ScriptLevelDetector:
 MIN_SHARE = 0.3
 """Share of a step-time change from which on a part is named as a cause."""
 
-_FIELDS: dict[StepPart, str] = {"compute": "compute", "network": "sync", "input": "data"}
-_SLOWER: dict[StepPart, str] = {"compute": "the nodes compute more slowly", "network": "the network is slower", "input": "data loading is slower"}  # fmt: skip
-_FASTER: dict[StepPart, str] = {"compute": "the nodes compute faster", "network": "the network is faster", "input": "data loading is faster"}  # fmt: skip
+_PART_FIELDS: dict[StepPart, str] = {"compute": "compute", "network": "sync", "input": "data"}
+_SLOWER_CAUSES: dict[StepPart, str] = {"compute": "the nodes compute more slowly", "network": "the network is slower", "input": "data loading is slower"}  # fmt: skip
+_FASTER_CAUSES: dict[StepPart, str] = {"compute": "the nodes compute faster", "network": "the network is faster", "input": "data loading is faster"}  # fmt: skip
 
 
 def compute_median_parts(samples: Sequence[StepParts]) -> StepParts:
@@ -349,7 +351,7 @@ def find_changed_parts(parts_before: StepParts, after: StepParts) -> tuple[StepP
     """Return the parts that account for at least `MIN_SHARE` of a step-time change, largest first."""
     difference = after.step - parts_before.step
     shares: dict[StepPart, float] = {}
-    for part, name in _FIELDS.items():
+    for part, name in _PART_FIELDS.items():
         old, new = getattr(parts_before, name), getattr(after, name)
         if old is not None and new is not None and difference:
             shares[part] = (new - old) / difference
@@ -361,7 +363,7 @@ def describe_step_change(change: StepChange) -> str:
     parts_before, after = change.before, change.after
     slower = after.step > parts_before.step
     since = format_moment(change.began_at, "%H:%M:%S")
-    causes = _SLOWER if slower else _FASTER
+    causes = _SLOWER_CAUSES if slower else _FASTER_CAUSES
     named = {"compute": "computing", "sync": "synchronisation", "data": "waiting for data"}
     sentences = [
         f"{text} {format_number(1000 * new)} ({format_number(1000 * old)})"

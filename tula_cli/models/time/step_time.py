@@ -440,8 +440,8 @@ def evaluate_model(z: Floats, at: FeaturePoints) -> ModelValues:
 # Times are in seconds, batches in samples. The fit is in logarithms, so errors are shares of the step time.
 
 _NOISE_WEIGHT = 6.0  # weight of the prior noise, as a number of residuals
-_ROUNDS = 3  # iterations of estimating the noise
-_ITERATIONS = 25
+_NOISE_ROUNDS = 3  # iterations of estimating the noise
+_MAX_ITERATIONS = 25
 _TOLERANCE = 1e-4
 _LEVELS = (0.0, 1.0, 2.0, 3.0)  # initial levels of synchronisation for fits to whole steps only, in standard deviations
 
@@ -491,9 +491,9 @@ class Overlap:
         return values.of_step - whitened.T @ (self.fitted.spread.whitener @ self.fitted.jacobian)
 
     @property
-    def whole_steps_alone(self) -> bool:
+    def has_only_whole_steps(self) -> bool:
         """Whether steps include synchronisation, and no probe has measured their compute apart from it."""
-        return self._data.whole_steps_alone
+        return self._data.has_only_whole_steps
 
     @property
     def log_evidence(self) -> float:
@@ -518,7 +518,7 @@ class Overlap:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
         return np.sqrt(self._compute_noise_variance(evaluate_model(self.fitted.z, self.frame.compute_features(points))))
 
-    def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
+    def compute_parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
         values = evaluate_model(self.fitted.z, self.frame.compute_features(points))
         return np.exp(values.log_step), np.exp(values.log_compute), values.sync
@@ -546,14 +546,14 @@ def fit_overlap(
     )
     data = _Data(frame.compute_features(points), np.log(step), np.log(compute), np.nan_to_num(spread))
     z, noise = np.zeros(frame.size), 1.0
-    for attempt in range(_ROUNDS):
+    for attempt in range(_NOISE_ROUNDS):
         spread_as = data.compute_spread(evaluate_model(z, data.at), noise)
         starts = _list_starting_points(z, data) if attempt == 0 else [z]
         fitted = min(
             (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda fit: fit.improbability
         )
         z = fitted.z
-        if attempt < _ROUNDS - 1:
+        if attempt < _NOISE_ROUNDS - 1:
             noise = _estimate_noise(noise, fitted)
     return Overlap(noise, frame, fitted, data)
 
@@ -588,7 +588,7 @@ class _Data:
         return np.isfinite(self.log_compute)
 
     @property
-    def whole_steps_alone(self) -> bool:
+    def has_only_whole_steps(self) -> bool:
         together = ~self.at.points.alone
         return bool(together.any()) and not bool(self.has_compute[together].any())
 
@@ -691,7 +691,7 @@ def _list_starting_points(z: Floats, data: _Data) -> list[Floats]:
     Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and an
     ascent from little synchronisation ends at the floor.
     """
-    if not data.whole_steps_alone:
+    if not data.has_only_whole_steps:
         return [z]
     return [z + level * np.eye(len(z))[LEVEL] for level in _LEVELS]
 
@@ -699,7 +699,7 @@ def _list_starting_points(z: Floats, data: _Data) -> list[Floats]:
 def _maximize_posterior(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
     """Find the most probable coordinates by damped Gauss-Newton steps."""
     fitted, damping = _Fitted.evaluate_at(start, data, spread), 1e-2
-    for _ in range(_ITERATIONS):
+    for _ in range(_MAX_ITERATIONS):
         trial = _Fitted.evaluate_at(fitted.compute_gauss_newton_step(damping), data, spread)
         if trial.improbability < fitted.improbability:
             gained, fitted = fitted.improbability - trial.improbability, trial
@@ -734,12 +734,12 @@ class StepModel:
     weights: Floats  # their probabilities, shape (members,)
 
     @property
-    def whole_steps_alone(self) -> bool:
+    def has_only_whole_steps(self) -> bool:
         """Whether no probe has measured compute apart from the synchronisation in its steps."""
-        return self.members[0].whole_steps_alone
+        return self.members[0].has_only_whole_steps
 
     @property
-    def overlapped(self) -> float:
+    def overlap_probability(self) -> float:
         """The probability that the backward pass hides synchronisation."""
         return float(self.weights[0])
 
@@ -766,9 +766,9 @@ class StepModel:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
         return np.sqrt(self.weights @ np.square([member.compute_measurement_noise(points) for member in self.members]))
 
-    def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
+    def compute_parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the expected step time, compute and synchronisation within it (hidden or not). Seconds."""
-        step, compute, sync = np.tensordot(self.weights, [member.parts(points) for member in self.members], 1)
+        step, compute, sync = np.tensordot(self.weights, [member.compute_parts(points) for member in self.members], 1)
         return step, compute, sync
 
 
@@ -783,7 +783,7 @@ def fit_step_model(
     """
     fit = functools.partial(fit_overlap, points, step=step, compute=compute, spread=spread, collective=collective)
     overlapped = fit(priors=priors)
-    if points.alone.all() or not (overlapped.whole_steps_alone or may_lack_overlap(priors)):
+    if points.alone.all() or not (overlapped.has_only_whole_steps or may_lack_overlap(priors)):
         return StepModel((overlapped,), np.ones(1))
     additive = fit(priors=replace(priors, p=1.0))
     log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence
@@ -904,7 +904,7 @@ class _Scope:
         )
 
     @property
-    def levels(self) -> bool:
+    def has_several_gpu_counts(self) -> bool:
         """Whether nodes with several numbers of GPUs were measured.
 
         Synchronisation inside and between nodes can then be separated.
@@ -922,7 +922,7 @@ class _Scope:
             local_batch=local_batch,
             alone=alone,
             inside=(nodes == 1) & ~alone & self.across,
-            gpus=gpus_per_node if self.levels else None,
+            gpus=gpus_per_node if self.has_several_gpu_counts else None,
         )
 
     def describe_why_unpredictable(self, nodes: int, gpus_per_node: int) -> str:
@@ -943,17 +943,17 @@ class StepTimeFit:
     model: StepModel = field(repr=False)
     priors: Priors = field(repr=False)
     _scope: _Scope = field(repr=False)
-    _seen: tuple[Observation, ...] = field(repr=False)
+    _observations: tuple[Observation, ...] = field(repr=False)
 
     @property
-    def determined_exactly(self) -> bool:
+    def is_exactly_determined(self) -> bool:
         """Whether there are no more measurements than parameters, so that no residual shows the quality of the fit."""
         return self.error is None
 
     @property
-    def levels(self) -> bool:
+    def has_several_gpu_counts(self) -> bool:
         """Whether probes had several numbers of GPUs per node."""
-        return self._scope.levels
+        return self._scope.has_several_gpu_counts
 
     def describe_why_unpredictable(self, nodes: int, gpus_per_node: int, local_batch: int) -> str:
         """Return why a configuration cannot be predicted from the measurements; empty if it can."""
@@ -986,11 +986,11 @@ class StepTimeFit:
 
     @cached_property
     def _replicas(self) -> frozenset[int]:
-        return frozenset(o.nodes if self._scope.across else o.gpus_per_node for o in self._seen)
+        return frozenset(o.nodes if self._scope.across else o.gpus_per_node for o in self._observations)
 
     @cached_property
     def _batches(self) -> frozenset[int]:
-        return frozenset(o.local_batch for o in self._seen)
+        return frozenset(o.local_batch for o in self._observations)
 
     def predict(self, nodes: int, gpus_per_node: int, local_batch: int) -> Estimate:
         """Return the time of one optimizer step with its 90 % prediction interval; `describe_why_unpredictable` is not checked."""
@@ -1021,7 +1021,7 @@ class StepTimeFit:
 
     def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
         """Return the seconds of a step without synchronisation; `describe_why_unpredictable` is not checked."""
-        return float(self.model.parts(self.make_points([nodes], [gpus_per_node], [local_batch]))[1][0])
+        return float(self.model.compute_parts(self.make_points([nodes], [gpus_per_node], [local_batch]))[1][0])
 
     def make_points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Points:
         """Return configurations in the coordinates of the model."""
@@ -1031,8 +1031,8 @@ class StepTimeFit:
 
     def list_measured_points(self) -> tuple[Points, Floats]:
         """Return the measured configurations and their step times in seconds."""
-        columns = ([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
-        return self.make_points(*columns), np.array([o.seconds for o in self._seen])
+        columns = ([getattr(o, name) for o in self._observations] for name in ("nodes", "gpus_per_node", "local_batch"))
+        return self.make_points(*columns), np.array([o.seconds for o in self._observations])
 
     def draw_samples(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
         """Return posterior samples of ln step times, shape (count, n), without single-job noise; deterministic."""
@@ -1084,7 +1084,7 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
         model=model,
         priors=priors,
         _scope=scope,
-        _seen=tuple(sorted_observations),
+        _observations=tuple(sorted_observations),
     )
 
 
@@ -1159,21 +1159,21 @@ def _describe_fit(
         (None, None) if points.gpus is None else (np.full(2, end) for end in (points.gpus.min(), points.gpus.max()))
     )
     ends = Points(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False), fewest)
-    compute = model.parts(ends)[1]
+    compute = model.compute_parts(ends)[1]
     ranges = [_describe_range(compute, [f"local batch {batch:g}" for batch in batches])]
     together = np.unique(points.replicas[~points.alone])
     if len(together):
         counts = together[[0, -1]]
         inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
-        sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside, most))[2]
+        sync = model.compute_parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside, most))[2]
         of = "" if most is None else f" of {round(most[0])} GPUs"
         ranges.append(_describe_range(sync, [f"{format_count(round(count), scope.noun)}{of}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {100 * error:.1f} %"
     parts_text = ", overlapped with synchronisation ".join(ranges)
     alone = ""
     if len(model.members) > 1:
-        by_steps = " only from the times of complete steps" * model.whole_steps_alone
-        alone = f"{by_steps}, compute hides synchronisation with probability {100 * model.overlapped:.0f} %"
+        by_steps = " only from the times of complete steps" * model.has_only_whole_steps
+        alone = f"{by_steps}, compute hides synchronisation with probability {100 * model.overlap_probability:.0f} %"
     trained = sum(o.doubt is not None for o in observations)
     sources = format_count(len(points) - trained, "probe") + f" and {format_count(trained, 'training')}" * bool(trained)
     return f"step = compute {parts_text} ({sources}{alone}, {quality})"

@@ -13,7 +13,7 @@ from statistics import median, median_low
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import messages
-from tula_cli.models.observations import as_observation
+from tula_cli.models.observations import convert_to_observation
 from tula_cli.models.time import step_time, stretches
 from tula_cli.models.time.step_time import (
     PRIORS,
@@ -29,7 +29,7 @@ from tula_cli.run.records.probes import Measured, RankPace
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
 
-SLOW = 1.2
+MIN_STRAGGLER_RATIO = 1.2
 """A rank that takes this multiple of the median rank's time is slow: ranks of one cluster normally differ by a few per
 cent."""
 _MIN_SLOW_SHARE = 0.75  # minimum share of its probes in which a straggler is slow
@@ -37,10 +37,12 @@ _MIN_PROBES = 2  # minimum number of probes
 GROWTH = 0.5
 """Exposed synchronisation counts as growing with the batch if it grows by more than this share of the largest batch's
 compute."""
-STALLED = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
+STALLED_RESIDUAL = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
 """Local residual of the steps of delayed ranks: a third off the model in the median; how fast it changes over batch and
 replicas."""
-_DIVIDED = 0.75  # gradient bytes per rank, most over fewest ranks, below which a script counts as sharded
+_MAX_SHARE_OF_DIVIDED_MODEL = (
+    0.75  # gradient bytes per rank, most over fewest ranks, below which a script counts as sharded
+)
 NOISE = 3.0
 """Probes lie far off their fit if its noise is this multiple of that of other clusters."""
 
@@ -81,8 +83,8 @@ def fit_with_stragglers(
     Raises:
         BadMeasurements: as `step_time.fit_step_time`.
     """
-    probes = [as_observation(probe) for probe in measured]
-    observations = [*probes, *map(stretches.as_observation, trained)]
+    probes = [convert_to_observation(probe) for probe in measured]
+    observations = [*probes, *map(stretches.convert_to_observation, trained)]
     named = [straggler.warning for straggler in find_stragglers(measured)]
     priors = choose_priors_of_job(spec, measured)
     return fit_observations(probes, observations, collective=spec.cluster.collective, priors=priors, named=named)
@@ -111,7 +113,9 @@ def find_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
         elif memory.states is not None:
             sizes_by_ranks[ranks] = max(memory.states.gradients, sizes_by_ranks.get(ranks, 0))
     if sizes_by_ranks:
-        is_divided = sizes_by_ranks[max(sizes_by_ranks)] < _DIVIDED * sizes_by_ranks[min(sizes_by_ranks)]
+        is_divided = (
+            sizes_by_ranks[max(sizes_by_ranks)] < _MAX_SHARE_OF_DIVIDED_MODEL * sizes_by_ranks[min(sizes_by_ranks)]
+        )
         sizes += [size * ranks if is_divided else size for ranks, size in sizes_by_ranks.items()]
     return max(sizes)
 
@@ -139,7 +143,9 @@ def fit_observations(
     fit = step_time.fit_step_time(observations, collective=collective, priors=priors)
     causes = list(named) or warn_unexplained_waits(probes, fit.model)
     if causes:
-        fit = step_time.fit_step_time(observations, collective=collective, priors=replace(priors, local_step=STALLED))
+        fit = step_time.fit_step_time(
+            observations, collective=collective, priors=replace(priors, local_step=STALLED_RESIDUAL)
+        )
     return fit, causes
 
 
@@ -151,7 +157,7 @@ def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:
             ratios_by_name.setdefault(name, []).append(ratio)
     slow_ranks: list[Straggler] = []
     for name, ratios in ratios_by_name.items():
-        slow = [(ratio, waits) for ratio, waits in ratios if ratio >= SLOW]
+        slow = [(ratio, waits) for ratio, waits in ratios if ratio >= MIN_STRAGGLER_RATIO]
         if len(slow) >= max(_MIN_PROBES, math.ceil(_MIN_SLOW_SHARE * len(ratios))):
             waits = sum(waits for _, waits in slow) > len(slow) / 2
             slow_ranks.append(Straggler(name, median(ratio for ratio, _ in slow), len(slow), len(ratios), waits))

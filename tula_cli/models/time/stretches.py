@@ -28,7 +28,7 @@ from tula_cli.run.records.tasks import TrainTask
 
 MIN_STEPS = 10
 """Minimum step rows, of about a second each, for a training to count."""
-STRETCHES = 40
+MAX_STRETCHES = 40
 """Maximum stretches into which its steps are divided: means of fewer steps are noisy, and the fit needs no more of
 them."""
 
@@ -102,7 +102,7 @@ def list_observations_from_training(
     return TrainingObservations(tuple(steps for steps in joined if steps is not None), tuple(dict.fromkeys(left_out)))
 
 
-def as_observation(steps: TrainedSteps) -> Observation:
+def convert_to_observation(steps: TrainedSteps) -> Observation:
     return Observation(
         nodes=steps.nodes,
         gpus_per_node=steps.gpus_per_node,
@@ -252,7 +252,7 @@ def _compute_stretch_means(timed: Sequence[_TimedSteps]) -> tuple[float, ...]:
     if not timed:
         return ()
     counts = np.array([step.count for step in timed], dtype=float)
-    stretch = np.minimum(STRETCHES - 1, (np.cumsum(counts) - counts) * STRETCHES // counts.sum()).astype(int)
+    stretch = np.minimum(MAX_STRETCHES - 1, (np.cumsum(counts) - counts) * MAX_STRETCHES // counts.sum()).astype(int)
     total_seconds = np.bincount(stretch, weights=counts * [step.seconds for step in timed])
     steps = np.bincount(stretch, weights=counts)
     return tuple(float(seconds) for seconds in total_seconds[steps > 0] / steps[steps > 0])

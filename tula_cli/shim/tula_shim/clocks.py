@@ -26,12 +26,12 @@ class HostClock:
     def mark(self) -> Mark:
         return time.perf_counter()
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def measure_seconds(self, begin: Mark, end: Mark) -> float:
         return float(end - begin)
 
 
 class CudaClock(HostClock):
-    """Marks are events in the current stream: nothing blocks until `seconds` is called."""
+    """Marks are events in the current stream: nothing blocks until `measure_seconds` is called."""
 
     device = "cuda"
 
@@ -43,7 +43,7 @@ class CudaClock(HostClock):
         event.record()
         return event
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def measure_seconds(self, begin: Mark, end: Mark) -> float:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
 

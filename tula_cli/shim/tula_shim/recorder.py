@@ -130,8 +130,8 @@ class Recorder:
     def mark(self) -> Mark:
         return self._clock.mark()
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        return self._clock.seconds(begin, end)
+    def measure_seconds(self, begin: Mark, end: Mark) -> float:
+        return self._clock.measure_seconds(begin, end)
 
     @property
     def device(self) -> str:
@@ -375,7 +375,7 @@ def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
         "bytes": optimizers.bytes or None,
         "peak": recorder.peaks,
         "lr": _list_learning_rates(recorder),
-        "warmup": [recorder.seconds(i.begin, i.end) for i in recorder.intervals.get(WARMUP, ())],
+        "warmup": [recorder.measure_seconds(i.begin, i.end) for i in recorder.intervals.get(WARMUP, ())],
         "timed": [_make_interval_row(recorder, interval) for interval in recorder.intervals.get(TIMED, ())],
         "split": _make_split_report(recorder),
         "loader": recorder.delivered.facts.get(recorder.delivered.training or 0),
@@ -399,7 +399,7 @@ def _make_interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]
     samples, batches, waited = interval.counts.get(dataset or 0, (0, 0, 0.0))
     counted = delivered.can_count_samples(dataset)
     return {
-        "seconds": recorder.seconds(interval.begin, interval.end),
+        "seconds": recorder.measure_seconds(interval.begin, interval.end),
         "wait": waited if delivered.training is not None else None,
         "samples": interval.samples if interval.samples is not None else samples if counted else None,
         "batches": batches if delivered.training is not None else None,
@@ -416,7 +416,7 @@ def _make_split_report(recorder: Recorder) -> dict[str, Any] | None:
     return {
         "modules": len(split.list_modules()),
         "hook": split.hook,
-        "sync": [sum(recorder.seconds(*pair) for pair in pairs) for pairs in split.exposed],
+        "sync": [sum(recorder.measure_seconds(*pair) for pair in pairs) for pairs in split.exposed],
         "norms": [[float(local), float(reduced)] for local, reduced in split.norms],
         "local": [
             _make_interval_row(recorder, interval) for interval in recorder.intervals.get(LOCAL, ()) if split.local

@@ -293,7 +293,7 @@ class FakeStep:
     @property
     def memory(self) -> Memory:
         """Return the memory that the method needs in a step."""
-        return get_method(self.spec).memory(self.spec, self.scaled, several=self.several)
+        return get_method(self.spec).estimate_memory(self.spec, self.scaled, several=self.several)
 
     def make_batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
@@ -463,7 +463,7 @@ def build_fake_step(
     _make_fake(model, fake)
     with fake:
         call = zoo.make_model_call(spec, model, zoo.build_loss(spec))
-        optimizer = get_method(spec).base(spec, make_parameter_groups(spec.optimizer, model))
+        optimizer = get_method(spec).build_base_optimizer(spec, make_parameter_groups(spec.optimizer, model))
     if gpu:
         _use_foreach(optimizer)
     batch = make_batch(collate, [sample] * COPIES)

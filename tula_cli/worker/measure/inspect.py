@@ -180,7 +180,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
     warnings += _check_output(spec, find_scores(output), call.get_target(first_samples.batch), datasets.classes)
     if is_import_string(spec.dataset.name) and _is_class_target(call.get_target(first_samples.batch)):
         _check_output(spec, find_scores(output), find_class_numbers(datasets), datasets.classes)
-    get_method(spec).check(spec, model, optimizer)
+    get_method(spec).check_optimizer(spec, model, optimizer)
     warnings += [*_warn_unused_entries(spec, call, first_samples.batch), *_warn_ineffective_methods(model)]
     return Inspection(
         dataset_size=len(datasets.train),
@@ -295,7 +295,7 @@ def _check_names(spec: JobSpec) -> None:
 
 
 def _check_optimizer(spec: JobSpec) -> None:
-    optimizer = get_method(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))])
+    optimizer = get_method(spec).build_base_optimizer(spec, [torch.nn.Parameter(torch.zeros(1))])
     zoo.compute_beta2_by_group(optimizer, spec, spec.train.reference_batch)
 
 
@@ -378,7 +378,7 @@ def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelC
     batch = make_batch(datasets.collate, items)
     model = zoo.build_model(spec, datasets.classes)
     call = zoo.make_model_call(spec, model, zoo.build_loss(spec))
-    optimizer = get_method(spec).base(spec, make_parameter_groups(spec.optimizer, model))
+    optimizer = get_method(spec).build_base_optimizer(spec, make_parameter_groups(spec.optimizer, model))
     stage = f"model {spec.model.name} cannot take {_describe_inputs(batch)}"
     try:
         with fake_tensor_step.make_fake_autocast(spec):

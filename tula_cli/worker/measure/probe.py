@@ -307,7 +307,7 @@ def use_zero_learning_rate(trainer: Trainer) -> Iterator[None]:
 
 
 def measure_step_seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
-    return [trainer.clock.seconds(step.start, step.end) for step in steps]
+    return [trainer.clock.measure_seconds(step.start, step.end) for step in steps]
 
 
 def _measure_cached_batch_time(trainer: Trainer, count: int) -> float:
@@ -405,7 +405,7 @@ def _measure_local_step_time(
     rank_pace = RankPace(
         host=platform.node(),
         compute=statistics.median(measure_step_seconds(trainer, steps)),
-        wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in steps),
+        wait=statistics.median(trainer.clock.measure_seconds(step.start, step.loaded) for step in steps),
     )
     paces = tuple(map(RankPace.model_validate_json, trainer.ranks.gather(rank_pace.model_dump_json())))
     return max(pace.compute for pace in paces), paces if len(paces) > 1 else ()
@@ -479,7 +479,7 @@ def _measure_job_overheads(
     evaluator = evaluation.Evaluator(trainer)  # before the first step, as in a training: it imports the user's metrics
     stream = repeat_steps(trainer)
     first_step = next(stream)
-    trainer.clock.seconds(first_step.start, first_step.end)
+    trainer.clock.measure_seconds(first_step.start, first_step.end)
     startup = max(0.0, time.time() - started_at)  # the clock may have been set back
     next(stream)
     evaluator.evaluate(max_batches=1)
@@ -590,7 +590,7 @@ def _time_steps(trainer: Trainer, stream: Iterator[Step]) -> TimedWindow:
     meter, states = EnergyMeter(trainer.ranks), GpuStateRecorder(trainer.ranks)
     blocks = StepBlocks(trainer, partial(count_steps_to_time, search=trainer.spec.search), at_work=states.sample)
     blocks.run(stream)
-    joules = meter.joules()
+    joules = meter.read_joules()
     return TimedWindow(
         steps=blocks.steps,
         waits=blocks.waits,
@@ -615,13 +615,13 @@ class StepBlocks:
             block = list(itertools.islice(stream, count))
             self.at_work()
             self.steps += measure_step_seconds(trainer, block)
-            self.waits += [trainer.clock.seconds(step.start, step.loaded) for step in block]
+            self.waits += [trainer.clock.measure_seconds(step.start, step.loaded) for step in block]
 
 
 def _measure_peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Components:
     """Return the memory of the steps so far, the maximum over all ranks."""
     ranks, limit = trainer.ranks, trainer.spec.cluster.memory_per_gpu
-    peak, reserved = meter.peak()
+    peak, reserved = meter.read_peak()
     assert trainer.last_batch is not None
     return worker_measure_meter.split_memory(
         trainer.parallel.module,

@@ -13,7 +13,7 @@ LAYERWISE_CLASSES: dict[str, type[torch.optim.Optimizer]] = {"SGD": Lars, "Adam"
 class Layerwise(Plain):
     """The plain large batch with the optimizer Lars or Lamb."""
 
-    def instead(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
+    def get_replacement_class(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
         return LAYERWISE_CLASSES.get(spec.optimizer.name)
 
 

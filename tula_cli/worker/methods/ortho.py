@@ -15,22 +15,22 @@ from tula_cli.worker.parallel.sharding import Parallel
 class WithOrtho(Plain):
     """Orthogonalises the update of each matrix."""
 
-    def wrap(
+    def wrap_optimizer(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
         return Ortho(base, model=parallel, max_grad_norm=configuration.spec.train.max_grad_norm)
 
-    def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         try:
             Ortho(optimizer, model=model)
         except ValueError as error:
             hint = "set optimizer.name: AdamW or SGD, or another train.method"
             raise SpecError(f"train.method {spec.train.method}: {error}", hint) from error
 
-    def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
+    def estimate_memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         return Memory(before=[p for p in parameters if p.ndim > 1])
 
-    def local_stepper(self, loop: Loop) -> torch.optim.Optimizer:
+    def get_local_optimizer(self, loop: Loop) -> torch.optim.Optimizer:
         # orthogonalising a step is local work, unless the ranks have to gather the updates for it
         return loop.base if loop.parallel.needs_all_ranks else loop.optimizer
 

@@ -71,35 +71,35 @@ class Plain:
     evaluates_averages = False
     """Whether `evaluating` puts other weights into the model, for which BatchNorm's statistics are recomputed."""
 
-    def base(self, spec: JobSpec, parameters: Parameters) -> torch.optim.Optimizer:
+    def build_base_optimizer(self, spec: JobSpec, parameters: Parameters) -> torch.optim.Optimizer:
         """Return the base optimizer: that of the spec or the method's replacement.
 
         Raises:
             SpecError: it cannot be built.
         """
-        return zoo.build_optimizer(spec, parameters, instead=self.instead(spec))
+        return zoo.build_optimizer(spec, parameters, instead=self.get_replacement_class(spec))
 
-    def instead(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
+    def get_replacement_class(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
         """Return the class that replaces the spec's optimizer; None if it is not replaced."""
 
-    def wrap(
+    def wrap_optimizer(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
         """Return the optimizer that takes the steps: the base optimizer, or a wrapper, which clips gradients itself."""
         return base
 
-    def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that is unsuitable because of its class or its parameters.
 
         Raises:
             SpecError: the method cannot use it.
         """
 
-    def fewest_samples(self, configuration: Configuration) -> int:
+    def compute_min_samples(self, configuration: Configuration) -> int:
         """Return the fewest samples that a GPU has to process at a time for the method to work unchanged."""
         return 1
 
-    def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
+    def estimate_memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         """Return the memory that a step needs in addition to the optimizer's state.
 
         Args:
@@ -109,7 +109,7 @@ class Plain:
         """
         return Memory()
 
-    def scaling(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
+    def get_scaling_optimizer(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
         """Return the optimizer as a TulaOptimizer, which scales gradients; None if this method does not scale them."""
         return None
 
@@ -131,7 +131,7 @@ class Plain:
     def after_step(self, loop: Loop) -> None:
         """Called after the weights have changed; `loop.position` is still the position before the step."""
 
-    def local_stepper(self, loop: Loop) -> torch.optim.Optimizer:
+    def get_local_optimizer(self, loop: Loop) -> torch.optim.Optimizer:
         """Return the optimizer to step with when a step without synchronisation is timed."""
         return loop.base
 
@@ -139,7 +139,7 @@ class Plain:
         """Return whether each rank takes the coming step by itself, without synchronising."""
         return False
 
-    def join(self, loop: Loop) -> None:
+    def synchronize_replicas(self, loop: Loop) -> None:
         """Make all replicas equal again if they differ; every rank must call this."""
 
     def probe_epochs(self) -> int | None:
@@ -147,11 +147,11 @@ class Plain:
         return None
 
     @contextmanager
-    def evaluating(self, loop: Loop) -> Iterator[None]:
+    def use_evaluated_weights(self, loop: Loop) -> Iterator[None]:
         """Put the weights that are evaluated into the model; the trained weights are restored afterwards."""
         yield
 
-    def model_state(self, loop: Loop) -> dict[str, Any]:
+    def get_model_state(self, loop: Loop) -> dict[str, Any]:
         """Return the model's state for a checkpoint, with the weights that are evaluated."""
         state: dict[str, Any] = loop.parallel.module.state_dict()
         return state
@@ -163,7 +163,7 @@ class Plain:
     def load_own_state(self, loop: Loop, state: dict[str, Any]) -> None:
         """Restore the state that `own_state` returned; called after model and optimizer have been loaded."""
 
-    def remarks(self, loop: Loop) -> list[str]:
+    def list_remarks(self, loop: Loop) -> list[str]:
         """Return remarks about settings of the user that have no effect in this training."""
         return []
 

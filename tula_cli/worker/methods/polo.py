@@ -46,9 +46,9 @@ class PostLocal(Plain):
         if is_average_due(
             samples_done, batch=loop.batch, end=samples_done + sum(batch * steps for batch, steps in remaining)
         ):
-            self.join(loop)
+            self.synchronize_replicas(loop)
 
-    def join(self, loop: Loop) -> None:
+    def synchronize_replicas(self, loop: Loop) -> None:
         if not loop.apart:
             return
         average_replicas(loop.parallel.module, loop.base)
@@ -61,7 +61,7 @@ class PostLocal(Plain):
     def probe_epochs(self) -> int | None:
         return SWITCH_EPOCHS  # a probe measures the synchronous steps, which take longer
 
-    def remarks(self, loop: Loop) -> list[str]:
+    def list_remarks(self, loop: Loop) -> list[str]:
         epochs = loop.spec.train.epochs
         if loop.ranks.world == 1:
             return ["train.method polo has no effect on one GPU, because there are no replicas to average"]

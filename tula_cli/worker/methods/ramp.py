@@ -19,18 +19,22 @@ from tula_cli.worker.parallel.sharding import Parallel
 class WithRamp(WithOrtho):
     """Orthogonalises the update of each matrix, unless the optimizer already does."""
 
-    def wrap(
+    def wrap_optimizer(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
-        return base if describe_why_not_orthogonalizable(base) else super().wrap(base, parallel, configuration)
-
-    def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if not describe_why_not_orthogonalizable(optimizer):
-            super().check(spec, model, optimizer)
-
-    def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         return (
-            Memory() if spec.optimizer.name in REFUSED_OPTIMIZERS else super().memory(spec, parameters, several=several)
+            base if describe_why_not_orthogonalizable(base) else super().wrap_optimizer(base, parallel, configuration)
+        )
+
+    def check_optimizer(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not describe_why_not_orthogonalizable(optimizer):
+            super().check_optimizer(spec, model, optimizer)
+
+    def estimate_memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
+        return (
+            Memory()
+            if spec.optimizer.name in REFUSED_OPTIMIZERS
+            else super().estimate_memory(spec, parameters, several=several)
         )
 
 

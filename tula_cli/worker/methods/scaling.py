@@ -43,11 +43,11 @@ def list_excluded_parameters(model: nn.Module, ags: Ags) -> Iterable[nn.Paramete
 class Scaling(Plain):
     """Wraps the optimizer in a TulaOptimizer, configured by the section `ags`."""
 
-    def settings(self, ags: Ags, **changed: Any) -> AgsArguments:
+    def make_arguments(self, ags: Ags, **changed: Any) -> AgsArguments:
         """Return new arguments for a TulaOptimizer."""
         return make_ags_arguments(ags, **changed)
 
-    def wrap(
+    def wrap_optimizer(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
         spec, batch = configuration.spec, configuration.batch
@@ -68,7 +68,7 @@ class Scaling(Plain):
                 exclude=list_excluded_parameters(parallel.module, spec.ags),
             )
 
-    def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         b_small = spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
         limit = spec.train.max_grad_norm
         arguments = make_ags_arguments(spec.ags)
@@ -97,20 +97,20 @@ class Scaling(Plain):
             compute_small_batch_size(spec, configuration.batch), get_small_batch_limit(configuration), world, 0
         )
 
-    def fewest_samples(self, configuration: Configuration) -> int:
+    def compute_min_samples(self, configuration: Configuration) -> int:
         if compute_small_batch_size(configuration.spec, configuration.batch) >= configuration.batch:
             return 1  # nothing is scaled
         return max(self.list_small_batch_shares(configuration), default=1)
 
-    def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
+    def estimate_memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         copied = parameters if spec.ags.resolved().apply_to == "update" else ()
         return Memory(factors=True, small_batch=_needs_small_batch(spec, several=several), before=copied, after=True)
 
-    def scaling(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
+    def get_scaling_optimizer(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
         return optimizer if isinstance(optimizer, TulaOptimizer) else None
 
     def change_batch(self, loop: Loop) -> None:
-        ags, spec = self.scaling(loop.optimizer), loop.spec
+        ags, spec = self.get_scaling_optimizer(loop.optimizer), loop.spec
         assert ags is not None
         configuration = Configuration(spec, loop.batch, loop.ranks.world)
         ags.change_batch(
@@ -121,15 +121,15 @@ class Scaling(Plain):
 
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
         """Compare the gradient of a small batch with that of the large one, when Algorithm 1 requires it (line 10)."""
-        ags = self.scaling(loop.optimizer)
+        ags = self.get_scaling_optimizer(loop.optimizer)
         if ags is None or not ags.needs_small_batch:
             return False
         ags.small_batch(small_loss, scaler=loop.scaler)
         return not loop.spec.ags.resolved().refreshes_each_step
 
-    def remarks(self, loop: Loop) -> list[str]:
+    def list_remarks(self, loop: Loop) -> list[str]:
         """Return a remark if AGS is the identity, or uses a small batch of another size than configured."""
-        ags = self.scaling(loop.optimizer)
+        ags = self.get_scaling_optimizer(loop.optimizer)
         assert ags is not None
         if loop.batch < loop.sizes.batch:
             return []  # a stage below the target batch: AGS may have an effect at later stages

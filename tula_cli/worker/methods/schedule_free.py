@@ -25,7 +25,7 @@ class ScheduleFree(Plain):
 
     evaluates_averages = True
 
-    def instead(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
+    def get_replacement_class(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
         try:
             import schedulefree
         except ImportError:
@@ -38,13 +38,13 @@ class ScheduleFree(Plain):
         )
         return optimizer_class
 
-    def base(self, spec: JobSpec, parameters: Any) -> torch.optim.Optimizer:
-        optimizer = super().base(spec, parameters)
+    def build_base_optimizer(self, spec: JobSpec, parameters: Any) -> torch.optim.Optimizer:
+        optimizer = super().build_base_optimizer(spec, parameters)
         _switch_weights(optimizer, training=True)
         return optimizer
 
     @contextmanager
-    def evaluating(self, loop: Loop) -> Iterator[None]:
+    def use_evaluated_weights(self, loop: Loop) -> Iterator[None]:
         trained = [p.detach().clone() for p in _use_trained_parameters(loop)]
         _switch_weights(loop.base, training=False)
         try:
@@ -55,8 +55,8 @@ class ScheduleFree(Plain):
                 for parameter, exact in zip(_use_trained_parameters(loop), trained, strict=True):
                     parameter.copy_(exact)
 
-    def model_state(self, loop: Loop) -> dict[str, Any]:
-        with self.evaluating(loop):
+    def get_model_state(self, loop: Loop) -> dict[str, Any]:
+        with self.use_evaluated_weights(loop):
             return {name: value.detach().cpu().clone() for name, value in loop.parallel.module.state_dict().items()}
 
     def own_state(self, loop: Loop) -> dict[str, Any]:

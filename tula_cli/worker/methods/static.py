@@ -16,7 +16,7 @@ from tula_cli.worker.methods.scaling import Scaling, make_ags_arguments
 class StaticScaling(Scaling):
     """Gradient scaling with a constant factor that is known in advance."""
 
-    def settings(self, ags: Ags, **changed: Any) -> AgsArguments:
+    def make_arguments(self, ags: Ags, **changed: Any) -> AgsArguments:
         arguments = make_ags_arguments(ags, **changed)
         arguments["factors"] = Static(None if ags.factor == "auto" else ags.factor)
         return arguments
@@ -24,8 +24,8 @@ class StaticScaling(Scaling):
     def list_small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
         return ()
 
-    def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
-        return Memory(before=super().memory(spec, parameters, several=several).before, after=True)
+    def estimate_memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
+        return Memory(before=super().estimate_memory(spec, parameters, several=several).before, after=True)
 
 
 METHOD = StaticScaling

@@ -44,7 +44,7 @@ def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size:
     for stage, micro_batches_of_stage in stages.items():
         _check_batch(spec, stage, world=world, splits=micro_batches_of_stage, dataset_size=dataset_size)
     return BatchSizes(
-        ramp or Ramp.constant(batch), spec.train.accumulate, {**stages, batch: splits}, min(batch, largest)
+        ramp or Ramp.from_constant_batch(batch), spec.train.accumulate, {**stages, batch: splits}, min(batch, largest)
     )
 
 
@@ -52,7 +52,7 @@ def _choose_splits_for_stage(spec: JobSpec, stage: int, batch: int, *, world: in
     """Return the parts per micro-batch of a stage: the fewest with at most the samples of a part of the full batch."""
     micro_batches_in_all = world * spec.train.accumulate
     micro_batch, max_samples = stage // micro_batches_in_all, batch // (micro_batches_in_all * splits)
-    least = get_method(spec).fewest_samples(Configuration(spec, stage, world))
+    least = get_method(spec).compute_min_samples(Configuration(spec, stage, world))
     sizes = ((n, micro_batch // n) for n in range(1, micro_batch + 1) if not micro_batch % n)
     fitting = (n for n, size in sizes if least <= size <= max_samples)
     return next(fitting, 1)
@@ -115,7 +115,7 @@ def list_micro_batch_splits(
 
 def _make_method_limit(specs: Sequence[JobSpec], batch: int, world: int) -> tuple[Callable[[int], bool], str]:
     """Return the condition that the methods of jobs impose on a micro-batch, and its description."""
-    fewest = max(get_method(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
+    fewest = max(get_method(spec).compute_min_samples(Configuration(spec, batch, world)) for spec in specs)
     return (
         lambda micro_batch: micro_batch >= fewest,
         f"the training method needs micro-batches of at least {fewest} samples",

@@ -40,7 +40,7 @@ def make_checkpoint_state(
         owed: whether the epoch that ends here is not yet evaluated.
         ended: why the training ends here, before its last epoch; empty if it continues.
     """
-    model, optimizer = trainer.method.model_state(trainer), trainer.optimizer.state_dict()
+    model, optimizer = trainer.method.get_model_state(trainer), trainer.optimizer.state_dict()
     return {"model": model, "optimizer": optimizer, **_make_training_state(trainer, best=best, owed=owed, ended=ended)}
 
 

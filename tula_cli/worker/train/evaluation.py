@@ -272,7 +272,7 @@ class Evaluator:
             max_batches: the most batches of each rank; None: all.
             between: called after each batch that every rank has, so it may communicate; it may raise.
         """
-        with self.trainer.method.evaluating(self.trainer):
+        with self.trainer.method.use_evaluated_weights(self.trainer):
             if self.trainer.method.evaluates_averages and max_batches is None:
                 average_batch_norm_statistics(self.trainer, between=between)
             return self._evaluate(max_batches, between)

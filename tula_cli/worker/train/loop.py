@@ -135,7 +135,7 @@ class Trainer:
 
     @property
     def ags(self) -> TulaOptimizer | None:
-        return self.method.scaling(self.optimizer)
+        return self.method.get_scaling_optimizer(self.optimizer)
 
     @property
     def lr(self) -> float:
@@ -175,14 +175,16 @@ def build_trainer(
     compile_model(model, spec.train, shapes=len(sizes.splits))
     parallel = wrap_model(model, spec.train, ranks.device)
     method = get_method(spec)
-    base = method.base(spec, make_parameter_groups(spec.optimizer, model))
+    base = method.build_base_optimizer(spec, make_parameter_groups(spec.optimizer, model))
     return Trainer(
         spec=spec,
         ranks=ranks,
         datasets=datasets,
         parallel=parallel,
         base=base,
-        optimizer=method.wrap(base, parallel, Configuration(spec, sizes.ramp.find_batch(0), ranks.world, refresh)),
+        optimizer=method.wrap_optimizer(
+            base, parallel, Configuration(spec, sizes.ramp.find_batch(0), ranks.world, refresh)
+        ),
         method=method,
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
         loss=loss,
@@ -270,7 +272,7 @@ def run_step_on_batch(trainer: Trainer, batch: Any) -> Step:
 
 def list_upcoming_micro_batches(trainer: Trainer) -> Generator[Any, None, None]:
     """Yield the micro-batches that would be trained next at the current batch size, over two epochs at most."""
-    for batch in load_micro_batches(trainer, trainer.position.epoch + 2, Ramp.constant(trainer.batch)):
+    for batch in load_micro_batches(trainer, trainer.position.epoch + 2, Ramp.from_constant_batch(trainer.batch)):
         yield to_device(trainer, batch)
 
 
@@ -338,7 +340,7 @@ def _update(trainer: Trainer) -> None:
         return
     if not trainer.synchronise:  # the method's own step might synchronise
         trainer.parallel.prepare_local_step(trainer.base)
-        trainer.scaler.step(trainer.method.local_stepper(trainer))
+        trainer.scaler.step(trainer.method.get_local_optimizer(trainer))
         trainer.scaler.update()
         trainer.base.zero_grad()
         return

@@ -56,13 +56,13 @@ class SynchronisationTimer:
         assert self.last is not None
         self.exposed.append((self.last, self.clock.mark()))
 
-    def seconds(self) -> list[float]:
+    def measure_seconds(self) -> list[float]:
         """Return the exposed synchronisation of each backward pass in seconds; waits for the device."""
-        return [self.clock.seconds(start, end) for start, end in self.exposed]
+        return [self.clock.measure_seconds(start, end) for start, end in self.exposed]
 
     def median(self) -> float:
         """Return the median exposed synchronisation in seconds."""
-        return statistics.median(self.seconds())
+        return statistics.median(self.measure_seconds())
 
 
 # --- Samples of steps
@@ -148,7 +148,7 @@ class StepWatch:
             return StepParts(step=step_time, data=data, compute=None, sync=None)
         if self.trainer.ranks.world == 1:
             return StepParts(step=step_time, data=data, compute=step_time - data, sync=0.0)
-        pairs = list(zip(steps, spy.seconds(), strict=False))
+        pairs = list(zip(steps, spy.measure_seconds(), strict=False))
         plain_pairs = [pair for pair in pairs if not pair[0].refreshed] or pairs
         sync = statistics.median(exposed for _, exposed in plain_pairs)
         compute = statistics.median(seconds(step.loaded, step.end) - exposed for step, exposed in plain_pairs)

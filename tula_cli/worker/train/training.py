@@ -221,7 +221,7 @@ class Training:
 
     def _save_and_leave(self, preempted: Preempted) -> None:
         """Save at the current position, from which the next attempt resumes."""
-        self.trainer.method.join(self.trainer)
+        self.trainer.method.synchronize_replicas(self.trainer)
         self._check_divergence(weights=True)
         if self.first:
             self.log.write_steps(overhead=self._overhead)

@@ -336,8 +336,8 @@ class TrainingLog:
         if not self.recent:
             return
         trainer, steps = self.trainer, self.recent
-        seconds = [trainer.clock.seconds(step.start, step.end) for step in steps]
-        waits = [trainer.clock.seconds(step.start, step.loaded) for step in steps]
+        seconds = [trainer.clock.measure_seconds(step.start, step.end) for step in steps]
+        waits = [trainer.clock.measure_seconds(step.start, step.loaded) for step in steps]
         plain = [value for value, step in zip(seconds, steps, strict=True) if not step.refreshed]
         self.step_times += plain
         self.window.extend(plain)
@@ -554,7 +554,7 @@ def list_ineffective_settings(trainer: Trainer) -> list[Diagnostic]:
         warnings.append(messages.warmup_never_ends(warmup_epochs=warmup, epochs=train.epochs))
     if isinstance(trainer.datasets.train, StreamedDataset) and (passed := trainer.position.done):
         warnings.append(messages.stream_read_again(samples=passed))
-    remarks = [*trainer.method.remarks(trainer), *trainer.sizes.ramp.remarks]
+    remarks = [*trainer.method.list_remarks(trainer), *trainer.sizes.ramp.remarks]
     warnings += [messages.setting_without_effect(text=remark) for remark in remarks]
     warnings += _warn_small_norm_batches(trainer)
     return warnings

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from tula_cli.models.time.changes import ERRORS_APART, MIN_DIFFERENCE, compare_step_times
+from tula_cli.models.time.changes import MIN_DIFFERENCE, MIN_STANDARD_ERRORS_APART, compare_step_times
 
 
 def times(middle: float, jitter: float, seed: int, steps: int = 30) -> list[float]:
@@ -40,4 +40,4 @@ def test_too_few_steps_tell_nothing() -> None:
     step_times = compare_step_times([0.1] * 4, [0.3] * 4)
     assert math.isinf(step_times.error) and not step_times.is_beyond_noise
     assert step_times.ratio == pytest.approx(3)
-    assert ERRORS_APART > 2
+    assert MIN_STANDARD_ERRORS_APART > 2

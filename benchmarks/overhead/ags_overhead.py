@@ -203,7 +203,7 @@ class Bench:
         worker_train_loop._refresh_scaling_factors(trainer)
         worker_train_loop._update(trainer)
         end = mark()
-        seconds = trainer.clock.seconds
+        seconds = trainer.clock.measure_seconds
         return lambda: Timed(step=seconds(start, end), update=seconds(middle, end))
 
     def step_with_refresh(self, name: str) -> Callable[[], Timed]:

@@ -27,7 +27,7 @@ import pandas as pd
 
 from tula_cli.models.efficiency import (
     EARLY_SHARE,
-    SLOWEST_GROWTH,
+    MIN_NOISE_GROWTH,
     compute_equivalent_constant_noise,
     compute_steps_ratio,
 )
@@ -209,7 +209,7 @@ def report(cases: Sequence[Case], missed: int) -> dict[str, Any]:
 
 
 def _inside(case: Case, slack: float) -> bool:
-    low, high = case.reference / case.batch, growing(case, SLOWEST_GROWTH)
+    low, high = case.reference / case.batch, growing(case, MIN_NOISE_GROWTH)
     return low / (1 + slack) <= case.ratio <= high * (1 + slack)
 
 
@@ -260,7 +260,7 @@ def in_words(result: Mapping[str, Any]) -> str:
             f" {result['not_reached']} more never reach the metric",
             f"growth of the noise, epochs^x, fitted without the app: {growths};"
             f" with all {result['growth']['all']:.2f}; the product's {result['growth']['product']:.2f}",
-            f"the range (growth {SLOWEST_GROWTH} to perfect scaling) covers {result['range_covers']['0.0']:.0f} % of the cases,"
+            f"the range (growth {MIN_NOISE_GROWTH} to perfect scaling) covers {result['range_covers']['0.0']:.0f} % of the cases,"
             f" {result['range_covers'][str(SLACK)]:.0f} % to within {SLACK:.0%}",
             f"noise scale, samples: first epoch / run up to {', '.join(f'{level:.0%}' for level in LEVELS)}: {noise}",
         ]

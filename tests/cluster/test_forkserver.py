@@ -253,7 +253,7 @@ def test_a_file_that_hides_an_imported_library_is_what_the_rank_imports(tmp_path
         sys.path.insert(0, sys.argv[2])
         assert preloaded._list_shadowed_modules() == ["yaml"]
         ran = [sys.executable, "-c", "import sys, os; print('executed', os.getcwd(), os.environ['A'])"]
-        preloaded._execute_if_hidden({"folder": sys.argv[2], "command": ran, "environment": {**os.environ, "A": "b"}})
+        preloaded._execute_if_modules_differ({"folder": sys.argv[2], "command": ran, "environment": {**os.environ, "A": "b"}})
     """
     (tmp_path / "torch").mkdir()  # hides nothing: no module, and no package
     (tmp_path / "yaml.py").write_text("")

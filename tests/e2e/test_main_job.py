@@ -12,7 +12,7 @@ from driver import waiting, weights_differ
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tula_cli
-from tula_cli.models.choice.objective import ALIKE
+from tula_cli.models.choice.objective import MAX_EQUAL_DIFFERENCE
 from tula_cli.run.records.probes import Measured, OutOfMemory
 from tula_cli.spec.load import load_spec
 
@@ -58,7 +58,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
         f"batch {fastest['batch']} is predicted to need",
         "of 6 measured configurations",
     )
-    as_fast = fastest["hours"] > choice["hours"] * (1 - ALIKE / 2)  # less than that is not worth a word
+    as_fast = fastest["hours"] > choice["hours"] * (1 - MAX_EQUAL_DIFFERENCE / 2)  # less than that is not worth a word
     assert as_fast or any(words in answer["data"]["reason"] for words in noise_said)
     assert choice["cost"] == pytest.approx(choice["hours"] * choice["nodes"] * 7.5)
     for name in ("recommendation.json", "recommended.yaml", "results.csv"):

@@ -46,21 +46,21 @@ def lars_without_a_gradient_takes_the_plain_step_of_the_decay(package: Any) -> N
 
 @check
 def a_schedule_resumed_from_another_interval_begins_anew(package: Any) -> None:
-    Schedule = part(package, "ags").Schedule
-    before, after = Schedule.from_settings(5, None), Schedule.from_settings(3, None)
+    RefreshSchedule = part(package, "ags").RefreshSchedule
+    before, after = RefreshSchedule.from_settings(5, None), RefreshSchedule.from_settings(3, None)
     for _ in range(4):
         before.count_step(refreshed=False)
     before.request_refresh()
     after.load_state_dict(before.state_dict())
     assert (after.taken, after.steps, after.owed, after.is_due) == (0, 3, False, False)
-    same = Schedule.from_settings(5, None)
+    same = RefreshSchedule.from_settings(5, None)
     same.load_state_dict(before.state_dict())
     assert (same.taken, same.owed) == (4, True)
 
 
 @check
 def a_restarted_schedule_owes_nothing(package: Any) -> None:
-    schedule = part(package, "ags").Schedule.from_settings(3, None)
+    schedule = part(package, "ags").RefreshSchedule.from_settings(3, None)
     schedule.request_refresh()
     schedule.restart()
     assert not schedule.is_due

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tula_cli.models import efficiency
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.efficiency import (
-    SLOWEST_GROWTH,
+    MIN_NOISE_GROWTH,
     Noise,
     compute_equivalent_constant_noise,
     describe_noise,
@@ -164,7 +164,7 @@ def test_time_and_cost_go_with_the_epochs_and_lie_in_their_range(batch: int) -> 
 
 def test_the_range_is_from_perfect_scaling_to_the_slowest_growth_of_the_lowest_noise() -> None:
     answer = predict_progress(4096, epochs=30, noise=NOISE)
-    least = (128 + 80) * 30**SLOWEST_GROWTH - 128
+    least = (128 + 80) * 30**MIN_NOISE_GROWTH - 128
     assert (answer.epochs_low, answer.epochs_high) == pytest.approx((30, 30 * (4096 + least) / (128 + least)))
 
 

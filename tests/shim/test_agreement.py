@@ -11,7 +11,7 @@ from tula_cli.shim.tula_shim import ranks as ranks_module
 from tula_cli.shim.tula_shim import recorder
 from tula_cli.shim.tula_shim.plan import read_plan
 from tula_cli.shim.tula_shim.ranks import NoStoreError, share_decision
-from tula_cli.shim.tula_shim.supervision import Pulse, Requests
+from tula_cli.shim.tula_shim.supervision import HeartbeatWriter, Requests
 
 
 class Store(dict[str, bytes]):
@@ -34,7 +34,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return group
 
 
-class Asked(Pulse):
+class Asked(HeartbeatWriter):
     """Steps of half a second on rank 0; counts who asks for that."""
 
     asked = 0
@@ -85,7 +85,7 @@ def test_a_request_is_seen_by_all_ranks_at_the_same_look(ranks: SimpleNamespace,
 def test_a_median_is_taken_where_it_decides_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, save: bool
 ) -> None:
-    monkeypatch.setattr(recorder, "Pulse", Asked)
+    monkeypatch.setattr(recorder, "HeartbeatWriter", Asked)
     plan = {"version": 1, "task": "t", "folder": str(tmp_path), "mode": "train", "heartbeat": 3600, "save": save}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     mine = recorder.Recorder(read_plan(str(tmp_path / "plan.json")))

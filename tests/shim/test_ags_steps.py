@@ -334,7 +334,7 @@ def test_another_optimizer_that_takes_over_is_refused(around: Callable[..., AgsS
     value, other = Loop().around(around()).train(range(1)), Loop()
     assert value.ags is not None
     with pytest.raises(CannotScaleError, match=r"but the script steps torch.optim.sgd.SGD"):
-        for _ in range(ags_module.MOST_WITHOUT + 1):
+        for _ in range(ags_module.MAX_STEPS_WITHOUT_AGS + 1):
             value.ags.after_step(other.base)
 
 

@@ -177,7 +177,7 @@ Refresh = Literal["epoch"] | int
 
 
 @dataclass
-class Schedule:
+class RefreshSchedule:
     """Counts the steps until the next refresh: the last of an epoch of `steps` steps, or every `every` steps."""
 
     every: int | None
@@ -188,7 +188,7 @@ class Schedule:
     owed: bool = False
 
     @classmethod
-    def from_settings(cls, refresh: Refresh, steps: int | None) -> Schedule:
+    def from_settings(cls, refresh: Refresh, steps: int | None) -> RefreshSchedule:
         """Return the schedule of a training that starts.
 
         Args:
@@ -795,7 +795,7 @@ class SmallBatch(Factors):
         if not 0 <= ema < 1:
             raise ValueError(f"ema must be a number of at least 0 and below 1, got {ema}")
         self.per, self.refresh, self.s_min, self.eps, self.ema = per, refresh, s_min, eps, ema
-        self.schedule = Schedule.from_settings(refresh, None)
+        self.schedule = RefreshSchedule.from_settings(refresh, None)
         self._factor: dict[Tensor, Tensor] = {}
         self._next_factors: dict[Tensor, Tensor] | None = None
         self._staged: dict[Tensor, Tensor] | None = None
@@ -804,7 +804,7 @@ class SmallBatch(Factors):
 
     def bind(self, setup: Setup) -> None:
         super().bind(setup)
-        self.schedule = Schedule.from_settings(self.refresh, setup.steps_per_epoch)
+        self.schedule = RefreshSchedule.from_settings(self.refresh, setup.steps_per_epoch)
         if setup.sharded and self.per == "element":
             raise ValueError(
                 f'a sharded model can only have factors per tensor: use {type(self).__name__}(per="tensor")'

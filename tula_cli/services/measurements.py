@@ -19,7 +19,7 @@ from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFewMeasurements
 from tula_cli.models.overheads import compute_median_queue_wait
-from tula_cli.models.ramp import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, add_stage_epochs
+from tula_cli.models.ramp import MEASURE_NOISE_HINT, NOISE_NOT_MEASURED, NoisePath, add_stage_epochs
 from tula_cli.models.ramp_costs import StageObjective, build_ramp_on_nodes, choose_stage_objective
 from tula_cli.models.time import stretches
 from tula_cli.models.time.noise import compute_trimmed_mean
@@ -553,7 +553,7 @@ def plan_stages(
         return recommended.stages
     noise = make_noise_path([run], spec, run.read_results())
     if stages_setting == "noise" and noise is None:
-        raise BadMeasurements(NOISE_NOT_MEASURED, HOW_TO_MEASURE)
+        raise BadMeasurements(NOISE_NOT_MEASURED, MEASURE_NOISE_HINT)
     ramp = build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)
     return add_stage_epochs(ramp.stages, dataset_size)
 

@@ -40,7 +40,7 @@ from tula_cli.run.records.tasks import (
 )
 from tula_cli.run.shortages import get_shortage
 
-_SENT_BY_LOADER = re.compile(r"Caught \w+ in (?:DataLoader worker process|pin memory thread)")
+_LOADER_ERROR_PREFIX = re.compile(r"Caught \w+ in (?:DataLoader worker process|pin memory thread)")
 """Start of the message with which torch raises an error of a data-loader process again; its traceback follows."""
 _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?::|$))")
 _HINT = "HINT: "
@@ -191,7 +191,7 @@ def _find_last_error_line(error: Exception) -> str:
 
 
 def _is_sent_by_loader(error: Exception) -> bool:
-    return _SENT_BY_LOADER.match(str(error)) is not None
+    return _LOADER_ERROR_PREFIX.match(str(error)) is not None
 
 
 def _get_device_kind(task: Task) -> str:

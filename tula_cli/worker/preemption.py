@@ -29,7 +29,7 @@ class Preempted(Exception):
         self.reason = reason
 
 
-_LEVELS: dict[int, Reason] = {1: "time_limit", 2: "signal"}
+_REASON_BY_LEVEL: dict[int, Reason] = {1: "time_limit", 2: "signal"}
 
 
 class PreemptionHandler:
@@ -75,14 +75,14 @@ class PreemptionHandler:
             min(MAX_STEPS_BETWEEN_CHECKS, max(1, round(CHECK_SECONDS / pace))) if pace > 0 else MAX_STEPS_BETWEEN_CHECKS
         )
         level, steps = self.ranks.elementwise_max(
-            [self._stop_level(reserve), float(wished if self.ranks.is_first else 0)]
+            [self._compute_stop_level(reserve), float(wished if self.ranks.is_first else 0)]
         )
         self._counted, self._agreed_at, self._next = 0, now, int(steps)
-        if reason := _LEVELS.get(int(level)):
+        if reason := _REASON_BY_LEVEL.get(int(level)):
             raise Preempted(reason)
         return True
 
-    def _stop_level(self, reserve: float) -> float:
+    def _compute_stop_level(self, reserve: float) -> float:
         if self._is_announced:
             return 2.0
         # The next agreement may be up to one more interval away.

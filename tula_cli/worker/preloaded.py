@@ -28,7 +28,7 @@ from typing import Any
 
 from tula_cli.host.processes import die_with_parent
 
-MODULES = (
+PRELOADED_MODULES = (
     "torch",
     "torch._dynamo",  # imported by the first optimizer
     "torchvision",
@@ -38,7 +38,7 @@ MODULES = (
     "tula_cli.worker.entry",
     "tula_cli.worker.train.auto_tune",
 )
-DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
+DRIVER_DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
 """Device files that CUDA and ROCm open when they start; after that neither survives a fork."""
 Request = Mapping[str, Any]
 
@@ -47,10 +47,10 @@ def run_worker(request: Request) -> None:
     """Run the requested rank in this process."""
     main = importlib.import_module("tula_cli.worker.__main__")
     sys.modules["__main__"] = main  # spawned data-loader processes import the main module by name
-    main.main(entered=partial(_execute_if_hidden, request))
+    main.main(entered=partial(_execute_if_modules_differ, request))
 
 
-def main(*, modules: Iterable[str] = MODULES, rank: Callable[[Request], None] = run_worker) -> None:
+def main(*, modules: Iterable[str] = PRELOADED_MODULES, rank: Callable[[Request], None] = run_worker) -> None:
     """Import modules, then fork a rank for each request received.
 
     Returns in each rank once it has finished, and in this process when the connection is closed: a rank exits as every
@@ -137,7 +137,7 @@ def _describe_why_not_forkable() -> str:
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         return f"a library started threads when it was imported: {names}"
-    if "torch" in sys.modules and (_has_gpu_open() or any(map(_has_file_open, DRIVERS))):
+    if "torch" in sys.modules and (_has_gpu_open() or any(map(_has_file_open, DRIVER_DEVICES))):
         return "a library initialised the GPU driver when it was imported"
     return ""
 
@@ -224,7 +224,7 @@ def _write_over_command_line(command: Iterable[str]) -> None:
     ctypes.memmove(start, command_bytes[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
-def _execute_if_hidden(request: Request) -> None:
+def _execute_if_modules_differ(request: Request) -> None:
     """Execute the command after all if an imported module is not the one that this rank would import.
 
     To be called once the user's folders are on `sys.path`.

@@ -20,7 +20,7 @@ sys.path.insert(0, sys.argv[1])
 from tula_shim import file_changes
 if len(sys.argv) > 4:
     file_changes.MAX_COPY = int(sys.argv[4])
-recorder = file_changes.Files(Path(sys.argv[2]), [])
+recorder = file_changes.FileChangeRecorder(Path(sys.argv[2]), [])
 recorder.record_writes()
 os.chdir(sys.argv[3])
 def step():

@@ -210,7 +210,7 @@ def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
     leader, follower = (Supervisor(run, Allocation(index, 2, index, "7", environ=os.environ)) for index in (0, 1))
     following = threading.Thread(target=follower.follow)
     following.start()
-    leader._lead_job(task.id)
+    leader._run_as_leader(task.id)
     following.join()
     text = ResumeTestRecords(run.path).read(task.id)
     assert text is not None and text.verdict == "any", text

@@ -176,7 +176,7 @@ def test_factors_of_an_epoch_need_its_length(tmp_path: Path) -> None:
     message = start(tmp_path, "a.py {batch}", train=True, checkpoint="/x", **paper).plan().ags
     assert message is not None and message.resumed and message.steps_per_epoch == 100 // 32
     probe = start(tmp_path, "a.py {batch}", **paper).plan().ags
-    assert probe is not None and probe.steps_per_epoch == methods.NEVER_STEPS, "a probe times plain steps"
+    assert probe is not None and probe.steps_per_epoch == methods.NEVER_REFRESH_STEPS, "a probe times plain steps"
     few = start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": 20}, **paper).plan().ags
     assert few is not None and few.steps_per_epoch == 1, "an epoch of less than a batch is a step"
     with pytest.raises(JobFailed, match="the number of samples"):

@@ -83,7 +83,7 @@ def test_a_segment_that_is_partly_in_use_is_kept() -> None:
     for name in range(3):
         allocator.allocate(name, 5 * MIB)
     allocator.release(0)
-    allocator._flush()
+    allocator._release_free_segments()
     assert allocator.reserved == 20 * MIB
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_lost_or_handed_out_twice(choices: list[tuple[int, int]]) -> 
     for name in live:
         allocator.release(name)
     assert allocator.allocated == 0
-    allocator._flush()
+    allocator._release_free_segments()
     assert allocator.reserved == 0, "all pieces are whole segments again"
 
 

@@ -163,14 +163,14 @@ def test_checkpoints_and_what_wrappers_put_before_names_are_read(key: str | None
     whole = model()
     state: Any = {f"module.{name}": value for name, value in whole.state_dict().items()}
     torch.save({key: state, "epoch": 3} if key else state, tmp_path / "a.pt")
-    fit = finetune.check_fit(job(weights=str(tmp_path / "a.pt")).model, whole)
+    fit = finetune.check_weights_fit_model(job(weights=str(tmp_path / "a.pt")).model, whole)
     assert fit.mismatch_text == "" and set(fit.common) == set(whole.state_dict())
 
 
 def test_safetensors_are_read(tmp_path: Path) -> None:
     whole, path = model(), tmp_path / "a.safetensors"
     save_file(whole.state_dict(), path)
-    assert finetune.check_fit(job(weights=str(path)).model, whole).mismatch_text == ""
+    assert finetune.check_weights_fit_model(job(weights=str(path)).model, whole).mismatch_text == ""
     path.write_bytes(b"no tensors")
     with pytest.raises(SpecError, match="is damaged, or not a file of safetensors"):
         finetune.read_weights(str(path))

@@ -123,7 +123,7 @@ def test_order_draws_nothing_from_the_process_generator() -> None:
 
 
 def test_position_counts_samples_and_steps_across_epochs() -> None:
-    position = Position().advance(4).advance(4).next_epoch().advance(2)
+    position = Position().advance(4).advance(4).start_next_epoch().advance(2)
     assert position == Position(epoch=1, done=2, samples=10, steps=3)
 
 

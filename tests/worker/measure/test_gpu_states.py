@@ -108,6 +108,6 @@ def test_a_cpu_has_no_such_state(alone: Ranks) -> None:
 def test_the_bits_are_those_of_the_package() -> None:
     nvml: Any = pytest.importorskip("pynvml", reason="needs nvidia-ml-py (the extra nvml)")
     reasons = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
-    assert [getattr(nvml, f"nvmlClocksThrottleReason{reason}") for reason in reasons] == list(probe.REASONS)
+    assert [getattr(nvml, f"nvmlClocksThrottleReason{reason}") for reason in reasons] == list(probe.THROTTLE_REASONS)
     for name in ("nvmlDeviceGetCurrentClocksThrottleReasons", "nvmlDeviceGetClockInfo", "nvmlDeviceGetPowerUsage"):
         assert callable(getattr(nvml, name))

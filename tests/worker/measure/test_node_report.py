@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "0")
     run = RunDir.create(tmp_path, spec())
     (run.path / "checks").touch()
-    assert "cannot write" in node_report._try_sign_in(check_task(tmp_path), run)
+    assert "cannot write" in node_report._try_write_token(check_task(tmp_path), run)
 
 
 def test_ranks_of_a_node_are_one_report() -> None:

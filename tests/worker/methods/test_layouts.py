@@ -83,11 +83,11 @@ def test_a_training_goes_on_in_the_other_layout(case: str, before: bool, alone: 
 def test_images_are_laid_like_the_weights_and_other_inputs_are_not(alone: Ranks) -> None:
     subject = built("lbt", alone, channels_last=True)
     images, labels = torch.rand(8, 3, 4, 4), torch.zeros(8, dtype=torch.int64)
-    moved, _ = worker_train_loop.to_device(subject, (images, labels))
+    moved, _ = worker_train_loop.move_batch_to_device(subject, (images, labels))
     assert moved.is_contiguous(memory_format=torch.channels_last) and torch.equal(moved, images)
-    assert worker_train_loop.to_device(subject, (images.flatten(1), labels))[0].is_contiguous()
+    assert worker_train_loop.move_batch_to_device(subject, (images.flatten(1), labels))[0].is_contiguous()
     usual = built("lbt", alone, channels_last=False)
-    assert worker_train_loop.to_device(usual, (images, labels))[0] is images
+    assert worker_train_loop.move_batch_to_device(usual, (images, labels))[0] is images
 
 
 def test_other_dimensions_than_four_stay_as_they_are() -> None:

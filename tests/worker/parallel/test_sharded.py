@@ -207,7 +207,7 @@ def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
     next(stream)
     before = whole(subject)
     subject.synchronise, subject.lr_factor = False, lambda _: 0.0
-    with subject.parallel.without_communication():  # type: ignore[union-attr]
+    with subject.parallel.disable_communication():  # type: ignore[union-attr]
         next(stream)
     subject.synchronise = True
     after = whole(subject)
@@ -289,9 +289,9 @@ def test_what_was_written_and_cannot_be_read_again_is_no_checkpoint(
             checkpoint.write_sharded(place, subject, best={})
     assert not place.exists()
     checkpoint.write_sharded(place, subject, best={})
-    assert sharded_checkpoint.is_complete(place, alone)
+    assert sharded_checkpoint.is_complete_checkpoint(place, alone)
     (place / "sums.json").write_text("[1]")
-    assert not sharded_checkpoint.is_complete(place, alone)
+    assert not sharded_checkpoint.is_complete_checkpoint(place, alone)
 
 
 def test_a_full_disk_in_the_middle_of_a_share_is_reported(

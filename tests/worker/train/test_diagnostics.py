@@ -15,7 +15,7 @@ from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.diagnostics import EDGES, Diagnostics, count_per_bin
+from tula_cli.worker.train.diagnostics import HISTOGRAM_EDGES, Diagnostics, count_per_bin
 
 AGS = {"train": {"method": "ags"}, "ags": {"delta": 0.4}}
 LEVELS = [0.05, 0.25, 0.5, 0.75, 0.95]
@@ -112,10 +112,10 @@ def test_only_who_asks_or_scales_has_diagnostics(alone: Ranks) -> None:
 
 
 def test_every_element_is_in_one_bin_and_an_edge_in_the_bin_above() -> None:
-    values = torch.tensor([0.0, 1e-9, 1.0, 1.41, 1.4143, 2.0, 1e9, *EDGES])
+    values = torch.tensor([0.0, 1e-9, 1.0, 1.41, 1.4143, 2.0, 1e9, *HISTOGRAM_EDGES])
     counts = count_per_bin([values])
-    assert len(counts) == len(EDGES) + 1 and sum(counts) == len(values)
-    expected = np.histogram(values.double().numpy(), bins=np.float32([-1.0, *EDGES, 1e12]))[0]
+    assert len(counts) == len(HISTOGRAM_EDGES) + 1 and sum(counts) == len(values)
+    expected = np.histogram(values.double().numpy(), bins=np.float32([-1.0, *HISTOGRAM_EDGES, 1e12]))[0]
     assert counts == expected.tolist()
     assert counts[0] == 2 and counts[-1] == 2
 
@@ -133,7 +133,7 @@ def test_epoch_rows_hold_norms_changes_and_factors(alone: Ranks, run: RunDir) ->
     first, second = (row["diagnostics"] for row in rows(run, task, "epoch"))
     assert first["steps"] == second["steps"] == 6
     assert first["scaled"] < second["scaled"] == 1.0
-    assert first["factors"]["edges"] == list(EDGES)
+    assert first["factors"]["edges"] == list(HISTOGRAM_EDGES)
     # The first refresh is in the last step of the first epoch: from there on each weight has a factor.
     assert (
         sum(first["factors"]["counts"]) == sum(second["factors"]["counts"]) == sum(w.numel() for w in weights.values())

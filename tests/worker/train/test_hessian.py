@@ -306,7 +306,7 @@ def test_it_repeats_itself_and_may_be_broken_off(alone: Ranks) -> None:
     first, other = measure_curvature(subject, samples=30), measure_curvature(subject, samples=30)
     assert (first.eigenvalue, first.gradient_norm, first.loss) == (other.eigenvalue, other.gradient_norm, other.loss)
     with pytest.raises(Gone):
-        measure_curvature(subject, samples=30, between=leave)
+        measure_curvature(subject, samples=30, after_product=leave)
     assert subject.parallel.module.training
 
 

@@ -117,13 +117,13 @@ def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[
         for _, of_ranks in zip(range(rng.randint(1, 12)), every, strict=False):
             (epoch,) = {key[0] for keys in of_ranks for key in keys}
             while position.epoch < epoch:
-                position = position.next_epoch()
+                position = position.start_next_epoch()
             assert sum(map(len, of_ranks)) == ramp.find_batch(epoch * size + position.done)
             interleaved = [of_ranks[place % world][place // world][1] for place in range(world * len(of_ranks[0]))]
             seen[epoch] += interleaved
             position = position.advance(len(interleaved))
         if ramp.find_batch(position.epoch * size + position.done) > size - position.done:
-            position = position.next_epoch()
+            position = position.start_next_epoch()
     for epoch, indices in seen.items():
         assert indices == make_epoch_permutation(size, seed=3, epoch=epoch)[: len(indices)].tolist()
         assert size - len(indices) < ramp.find_batch(epoch * size + len(indices))

@@ -357,4 +357,4 @@ def test_checkpoints_are_closer_on_nodes_that_are_taken_away(per_day: float, due
     job = spec(pricing={"price": 1.0, "spot": {"discount": 0.5, "interruptions_per_day": per_day}})
     task = SimpleNamespace(spec=job, nodes=4)
     training = SimpleNamespace(task=task, save_time=10.0, last_save=time.monotonic() - 600)
-    assert Training._is_due(training) == due, "every 22 minutes, or every 3.4 minutes"  # type: ignore[arg-type]
+    assert Training._is_checkpoint_due(training) == due, "every 22 minutes, or every 3.4 minutes"  # type: ignore[arg-type]

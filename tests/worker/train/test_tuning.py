@@ -171,9 +171,9 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
 
     monkeypatch.setattr(worker_train_loop, "run_steps", spied)
 
-    def settling(trainer: worker_train_loop.Trainer, *, batches: int, between: Any) -> Any:
+    def settling(trainer: worker_train_loop.Trainer, *, batches: int, after_batch: Any) -> Any:
         settled.append(batches)
-        return settle(trainer, batches=batches, between=between)
+        return settle(trainer, batches=batches, after_batch=after_batch)
 
     monkeypatch.setattr(evaluation, "recompute_batch_norm_statistics", settling)
     arms = (Arm(name="lbt"), Arm(name="fast", lr_factor=1.5, warmup_epochs=0.5))
@@ -251,7 +251,7 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
     trainer = worker_train_loop.build_trainer(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
     conv, norm = trainer.parallel.module[0], trainer.parallel.module[1]
     norm.running_mean.fill_(99.0)
-    evaluation.recompute_batch_norm_statistics(trainer, batches=auto_tune.SETTLING_STEPS, between=lambda: None)
+    evaluation.recompute_batch_norm_statistics(trainer, batches=auto_tune.SETTLING_STEPS, after_batch=lambda: None)
     with torch.no_grad():
         seen = [
             conv(images)

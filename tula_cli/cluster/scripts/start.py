@@ -240,7 +240,7 @@ class ScriptProgram(RankProgram):
 
     def count_steps_per_epoch(self, batch: int) -> int:
         """Return the number of steps after which AGS refreshes its factors again."""
-        return methods.NEVER_STEPS
+        return methods.NEVER_REFRESH_STEPS
 
     def make_kill_plan(self, command: LeaderCommand) -> KillPlan | None:
         """Return how the shim kills the start after a checkpoint; None if it does not."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli import words
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.scripts.methods import NEVER_STEPS, summarize_scaling
+from tula_cli.cluster.scripts.methods import NEVER_REFRESH_STEPS, summarize_scaling
 from tula_cli.cluster.scripts.start import (
     ScriptProcess,
     ScriptProgram,
@@ -452,7 +452,7 @@ class ScriptTraining(ScriptProgram):
             JobFailed: it does, and the number of samples is unknown.
         """
         if self.task.spec.ags.resolved().refresh != "epoch":
-            return NEVER_STEPS
+            return NEVER_REFRESH_STEPS
         if self.dataset_size is None:
             raise JobFailed(
                 "ags.refresh is epoch, but the number of samples per epoch is unknown",
@@ -721,7 +721,9 @@ class ScriptTraining(ScriptProgram):
         if beat is None or beat.lost is not None:
             return
         samples, _ = self._find_reached_position(command, beat.step, beat.samples)
-        level = pace.judge_steps(beat, attempt.read_gaps(0), samples=samples, epoch=self._convert_to_epochs(samples))
+        level = pace.detect_level_change(
+            beat, attempt.read_gaps(0), samples=samples, epoch=self._convert_to_epochs(samples)
+        )
         if level is None:
             return
         remaining_steps = None if self.total_samples is None else max(0, self.total_samples - samples) / self.task.batch

@@ -260,7 +260,7 @@ class ScriptLevelDetector:
         self.levels = LevelDetector()
         self._before: tuple[Heartbeat, int, float | None] | None = None  # previous heartbeat with its samples and epoch
 
-    def judge_steps(
+    def detect_level_change(
         self, beat: Heartbeat, gaps: Iterable[Mapping[str, Any]], *, samples: int, epoch: float | None
     ) -> Level | None:
         """Judge the steps since the previous call; return a change of level if they reveal one.

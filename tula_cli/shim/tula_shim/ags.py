@@ -31,9 +31,9 @@ KEY = "tula_ags"
 LEAST_PYTHON, LEAST_TORCH = (3, 10), (2, 6)
 PATIENCE = 3
 """Steps without AGS after which the script fails; it may take a few steps before its model is wrapped in DDP."""
-MOST_WITHOUT = 1000
+MAX_STEPS_WITHOUT_AGS = 1000
 """The same limit later in a training: steps of another, equally large optimizer, or without a reduction."""
-COUNTED = 10
+REDUCTION_STEPS_COUNTED = 10
 """Steps at the start in which reductions are counted; later steps are assumed to have the same number."""
 INSTEAD = "; otherwise use train.method lbt or lrs"
 
@@ -234,14 +234,16 @@ class AgsSteps:
 
     def _check_loop(self) -> None:
         assert self.tula is not None
-        if self.rounds > 1 and self._taken < COUNTED:
+        if self.rounds > 1 and self._taken < REDUCTION_STEPS_COUNTED:
             self.fail(
                 f"the script reduces its gradients {self.rounds} times per step, so the gradient of a single rank is not available:"
                 " accumulate within no_sync() of DistributedDataParallel"
             )
         needs = self.tula.factors.reads_b_small and self.tula.identity is None
         if needs and not self.offered:
-            self.fail(_ALONE if self.settings["settings"]["source"] == "local_norms" else _OFFER)
+            self.fail(
+                _NO_PEERS_EXPLANATION if self.settings["settings"]["source"] == "local_norms" else _HINT_OTHER_SOURCES
+            )
 
     def after_step(self, optimizer: Any) -> None:
         """Complete a step of AGS; count the steps of other optimizers.
@@ -262,7 +264,7 @@ class AgsSteps:
         refreshed = self.tula.factors.n_refresh > self._refreshes or not self._refreshes_each_step
         self._refreshes = self.tula.factors.n_refresh
         self._without = 0 if refreshed else self._without + 1
-        if self._without > (MOST_WITHOUT if self._refreshes else PATIENCE):
+        if self._without > (MAX_STEPS_WITHOUT_AGS if self._refreshes else PATIENCE):
             self.fail(
                 f"no gradient came through the script's DistributedDataParallel in {self._without} steps: check whether the script calls the wrapped module directly or reduces gradients without DistributedDataParallel"
             )
@@ -279,7 +281,7 @@ class AgsSteps:
                 self.fail(self._describe_missing_call())
         elif optimizer is not self.tula and count_elements(optimizer) >= count_elements(self.tula.base):
             self._without += 1
-            if self._without > (MOST_WITHOUT if self._taken else COUNTED):
+            if self._without > (MAX_STEPS_WITHOUT_AGS if self._taken else REDUCTION_STEPS_COUNTED):
                 self.fail(
                     f"AGS scales the optimizer {get_full_name(self.tula.base)}, but the script steps"
                     f" {get_full_name(optimizer)}, which has at least as many parameters"
@@ -290,7 +292,7 @@ class AgsSteps:
             return "no optimizer updates parameters of the model in the script's DistributedDataParallel"
         ranks = count_ranks()
         if ranks == 1:
-            return _ALONE
+            return _NO_PEERS_EXPLANATION
         return (
             f"the script's {ranks} ranks train without DistributedDataParallel (FSDP, ZeRO, tensor parallelism or its own"
             " reduction), so no rank has the whole gradient"
@@ -375,11 +377,11 @@ class AgsSteps:
         return self._last_report
 
 
-_ALONE = (
+_NO_PEERS_EXPLANATION = (
     "with one process there is no other gradient to compare with: use two or more GPUs under DistributedDataParallel"
     " (search.nodes), or pass a part of the batch with tula_hooks.wrap(optimizer, model) and tula_hooks.small_batch(...)"
 )
-_OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset: robust does not need this call"
+_HINT_OTHER_SOURCES = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset: robust does not need this call"
 
 
 def explain_unsupported(what: str = "AGS") -> str:

@@ -52,7 +52,7 @@ class DeliveredBatches:
         if before is None:
             return
         if before.batches == 1:
-            self._return_batches(key, before)
+            self._discard_uncounted_batches(key, before)
         if before.untrained[1] and not before.trained:
             self._add_counts(key, before.untrained, -1)
             current.withheld, current.withheld_from = before.untrained, before
@@ -63,7 +63,7 @@ class DeliveredBatches:
         for newest in self._passes.values():
             newest.trained = newest.trained or newest.batches > 0
 
-    def _return_batches(self, key: int, of: LoaderPass) -> None:
+    def _discard_uncounted_batches(self, key: int, of: LoaderPass) -> None:
         if of.withheld[1]:
             self._add_counts(key, of.withheld, 1)
             of.withheld = [0, 0, 0.0]
@@ -81,7 +81,7 @@ class DeliveredBatches:
             return
         before = newest.withheld_from
         if before is not None and iterator is not None and before.is_of(iterator):
-            self._return_batches(key, newest)  # both iterators are read alternately
+            self._discard_uncounted_batches(key, newest)  # both iterators are read alternately
         if newest.is_of(iterator):
             newest.batches += 1
             if not newest.trained:
@@ -278,16 +278,16 @@ def compute_content_digest(dataset: Any) -> str:
     compare.
     """
     try:
-        ends = list(_read_ends_of_content(dataset))
+        ends = list(_read_content_ends(dataset))
     except Exception:  # noqa: BLE001 - errors of the script's types
         return ""
     return hashlib.sha256(repr(ends).encode()).hexdigest()[:16] if ends else ""
 
 
-def _read_ends_of_content(obj: Any, depth: int = 0) -> Iterator[Any]:
+def _read_content_ends(obj: Any, depth: int = 0) -> Iterator[Any]:
     for name, value in sorted(getattr(obj, "__dict__", {}).items()):
         if name in ("dataset", "_dataset") and depth < DEPTH:
-            yield from _read_ends_of_content(value, depth + 1)
+            yield from _read_content_ends(value, depth + 1)
         elif name == "_fingerprint":
             yield name, value  # Hugging Face's digest of a dataset and its transforms
         elif isinstance(value, (list, tuple, range)) or hasattr(value, "shape"):

@@ -30,7 +30,7 @@ CACHES = ("__pycache__", ".git", ".triton", ".nv", "torchinductor_", "torch_exte
 SYSTEM = ("/dev/", "/proc/", "/sys/")
 
 
-class Files:
+class FileChangeRecorder:
     """Writes files-<host>-<pid>.jsonl into the attempt's folder: a line for each path, before it is changed."""
 
     def __init__(self, folder: Path, ignored: list[str]) -> None:
@@ -69,7 +69,7 @@ class Files:
     def mark_first_step(self) -> None:
         """Record that training has begun: files written from now on may contain its results."""
         self.stepped = True
-        self._write(stepped=time.time())
+        self._append_rows(stepped=time.time())
         module = sys.modules.get("safetensors.torch")
         serialize = getattr(module, "serialize_file", None)
         if module is None or serialize is None:
@@ -119,7 +119,7 @@ class Files:
         self._here.busy = True
         try:
             kept = self._back_up(absolute_path) if first else {"existed": None, "copy": None, "modified": None}
-            self._write(path=absolute_path, folder=folder, late=self.stepped, **kept)
+            self._append_rows(path=absolute_path, folder=folder, late=self.stepped, **kept)
         finally:
             self._here.busy = False
 
@@ -163,7 +163,7 @@ class Files:
         os.remove(draft)  # noqa: PTH107
         return str(copy)
 
-    def _write(self, **row: Any) -> None:
+    def _append_rows(self, **row: Any) -> None:
         journal = self.folder / f"files-{socket.gethostname()}-{os.getpid()}.jsonl"
         busy, self._here.busy = getattr(self._here, "busy", False), True
         try:

@@ -104,7 +104,7 @@ PROJECTED_STEPS = 20_000
 PROJECTED_SECONDS = 1.0
 
 
-class Schedule:
+class ScheduleReporter:
     """Reports the scheduler with each row; searches for it once, at the first step, before which it is created."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Schedule:
             self._searched = True
             self._scheduler = find_scheduler(optimizer)
             if self._scheduler is not None:
-                self._report = {"name": get_full_name(self._scheduler), "moves": has_upcoming_change(self._scheduler)}
+                self._report = {"name": get_full_name(self._scheduler), "moves": changes_rate_soon(self._scheduler)}
         if self._scheduler is None:
             return {}
         return {"schedule": {**self._report, "at": int(getattr(self._scheduler, "last_epoch", 0))}}
@@ -150,7 +150,7 @@ def _changes_optimizer(scheduler: Any, optimizer: Any) -> bool:
     return owner is optimizer or getattr(owner, "param_groups", None) is optimizer.param_groups
 
 
-class _EmptyOptimizer:
+class OptimizerStandIn:
     """An optimizer without parameters, on which a copy of a scheduler acts."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -168,11 +168,11 @@ class _EmptyOptimizer:
         return [float(group["lr"]) for group in self.param_groups]
 
 
-def has_upcoming_change(scheduler: Any) -> bool | None:
+def changes_rate_soon(scheduler: Any) -> bool | None:
     """Return whether a scheduler changes a learning rate in its next steps, by stepping a copy; None if that fails."""
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stand_in = _EmptyOptimizer(scheduler.optimizer)
+        stand_in = OptimizerStandIn(scheduler.optimizer)
         projected = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
         before, deadline = stand_in.rates(), time.perf_counter() + PROJECTED_SECONDS
         for _ in range(PROJECTED_STEPS):

@@ -17,12 +17,12 @@ from .batches import DeliveredBatches
 from .branch import BranchSteps
 from .clocks import HostClock, Mark, compute_process_age, make_clock, read_peak_memory, reset_peak
 from .ddp_split import DdpSplit
-from .file_changes import Files
-from .optimizers import Optimizers, Schedule, get_base_learning_rate
+from .file_changes import FileChangeRecorder
+from .optimizers import Optimizers, ScheduleReporter, get_base_learning_rate
 from .ortho import OrthoSteps
 from .plan import Plan, name_observed_folder
 from .ranks import NoStoreError, count_ranks, get_backend_name, get_rank, share_decision
-from .supervision import Pulse, Requests, StepKiller
+from .supervision import HeartbeatWriter, Requests, StepKiller
 
 WARMUP, TIMED, SYNC, NORMS, LOCAL, OBSERVED = "warmup", "timed", "sync", "norms", "local", "observed"
 
@@ -53,7 +53,7 @@ class Recorder:
         self.hooked = False  # torch is hooked
         self.over = False  # nothing more is recorded
         self.loads: dict[str, float] = {}  # path of a loaded file -> its modification time (Unix time)
-        self.files = Files(plan.folder, plan.files) if plan.files is not None else None
+        self.files = FileChangeRecorder(plan.folder, plan.files) if plan.files is not None else None
         self.reset()
 
     def reset(self) -> None:
@@ -83,9 +83,9 @@ class Recorder:
         self.lrs: list[Any] = []
         self.peaks: dict[str, dict[str, int]] = {}
         self.intervals: dict[str, list[Interval]] = {}
-        self.pulse = Pulse(self.plan)
+        self.pulse = HeartbeatWriter(self.plan)
         self.pulse.more = self._make_row_extras
-        self.schedule = Schedule()
+        self.schedule = ScheduleReporter()
         self.killing = StepKiller(self.plan)
         self._reported_samples: float | None = None
         self._trouble: OSError | None = None
@@ -244,7 +244,7 @@ class Recorder:
         if self.phase == WARMUP and timed == 0:
             self.phase = TIMED
         elif self.phase == TIMED and timed >= self.plan.min_steps and self._has_observed_enough(timed):
-            if self._can_split():
+            if self._can_time_parts_of_step():
                 self.phase = SYNC
                 self.split.watch_sync(self.mark)
             else:
@@ -292,7 +292,7 @@ class Recorder:
         elif self.phase == TIMED and done == self._agree_on_timed_steps(done):
             self.peaks[TIMED] = read_peak_memory()
             self.optimizers.measure_bytes()
-            if not self._can_split():
+            if not self._can_time_parts_of_step():
                 return True
             self.phase = SYNC
             self.split.watch_sync(self.mark)
@@ -310,7 +310,7 @@ class Recorder:
     def _has_enough_steps(self) -> bool:
         return len(self.intervals.get(self.phase, ())) >= self.plan.split_steps
 
-    def _can_split(self) -> bool:
+    def _can_time_parts_of_step(self) -> bool:
         if self.world == 1 or self.plan.split_steps == 0:
             return False
         if not self.split.list_modules():

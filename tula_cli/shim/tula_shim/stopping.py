@@ -18,7 +18,7 @@ from .recorder import TIMED, Recorder, make_report
 
 PATIENCE = 20.0
 """Seconds to wait for the other ranks to write: a rank still in a collective would fail if this one exited."""
-LOOK, LOOK_MOST = 0.02, 2.0
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 2.0
 """First and longest interval in seconds between two polls of the shared folder: a few dozen polls per second over all
 ranks, which therefore wait longer the more ranks there are."""
 GRACE = 2.0
@@ -58,13 +58,13 @@ def wait_for_ranks(folder: Path, world: int, patience: float = PATIENCE) -> bool
     """Wait until all ranks have written; return whether they have. Lists the folder, because NFS caches missing
     files."""
     wanted = {f"result-{rank}.json" for rank in range(world)}
-    deadline, pause = time.monotonic() + patience, LOOK
+    deadline, pause = time.monotonic() + patience, MIN_POLL_SECONDS
     while not wanted <= {path.name for path in folder.iterdir()}:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             return False
         time.sleep(min(pause, remaining))
-        pause = min(1.5 * pause, LOOK_MOST, max(10 * LOOK, world / 50))
+        pause = min(1.5 * pause, MAX_POLL_SECONDS, max(10 * MIN_POLL_SECONDS, world / 50))
     return True
 
 

@@ -17,11 +17,11 @@ from typing import Any, Callable, NamedTuple
 from .plan import Plan, append_row, write_json
 from .ranks import NoStoreError, share_decision
 
-REMEMBERED = 100  # steps for the median step time
-REMEMBERED_SAMPLES = 20  # steps for the median of samples per step; few, to notice a changed batch soon
+RECENT_STEPS = 100  # steps for the median step time
+RECENT_SAMPLES = 20  # steps for the median of samples per step; few, to notice a changed batch soon
 
 
-class Pulse:
+class HeartbeatWriter:
     """Writes heartbeat-<rank>.json and steps-<rank>.jsonl at most as often as the plan says. Durations are of the host."""
 
     def __init__(self, plan: Plan) -> None:
@@ -34,8 +34,8 @@ class Pulse:
         self._began: float | None = None  # perf_counter at the end of the last step; None before the first
         self._beaten = self._row_at = float("-inf")
         self._stepped_at = 0.0
-        self._recent: deque[float] = deque(maxlen=REMEMBERED)
-        self._recent_samples: deque[float] = deque(maxlen=REMEMBERED_SAMPLES)
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._recent_samples: deque[float] = deque(maxlen=RECENT_SAMPLES)
         self._newest: dict[str, Any] = {}
         self.more: Callable[[], dict[str, Any]] = dict
         """Returns further fields of a row."""
@@ -128,7 +128,7 @@ class Requests:
         self._every = 0
         self._off = not plan.save
 
-    def poll(self, step: int, pulse: Pulse, world: int) -> str:
+    def poll(self, step: int, pulse: HeartbeatWriter, world: int) -> str:
         """Return "save" or "stop" if requested after this step, else "". `pulse` provides the step time."""
         if self._off or step < self.plan.warmup or (self._every and step % self._every):
             return ""

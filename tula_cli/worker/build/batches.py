@@ -157,14 +157,14 @@ def _describe_wrong_first_dimension(path: Any, leaf: torch.Tensor, samples: int)
 
 # --- Tokens
 
-TOKENS = ("input_ids", "ids", "tokens")
+TOKEN_KEYS = ("input_ids", "ids", "tokens")
 """Keys of a batch that hold token ids."""
-MASKS = ("attention_mask", "mask")
+MASK_KEYS = ("attention_mask", "mask")
 """Keys of a batch that mark the positions of tokens, as opposed to padding."""
-LABELS = ("labels", "targets", "target")
+LABEL_KEYS = ("labels", "targets", "target")
 """Keys of a batch that mark the positions of tokens if there is no mask: positions that the loss ignores are
 padding."""
-IGNORED = -100
+IGNORED_LABEL = -100
 """The label that torch's cross entropy ignores."""
 
 
@@ -207,11 +207,11 @@ class TokenCounter:
 def _find_token_ids(batch: Any) -> torch.Tensor | None:
     """Return the token ids of a batch, (samples, length); None if it is not recognised as text.
 
-    Recognised are the keys in TOKENS, and a pair of ids and targets of equal shape.
+    Recognised are the keys in TOKEN_KEYS, and a pair of ids and targets of equal shape.
     """
     fields = list_named_entries(batch)
     if fields is not None:
-        candidates = [fields[key] for key in TOKENS if key in fields]
+        candidates = [fields[key] for key in TOKEN_KEYS if key in fields]
     elif type(batch) in (tuple, list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch):
         candidates = [batch[0]] if batch[0].shape == batch[1].shape and not batch[1].is_floating_point() else []
     else:
@@ -224,7 +224,7 @@ def _find_word_mask(batch: Any, ids: torch.Tensor) -> torch.Tensor | None:
     """Return which positions hold a token, bool (samples, length); None if the batch has neither mask nor labels."""
     fields = list_named_entries(batch)
     fields = {"labels": batch[1]} if fields is None else fields
-    for keys, nothing in ((MASKS, 0), (LABELS, IGNORED)):
+    for keys, nothing in ((MASK_KEYS, 0), (LABEL_KEYS, IGNORED_LABEL)):
         for key in keys:
             mask = fields.get(key)
             if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
@@ -244,7 +244,7 @@ class UserCollate:
     function: Collate
 
     def __call__(self, items: list[Any]) -> Any:
-        return as_dict(self.function(items))
+        return convert_mappings_to_dicts(self.function(items))
 
 
 def build_collate(spec: JobSpec) -> Collate | None:
@@ -268,7 +268,7 @@ def make_batch(collate: Collate | None, items: Sequence[Any]) -> Any:
     return (collate or torch.utils.data.default_collate)(list(items))
 
 
-def as_dict(tree: Any) -> Any:
+def convert_mappings_to_dicts(tree: Any) -> Any:
     """Return a tree in which each mapping that torch's pytree does not know is a dict."""
     return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree)
 
@@ -276,7 +276,7 @@ def as_dict(tree: Any) -> Any:
 # --- Calls of model and loss
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (outputs, target) or (outputs, batch) -> 0-dim loss
-TARGETS = ("labels", "label", "targets", "target", "y")
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Keys of a batch that hold its target if the model takes all entries."""
 
 
@@ -287,8 +287,8 @@ class ForwardSignature:
     names: tuple[str, ...]  # parameters that can be passed by name
     required: tuple[str, ...]  # parameters without a default
     positional: int  # number of parameters that can be passed by position
-    any_name: bool  # whether there is **kwargs
-    any_number: bool  # whether there is *args
+    accepts_any_name: bool  # whether there is **kwargs
+    accepts_any_number: bool  # whether there is *args
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> "ForwardSignature":
@@ -298,8 +298,8 @@ class ForwardSignature:
             names=tuple(p.name for p in named),
             required=tuple(p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)),
             positional=len([p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]),
-            any_name=any(p.kind is p.VAR_KEYWORD for p in parameters),
-            any_number=any(p.kind is p.VAR_POSITIONAL for p in parameters),
+            accepts_any_name=any(p.kind is p.VAR_KEYWORD for p in parameters),
+            accepts_any_number=any(p.kind is p.VAR_POSITIONAL for p in parameters),
         )  # fmt: skip
 
 
@@ -316,14 +316,14 @@ class ModelCall:
     takes: ForwardSignature
     loss: LossFunction
     whole: bool = False  # whether the loss takes the whole batch instead of its target
-    takes_all_outputs: bool = False  # whether the loss takes the model's outputs unchanged
+    receives_all_outputs: bool = False  # whether the loss takes the model's outputs unchanged
     default: bool = False  # whether the job sets no loss, so that a loss returned by the model is used
     names: tuple[str, str] = ("model", "loss")  # names of model and loss in messages
 
     @classmethod
     def from_model(cls, model: nn.Module, loss: LossFunction, **how: Any) -> "ModelCall":
         """Return the call of a model, before it is wrapped, and a loss."""
-        return cls(ForwardSignature.from_function(model.forward), loss, whole=takes_batch(loss), **how)
+        return cls(ForwardSignature.from_function(model.forward), loss, whole=accepts_batch(loss), **how)
 
     def compute_outputs(self, model: nn.Module, batch: Any) -> Any:
         """Call the model or its wrapper.
@@ -331,7 +331,7 @@ class ModelCall:
         Raises:
             SpecError: the batch lacks an argument that `forward` requires.
         """
-        if self._is_pair(batch):
+        if self._is_input_target_pair(batch):
             return model(batch[0])
         args, named = self.get_forward_arguments(batch)
         return model(*args, **named)
@@ -350,14 +350,14 @@ class ModelCall:
                     f"the .loss that {self.names[0]} returns is {describe_tree(model_loss)}, not one number"
                 )
             return model_loss
-        target = batch[1] if self._is_pair(batch) else self.get_target(batch)
+        target = batch[1] if self._is_input_target_pair(batch) else self.get_target(batch)
         if target is None:
             raise SpecError(
                 f"{self.names[1]} needs a target, but the batch {describe_tree(batch)} has only the inputs"
                 f" of {self.names[0]}",
                 "make the model return an object with .loss, or set loss.name to your own callable(outputs, batch)",
             )
-        return self.loss(outputs if self.takes_all_outputs else find_scores(outputs), target)
+        return self.loss(outputs if self.receives_all_outputs else find_scores(outputs), target)
 
     def compute_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of a batch."""
@@ -377,7 +377,7 @@ class ModelCall:
         fields = list_named_entries(inputs[0])
         if fields is not None:
             return self._make_call_arguments(fields, inputs[0])
-        several = isinstance(inputs[0], tuple | list) and (self.takes.any_number or self.takes.positional > 1)
+        several = isinstance(inputs[0], tuple | list) and (self.takes.accepts_any_number or self.takes.positional > 1)
         return (tuple(inputs[0]) if several else (inputs[0],)), {}
 
     def get_target(self, batch: Any) -> Any:
@@ -385,7 +385,7 @@ class ModelCall:
         fields = list_named_entries(batch)
         if fields is None or not (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
             return batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
-        for key in TARGETS:
+        for key in TARGET_KEYS:
             if key in fields:
                 return fields[key]
         unused = list(self.find_unused_entries(batch).values())
@@ -399,11 +399,11 @@ class ModelCall:
             else batch[0]
         )
         fields = list_named_entries(tree)
-        if fields is None or self.takes.any_name or not self._names_any_parameter(fields):
+        if fields is None or self.takes.accepts_any_name or not self._names_any_parameter(fields):
             return {}
         return {key: value for key, value in fields.items() if key not in self.takes.names}
 
-    def _is_pair(self, batch: Any) -> bool:
+    def _is_input_target_pair(self, batch: Any) -> bool:
         """Return whether this is the usual (input, target), which needs no further inspection."""
         alone = len(self.takes.required) <= 1
         return alone and type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[0], torch.Tensor)
@@ -412,7 +412,7 @@ class ModelCall:
         return any(key in self.takes.names for key in fields)
 
     def _make_call_arguments(self, fields: Mapping[str, Any], whole: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.takes.any_name:
+        if self.takes.accepts_any_name:
             return (), dict(fields)
         if not self._names_any_parameter(fields) and len(self.takes.required) == 1:
             return (whole,), {}
@@ -425,7 +425,7 @@ class ModelCall:
         return (), {key: value for key, value in fields.items() if key in self.takes.names}
 
 
-def takes_batch(loss: Callable[..., Any]) -> bool:
+def accepts_batch(loss: Callable[..., Any]) -> bool:
     """Return whether the second parameter of a loss is called `batch`, so that it is passed the whole batch."""
     try:
         function = loss.forward if isinstance(loss, nn.Module) else loss

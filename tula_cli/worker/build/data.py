@@ -37,7 +37,7 @@ from tula_cli.worker.seeding import compute_stable_seed, seed_generators
 
 # --- Iterable datasets
 
-_EVALUATION = 0x4556  # epoch number in the seeds of evaluations; no training has as many epochs
+_EVALUATION_SEED = 0x4556  # epoch number in the seeds of evaluations; no training has as many epochs
 
 
 class StreamedDataset:
@@ -77,15 +77,17 @@ class StreamedDataset:
             SpecError: the stream ends before its length.
         """
         positions = range(self.size // world if self.sharded else self.size)
-        stream = self._number_samples(_EVALUATION if epoch is None else epoch, len(positions))
+        stream = self._assign_samples_to_rank(_EVALUATION_SEED if epoch is None else epoch, len(positions))
         if self.sharded:
-            yield from (as_sample(item) for number, item in stream if number >= start // world)
+            yield from (convert_to_sample(item) for number, item in stream if number >= start // world)
         else:
             yield from (
-                as_sample(item) for number, item in stream if number >= start and (number - start) % world == rank
+                convert_to_sample(item)
+                for number, item in stream
+                if number >= start and (number - start) % world == rank
             )
 
-    def _number_samples(self, epoch: int, size: int) -> Iterator[tuple[int, Any]]:
+    def _assign_samples_to_rank(self, epoch: int, size: int) -> Iterator[tuple[int, Any]]:
         if hasattr(self.samples, "set_epoch"):
             self.samples.set_epoch(epoch)
         with seed_generators(self.seed, epoch):
@@ -170,7 +172,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         epoch, index = key
         with seed_generators(self.seed, epoch, index):
             item = self.samples[index]
-        return as_sample(item)
+        return convert_to_sample(item)
 
 
 class EvaluationDataset(torch.utils.data.Dataset[Any]):
@@ -183,26 +185,26 @@ class EvaluationDataset(torch.utils.data.Dataset[Any]):
         return count_samples(self.samples)
 
     def __getitem__(self, index: int) -> Any:
-        return as_sample(self.samples[index])
+        return convert_to_sample(self.samples[index])
 
     def list_first_samples(self, count: int) -> list[Any]:
         """Return the first samples."""
         return [self[index] for index in range(min(count, len(self)))]
 
 
-def as_sample(item: Any) -> Any:
+def convert_to_sample(item: Any) -> Any:
     """Return a sample in the form in which batches are made: in most cases (input, target), else any tree."""
     if type(item) in (tuple, list) and len(item) == 2:
-        return as_plain_tensor(item[0]), as_label(item[1])
-    return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else as_plain_tensor(leaf), item)
+        return convert_to_plain_tensor(item[0]), convert_to_label(item[1])
+    return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else convert_to_plain_tensor(leaf), item)
 
 
-def as_plain_tensor(sample: Any) -> Any:
+def convert_to_plain_tensor(sample: Any) -> Any:
     """Return an image tensor of torchvision's as a plain tensor: its subclass makes every operation slower."""
     return sample.as_subclass(torch.Tensor) if isinstance(sample, tv_tensors.TVTensor) else sample
 
 
-def as_label(target: Any) -> Any:
+def convert_to_label(target: Any) -> Any:
     """Return integer class numbers as `int`, which collates to int64; any other target is returned unchanged."""
     if isinstance(target, torch.Tensor) and target.ndim == 0 and not target.is_floating_point():
         return int(target)
@@ -230,7 +232,7 @@ def count_samples(samples: Samples) -> int:
 
 # --- The sampler and the loaders
 
-_SAMPLER = 0x5341  # part of the seed, so that a sampler's random numbers differ from the job's others
+_SAMPLER_SEED = 0x5341  # part of the seed, so that a sampler's random numbers differ from the job's others
 Key = tuple[int, int]
 """(epoch, index): augmentation is seeded by both."""
 
@@ -247,7 +249,7 @@ class Position:
     def advance(self, batch: int) -> Position:
         return replace(self, done=self.done + batch, samples=self.samples + batch, steps=self.steps + 1)
 
-    def next_epoch(self) -> Position:
+    def start_next_epoch(self) -> Position:
         return replace(self, epoch=self.epoch + 1, done=0)
 
 
@@ -366,7 +368,7 @@ class UserOrder:
         """
         known_arguments = {"epoch": epoch, "seed": self.seed}
         arguments = {key: value for key, value in known_arguments.items() if accepts_argument(self.target, key)}
-        with seed_generators(self.seed, _SAMPLER, epoch):
+        with seed_generators(self.seed, _SAMPLER_SEED, epoch):
             path = f"dataset.sampler.{self.name}"
             sampler = call_with_arguments(
                 self.target, self.args, path=path, name=self.name, given=arguments, first=(samples,)
@@ -441,7 +443,7 @@ def _make_worker_options(dataset: Dataset[Any] | StreamedDataset, workers: int, 
         "num_workers": workers,
         "prefetch_factor": PREFETCH_FACTOR if workers else None,
         "pin_memory": pin,
-        "worker_init_fn": _choose_worker_start() if workers else None,
+        "worker_init_fn": _choose_worker_start_method() if workers else None,
     }
 
 
@@ -458,7 +460,7 @@ def build_fixed_loader(
     )
 
 
-def _choose_worker_start() -> Callable[[int], None]:
+def _choose_worker_start_method() -> Callable[[int], None]:
     # Workers of a fork server have the server as their parent, which exits with this process.
     forked = multiprocessing.get_start_method() != "forkserver"
     return partial(_init_loader_process, os.getpid() if forked else None)
@@ -496,7 +498,9 @@ def build_transforms(items: Sequence[str | dict[str, dict[str, Any]]], *, path: 
 def to_tensor(image: Any) -> torch.Tensor:
     """Return an image as float32 (channels, height, width) in [0, 1], as ToImage and ToDtype(float32, scale) do."""
     if not isinstance(image, PIL.Image.Image) or image.mode not in ("L", "RGB"):
-        pixels = as_plain_tensor(v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True))
+        pixels = convert_to_plain_tensor(
+            v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True)
+        )
         return pixels.contiguous()  # type: ignore[no-any-return]
     # For a small image the checks and wrappers of ToImage and ToDtype take three times as long as the conversion.
     pixels = torch.from_numpy(np.array(image))
@@ -726,7 +730,7 @@ def _build_imported_split(spec: JobSpec, train: Transform, evaluate: Transform) 
 
 def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transform, path: str = "dataset.args") -> Any:
     target = load(spec.dataset.name, {}, kind="dataset")
-    transforms = takes_transform(target)
+    transforms = accepts_transform(target)
     if not transforms and (spec.transforms.train or spec.transforms.eval):
         raise SpecError(
             f"transforms: dataset {spec.dataset.name} takes no transforms, so they would have no effect",
@@ -736,7 +740,7 @@ def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transfo
     return call_with_arguments(target, spec.dataset.args, path=path, name=spec.dataset.name, given=arguments)
 
 
-def takes_transform(target: Callable[..., Any]) -> bool:
+def accepts_transform(target: Callable[..., Any]) -> bool:
     """Return whether a user's dataset takes a transform, as image datasets do and text datasets do not."""
     try:
         kinds = [parameter.kind for parameter in inspect.signature(target).parameters.values()]

@@ -49,7 +49,7 @@ def find_parameters(model: nn.Module, patterns: Sequence[str], *, path: str) -> 
         SpecError: a pattern matches nothing.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
-    kinds = {kind: set(_list_parameters_of_kind(model, kind)) for kind in KINDS}
+    kinds = {kind: set(_list_parameters_of_kind(model, kind)) for kind in PARAMETER_KINDS}
     for pattern in patterns:
         plain = pattern.removeprefix("!")
         if not any(_matches_pattern(name, plain, kinds) for name in names):
@@ -59,10 +59,10 @@ def find_parameters(model: nn.Module, patterns: Sequence[str], *, path: str) -> 
 
 def is_module_matching(name: str, patterns: Sequence[str]) -> bool:
     """Return whether patterns select a module by its name alone."""
-    return _is_included_by_last_match(name, patterns, {kind: set() for kind in KINDS})
+    return _is_included_by_last_match(name, patterns, {kind: set() for kind in PARAMETER_KINDS})
 
 
-KINDS = {"norms": "normalisation layers", "biases": "biases", "embeddings": "embedding layers"}
+PARAMETER_KINDS = {"norms": "normalisation layers", "biases": "biases", "embeddings": "embedding layers"}
 """Words that select the parameters of a kind, with what a model lacks if they match none."""
 
 
@@ -87,7 +87,7 @@ def _list_prefixes(name: str) -> Iterator[str]:
 
 
 def _list_parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
-    """Yield the names of the parameters of one of KINDS."""
+    """Yield the names of the parameters of one of PARAMETER_KINDS."""
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, _ in module.named_parameters(recurse=False):
             is_norm = "norm" in type(module).__name__.lower()  # LayerNorm, RMSNorm of any package ...
@@ -97,7 +97,7 @@ def _list_parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
 
 
 def _make_no_match_error(model: nn.Module, pattern: str, path: str) -> SpecError:
-    if parameters := KINDS.get(pattern.removeprefix("!")):
+    if parameters := PARAMETER_KINDS.get(pattern.removeprefix("!")):
         return SpecError(f"{path}: {pattern!r}: model {type(model).__name__} has no {parameters}", f"remove {pattern}")
     modules = [name for name, _ in model.named_modules() if name]
     names = [*modules, *(name for name, _ in model.named_parameters())]
@@ -373,7 +373,7 @@ def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
         SpecError: it cannot be read, or contains no named tensors.
     """
     try:
-        content = _read(path)
+        content = _read_weights_file(path)
     except FileNotFoundError:
         raise SpecError(f"{key}: the file {path} does not exist", f"relative paths start at {Path.cwd()}") from None
     except SpecError as error:
@@ -408,15 +408,15 @@ def _make_unreadable_file_error(path: str, key: str, error: Exception) -> SpecEr
     )
 
 
-def _read(path: str) -> Any:
+def _read_weights_file(path: str) -> Any:
     if Path(path).is_dir():
-        return _read_sharded(path)
+        return _read_sharded_checkpoint(path)
     if not is_regular_file(path):
         raise SpecError(f"{path} is not a regular file")
     return _read_safetensors(path) if path.endswith(".safetensors") else _read_torch_file(path)
 
 
-def _read_sharded(path: str) -> dict[str, Any]:
+def _read_sharded_checkpoint(path: str) -> dict[str, Any]:
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -449,7 +449,7 @@ def _read_safetensors(path: str) -> Any:
     return load_file(path)
 
 
-def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
+def check_weights_fit_model(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
     """Match the weights file with the model, which may be on fake tensors; `key` is the setting that names the file.
 
     Raises:
@@ -508,7 +508,7 @@ def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = KE
         return _load_sharded(section, model, first=first, key=key)
     mismatch = ""
     if first:
-        fit = check_fit(section, model, key=key)
+        fit = check_weights_fit_model(section, model, key=key)
         model.load_state_dict(dict(fit.common), strict=False)
         mismatch = fit.mismatch_text
     for tensor in (*model.parameters(), *model.buffers()):
@@ -520,7 +520,7 @@ def _load_sharded(section: Model, model: nn.Module, *, first: bool, key: str) ->
     """Load the file's weights into a sharded model, one tensor at a time; return the mismatches, on rank 0."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    fit = check_fit(section, model, key=key) if first else None
+    fit = check_weights_fit_model(section, model, key=key) if first else None
     names: list[Any] = [None if fit is None else list(fit.common)]
     dist.broadcast_object_list(names, src=0)
     model_state = model.state_dict()

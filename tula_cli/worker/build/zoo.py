@@ -184,7 +184,7 @@ def make_model_call(spec: JobSpec, model: nn.Module, loss: LossFunction) -> Mode
     return ModelCall.from_model(
         model,
         loss,
-        takes_all_outputs=is_import_string(spec.loss.name),
+        receives_all_outputs=is_import_string(spec.loss.name),
         default=spec.loss.name == "cross_entropy" and not spec.loss.args,
         names=(f"model {spec.model.name}", f"loss {spec.loss.name}"),
     )

@@ -105,7 +105,7 @@ class GpuMemoryEmulation(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in self.IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(torch.Tensor, _to_float32, (args, kwargs))
-        if name in self.SUMMED_IN_FLOAT32 and torch.is_autocast_enabled("cpu") and _is_narrow(args[0]):
+        if name in self.SUMMED_IN_FLOAT32 and torch.is_autocast_enabled("cpu") and _is_half_precision(args[0]):
             kwargs = {"dtype": torch.float32, **kwargs}
         return func(*args, **kwargs)
 
@@ -120,10 +120,10 @@ def _apply_fused_dropout(
 
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if _is_narrow(tensor) else tensor
+    return tensor.float() if _is_half_precision(tensor) else tensor
 
 
-def _is_narrow(value: object) -> bool:
+def _is_half_precision(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -58,7 +58,7 @@ from tula_cli.worker.measure import fake_tensor_step
 from tula_cli.worker.measure.fake_tensor_step import FakeStep
 from tula_cli.worker.measure.first_samples import find_class_numbers, load_first_samples
 from tula_cli.worker.methods.table import get_method
-from tula_cli.worker.parallel.sharding import check_torch, list_fsdp_blocks
+from tula_cli.worker.parallel.sharding import list_fsdp_blocks, require_fsdp_support
 from tula_cli.worker.train.evaluation import build_metrics
 from tula_cli.worker.train.evaluation import warn_gathered_metrics as metrics_told
 from tula_cli.worker.train.learning_rate import check_user_schedule
@@ -87,7 +87,7 @@ def estimate_footprints(fake_step: FakeStep, *, largest: int = MICRO_BATCHES[-1]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
     accumulate, room = fake_step.spec.train.accumulate, fake_step.compute_allocator_margin()
     gathered = _count_gathered_bytes(fake_step.model) if fake_step.spec.train.sharded else 0
-    components = {size * accumulate: _add_extra(fake_step.measure(size), gathered) for size in sizes}
+    components = {size * accumulate: _add_unattributed_bytes(fake_step.measure(size), gathered) for size in sizes}
     return tuple(
         Footprint(local_batch=b, memory=memory, room=round(room * memory.peak)) for b, memory in components.items()
     )
@@ -126,7 +126,7 @@ def describe_gathering(model: nn.Module) -> str:
     )
 
 
-def _add_extra(memory: Components, extra: int) -> Components:
+def _add_unattributed_bytes(memory: Components, extra: int) -> Components:
     """Return the memory with additional bytes that belong neither to a state nor to the batch."""
     raised = {name: getattr(memory, name) + extra for name in ("activations", "peak", "reserved")}
     return memory.model_copy(update=raised) if extra else memory
@@ -153,7 +153,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
     device = _get_local_device(spec)
     download_dataset(spec)
     if spec.train.sharded and not _needs_gpu_memory_estimate(spec, device):
-        check_torch(device)
+        require_fsdp_support(device)
     datasets = build_datasets(job)  # method auto refuses datasets that its arms would accept
     first_samples = load_first_samples(spec, datasets)
     warnings, notes = list(first_samples.warnings), []
@@ -217,7 +217,9 @@ def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.op
         SpecError: the file of weights does not fit the model.
     """
     section = spec.model
-    weights = finetune.describe_weights(section, finetune.check_fit(section, model)) if section.weights else ""
+    weights = (
+        finetune.describe_weights(section, finetune.check_weights_fit_model(section, model)) if section.weights else ""
+    )
     descriptions = (
         weights,
         finetune.describe_frozen(model, section.frozen),

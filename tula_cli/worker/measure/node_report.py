@@ -100,7 +100,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     Raises:
         JobFailed: this node has no network interface with the name in cluster.interface.
     """
-    write_error = _try_sign_in(task, run)  # before the rendezvous, to distinguish missing nodes from failed ones
+    write_error = _try_write_token(task, run)  # before the rendezvous, to distinguish missing nodes from failed ones
     over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
     with join_process_group(over_gloo, handover=run.get_handover_path(task.id, attempt)) as ranks:
         views = [
@@ -122,7 +122,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
             run.checks.write_report(report)
 
 
-def _try_sign_in(task: CheckTask, run: RunDir) -> str:
+def _try_write_token(task: CheckTask, run: RunDir) -> str:
     try:
         run.checks.record_sign_in(task.id, int(os.environ["RANK"]), platform.node())
     except TulaError as error:
@@ -195,11 +195,11 @@ def _make_node_report(number: int, views: Sequence[RankReport], clock: tuple[flo
         clock_offset=clock[0],
         clock_error=clock[1],
         write_error=next((view.write_error for view in views if view.write_error), ""),
-        **{name: getattr(first_view, name) for name in _SAME_IN_BOTH},
+        **{name: getattr(first_view, name) for name in _FIELDS_OF_BOTH_REPORTS},
     )
 
 
-_SAME_IN_BOTH = (
+_FIELDS_OF_BOTH_REPORTS = (
     "driver", "torch", "cuda", "nccl", "python", "cpus", "memory", "shared", "interface", "address", "token", "dataset",
     "free_disk",
 )  # fmt: skip

@@ -118,7 +118,7 @@ def count_steps_to_time(times: Sequence[float], search: Search) -> int:
 
 # --- States of the GPU
 
-REASONS = {0x04: "power cap", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+THROTTLE_REASONS = {0x04: "power cap", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
 """Reasons for a lowered clock, by NVML's bits; an idle GPU and a clock that was set lower do not count."""
 
 
@@ -133,7 +133,7 @@ class GpuStateRecorder:
 
     def sample(self) -> None:
         """Read the state now, before waiting for the GPU: the clocks of an idle GPU differ from those under load."""
-        if self._device is not None and (state := _read(*self._device)) is not None:
+        if self._device is not None and (state := _read_gpu_state(*self._device)) is not None:
             self._looks = [*self._looks[:1], state]
 
     def get_first_and_last(self) -> tuple[GpuState, GpuState] | None:
@@ -145,12 +145,12 @@ class GpuStateRecorder:
         ]
         if not ranks_samples:
             return None
-        return _join_states(samples[0] for samples in ranks_samples), _join_states(
+        return _combine_gpu_states(samples[0] for samples in ranks_samples), _combine_gpu_states(
             samples[-1] for samples in ranks_samples
         )
 
 
-def _join_states(rank_states: Iterable[dict[str, Any]]) -> GpuState:
+def _combine_gpu_states(rank_states: Iterable[dict[str, Any]]) -> GpuState:
     states = [GpuState.model_validate(state) for state in rank_states]
     return GpuState(
         sm_mhz=min(state.sm_mhz for state in states),
@@ -159,14 +159,14 @@ def _join_states(rank_states: Iterable[dict[str, Any]]) -> GpuState:
     )
 
 
-def _read(nvml: Any, handle: Any) -> GpuState | None:
+def _read_gpu_state(nvml: Any, handle: Any) -> GpuState | None:
     """Return the state of a GPU; None if it does not report it, or no longer does."""
     try:
         bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         return GpuState(
             sm_mhz=int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
             watts=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # mW
-            held_down=tuple(sorted({reason for bit, reason in REASONS.items() if bits & bit})),
+            held_down=tuple(sorted({reason for bit, reason in THROTTLE_REASONS.items() if bits & bit})),
         )
     except (nvml.NVMLError, AttributeError):  # AttributeError: the package is too old
         return None
@@ -397,7 +397,7 @@ def _measure_local_step_time(
         room: bytes of GPU memory that the probe has left free; None if there is no limit.
     """
     trainer.synchronise = False
-    independent = trainer.parallel.run_alone(lambda needed: room is None or room >= _MEMORY_MARGIN * needed)
+    independent = trainer.parallel.make_local_context(lambda needed: room is None or room >= _MEMORY_MARGIN * needed)
     if independent is None:
         return None, ()
     with independent:

@@ -77,7 +77,7 @@ def get_draft_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.draft")
 
 
-def is_complete(folder: Path, ranks: Ranks) -> bool:
+def is_complete_checkpoint(folder: Path, ranks: Ranks) -> bool:
     """Return on every rank whether a folder matches its check sums; every rank must call this, and reads some files."""
     checksums: dict[str, int] = json.loads(
         ranks.gather(json.dumps(_read_checksums(folder) if ranks.is_first else {}))[0]

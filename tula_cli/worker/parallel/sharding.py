@@ -37,10 +37,10 @@ class Replicated(DistributedDataParallel):
         """Return the squared norm of the averaged gradient, given this rank's gradients or shards."""
         return compute_squared_norm(gradients)
 
-    def release_gathered(self) -> None:
+    def release_gathered_parameters(self) -> None:
         """Release what forward passes without a backward pass have gathered: nothing."""
 
-    def run_alone(self, fits: Callable[[int], bool]) -> AbstractContextManager[None] | None:
+    def make_local_context(self, fits: Callable[[int], bool]) -> AbstractContextManager[None] | None:
         """Return a context in which steps run without communication; None if that is not possible.
 
         Args:
@@ -72,8 +72,8 @@ class Sharded(nn.Module):
         from torch.distributed.fsdp import fully_shard
 
         super().__init__()
-        check_torch(device.type)
-        _check_average(device)
+        require_fsdp_support(device.type)
+        _require_averaging_backend(device)
         _broadcast_tensors([*model.parameters(), *model.buffers()], device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self.parts: list[Any] = [*list_fsdp_blocks(model), model]
@@ -102,14 +102,14 @@ class Sharded(nn.Module):
         """
         yield
 
-    def run_alone(self, fits: Callable[[int], bool]) -> AbstractContextManager[None] | None:
-        """Return `without_communication`, which torch supports from 2.8 on and which needs all parameters and gradients."""
+    def make_local_context(self, fits: Callable[[int], bool]) -> AbstractContextManager[None] | None:
+        """Return `disable_communication`, which torch supports from 2.8 on and which needs all parameters and gradients."""
         can_run = all(hasattr(block, "set_reshard_after_forward") for block in self.parts)
         gathered_bytes = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in self.parameters())
-        return self.without_communication() if can_run and fits(gathered_bytes) else None
+        return self.disable_communication() if can_run and fits(gathered_bytes) else None
 
     @contextmanager
-    def without_communication(self) -> Iterator[None]:
+    def disable_communication(self) -> Iterator[None]:
         """Compute without communication in this context: the model stays gathered, and gradients are not averaged.
 
         Meanwhile the rank holds all parameters and their gradients. The weights must not change.
@@ -129,20 +129,20 @@ class Sharded(nn.Module):
                 block.reshard()
             root.set_reshard_after_backward(True)
 
-    def release_gathered(self) -> None:
+    def release_gathered_parameters(self) -> None:
         """Reduce each rank to its own shards, after forward passes without a backward pass have left more gathered."""
         for block in self.parts:
             block.reshard()
 
     def prepare_local_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the full gradients from `without_communication` by zeros, for a step of the usual duration."""
+        """Replace the full gradients from `disable_communication` by zeros, for a step of the usual duration."""
         self.zero_grad()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
 
-def check_torch(device: str) -> None:
+def require_fsdp_support(device: str) -> None:
     """Refuse a torch whose FSDP2 cannot run on a kind of device.
 
     Raises:
@@ -155,7 +155,7 @@ def check_torch(device: str) -> None:
         )
 
 
-def _check_average(device: torch.device) -> None:
+def _require_averaging_backend(device: torch.device) -> None:
     """Refuse a backend whose reduce-scatter does not average, as FSDP2 requires: gloo of torch 2.8 silently sums.
 
     Raises:

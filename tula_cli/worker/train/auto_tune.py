@@ -173,8 +173,8 @@ class BranchContext:
     def evaluate(self, trainer: Trainer) -> Evaluation:
         """Evaluate a trainer's weights on the held-out samples."""
         # The running statistics lag about ten steps behind the weights, which is most of a short branch.
-        evaluation.recompute_batch_norm_statistics(trainer, batches=SETTLING_STEPS, between=self.check)
-        return evaluation.Evaluator(trainer).evaluate(between=self.check)
+        evaluation.recompute_batch_norm_statistics(trainer, batches=SETTLING_STEPS, after_batch=self.check)
+        return evaluation.Evaluator(trainer).evaluate(after_batch=self.check)
 
     def train_branch(self, task: TrainTask, arm: Arm, length: int, *, control: float | None) -> Branch:
         """Train one branch and evaluate it.
@@ -412,14 +412,14 @@ def train_with_tuning(task: TrainTask, context: TrainContext) -> None:
         Diverged: loss or weights of the control are not finite.
     """
     while True:
-        choice = _choose(task, context)
+        choice = _choose_arm(task, context)
         try:
             return ArmTraining(choice, task, context).train()
         except ArmBrokeDown as broken:
             choose_next_arm(task, context.run, context.ranks, samples=broken.samples)
 
 
-def _choose(task: TrainTask, context: TrainContext) -> Choice:
+def _choose_arm(task: TrainTask, context: TrainContext) -> Choice:
     """Return the arm to continue with; if there is none yet, train up to the branching point, and the branches.
 
     Raises:

@@ -30,21 +30,27 @@ CHECKPOINTS_KEPT = 2
 
 
 def make_checkpoint_state(
-    trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = ""
+    trainer: Trainer, *, best: dict[str, float], evaluation_pending: bool = False, stop_reason: str = ""
 ) -> dict[str, Any]:
     """Return everything a resumed run needs.
 
     Args:
         trainer: model, optimizer and position.
         best: the best metrics so far.
-        owed: whether the epoch that ends here is not yet evaluated.
-        ended: why the training ends here, before its last epoch; empty if it continues.
+        evaluation_pending: whether the epoch that ends here is not yet evaluated.
+        stop_reason: why the training ends here, before its last epoch; empty if it continues.
     """
     model, optimizer = trainer.method.get_model_state(trainer), trainer.optimizer.state_dict()
-    return {"model": model, "optimizer": optimizer, **_make_training_state(trainer, best=best, owed=owed, ended=ended)}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        **_make_training_state(trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason),
+    }
 
 
-def _make_training_state(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -> dict[str, Any]:
+def _make_training_state(
+    trainer: Trainer, *, best: dict[str, float], evaluation_pending: bool, stop_reason: str
+) -> dict[str, Any]:
     """Return the state that a resumed run needs in addition to model and optimizer."""
     extra_state = trainer.method.own_state(trainer)
     return {
@@ -54,8 +60,8 @@ def _make_training_state(trainer: Trainer, *, best: dict[str, float], owed: bool
         "batch": trainer.batch,
         "world": trainer.ranks.world,
         "best": best,
-        "owed": owed,
-        "ended": ended,
+        "owed": evaluation_pending,
+        "ended": stop_reason,
         "losses": asdict(trainer.losses),
         **({"method": extra_state} if extra_state else {}),
     }
@@ -117,8 +123,8 @@ def save_checkpoint(
     *,
     best: dict[str, float],
     is_best: bool,
-    owed: bool = False,
-    ended: str = "",
+    evaluation_pending: bool = False,
+    stop_reason: str = "",
     keep: Collection[int] = (),
 ) -> Path:
     """Save the trainer's state, point `last` (and `best`) at it, and delete checkpoints that are no longer needed.
@@ -129,22 +135,29 @@ def save_checkpoint(
     shares = trainer.parallel.needs_all_ranks
     path = run.get_training(signature).get_checkpoint_path(trainer.position.samples, shares=shares)
     if shares:
-        write_sharded(path, trainer, best=best, owed=owed, ended=ended)
+        write_sharded(path, trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason)
     else:
-        write_checkpoint(path, make_checkpoint_state(trainer, best=best, owed=owed, ended=ended))
+        write_checkpoint(
+            path,
+            make_checkpoint_state(trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason),
+        )
     if trainer.ranks.is_first:
         _remove_outdated(run, signature, path, is_best=is_best, keep=keep)
     return path
 
 
-def write_sharded(path: Path, trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = "") -> None:
+def write_sharded(
+    path: Path, trainer: Trainer, *, best: dict[str, float], evaluation_pending: bool = False, stop_reason: str = ""
+) -> None:
     """Write one checkpoint of a sharded model completely or not at all; every rank must call this.
 
     Raises:
         TulaError: it cannot be written, for example because the disk is full; older checkpoints remain.
     """
     ags = {} if trainer.ags is None else {"ags": trainer.ags.ags_state_dict()}
-    content = _make_training_state(trainer, best=best, owed=owed, ended=ended) | ags
+    content = (
+        _make_training_state(trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason) | ags
+    )
     sharded_checkpoint.save_sharded(path, trainer.parallel.module, trainer.base, content, trainer.ranks)
 
 
@@ -181,14 +194,14 @@ def delete_checkpoints_after(run: RunDir, signature: str, samples: int) -> None:
 
 
 def load_newest_checkpoint(
-    run: RunDir, signature: str, tell: Callable[[str], object] = lambda _: None
+    run: RunDir, signature: str, warn: Callable[[str], object] = lambda _: None
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest readable checkpoint file; damaged ones are renamed. None if there is none.
 
     Args:
         run: the run.
         signature: signature of the training.
-        tell: called with a message for each checkpoint that is renamed.
+        warn: called with a message for each checkpoint that is renamed.
     """
     for path in run.get_training(signature).list_checkpoints():
         if path.suffix != ".pt":
@@ -196,16 +209,16 @@ def load_newest_checkpoint(
         content = _read_checkpoint(path) if is_complete_archive(path) else None
         if content is not None:
             return path, content
-        tell(_rename_damaged(path))
+        warn(_rename_damaged(path))
     return None
 
 
 def load_newest_on_all_ranks(
-    run: RunDir, signature: str, ranks: Ranks, tell: Callable[[str], object] = lambda _: None
+    run: RunDir, signature: str, ranks: Ranks, warn: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any] | None:
     """Return the newest readable checkpoint that rank 0 has found, on every rank; None if there is none.
 
-    For a sharded model this is its `folder`, and the state that is not sharded. `tell` as in `load_newest_checkpoint`, called on
+    For a sharded model this is its `folder`, and the state that is not sharded. `warn` as in `load_newest_checkpoint`, called on
     rank 0.
     """
     training = run.get_training(signature)
@@ -214,14 +227,14 @@ def load_newest_on_all_ranks(
     for folder in folders:
         rest = (
             _read_checkpoint(folder / sharded_checkpoint.REST_FILE)
-            if sharded_checkpoint.is_complete(folder, ranks)
+            if sharded_checkpoint.is_complete_checkpoint(folder, ranks)
             else None
         )
         if rest is not None:
             return {**rest, "folder": folder}
         if ranks.is_first:
-            tell(_rename_damaged(folder))
-    newest = load_newest_checkpoint(run, signature, tell) if ranks.is_first else None
+            warn(_rename_damaged(folder))
+    newest = load_newest_checkpoint(run, signature, warn) if ranks.is_first else None
     samples = ranks.broadcast(-1 if newest is None else newest[1]["position"]["samples"])
     if samples < 0:
         return None

@@ -16,7 +16,7 @@ from tula_cli.run.step_series import StepRow, round_value
 from tula_cli.worker.train.loop import Step, Trainer
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
-EDGES = tuple(2.0 ** (half / 2) for half in range(-20, 15))
+HISTOGRAM_EDGES = tuple(2.0 ** (half / 2) for half in range(-20, 15))
 """Edges of the histogram of factors: half octaves from 2^-10 to 2^7. There is one more bin on each side."""
 
 _CHUNK = 2**20  # elements sorted into bins at a time; their bin numbers need as much memory again
@@ -43,11 +43,11 @@ class Diagnostics:
     [gradient_norms]` they are also computed for other methods: one pass over the gradients, before they are clipped.
     """
 
-    takes_norms: bool = False  # whether norms are computed here, not taken from TulaOptimizer
-    square: Tensor | None = None  # |G|^2 of the newest step, if takes_norms
+    computes_norms: bool = False  # whether norms are computed here, not taken from TulaOptimizer
+    square: Tensor | None = None  # |G|^2 of the newest step, if computes_norms
     last: Tensor | None = None  # Delta(G) of TulaOptimizer at the newest step; the same object if it was skipped
     factor: Tensor | float | None = None  # mean of the scaling factors of the coming step; None without factors
-    refreshes_seen: int = -1  # number of refreshes when `factor` was read; -1 if it is None
+    refreshes_recorded: int = -1  # number of refreshes when `factor` was read; -1 if it is None
     waiting: list[_UnreadStep] = field(default_factory=list)  # steps whose values are not yet read from the device
     rows: list[StepRow] = field(default_factory=list)  # rows not yet returned by `pop_rows`
     newest: StepRow | None = None
@@ -72,7 +72,7 @@ class Diagnostics:
             return diagnostics
         if "gradient_norms" not in trainer.spec.train.diagnostics:
             return None
-        diagnostics.takes_norms, trainer.on_gradient = True, diagnostics.record_norm
+        diagnostics.computes_norms, trainer.on_gradient = True, diagnostics.record_norm
         return diagnostics
 
     def resume(self, newest: StepRow | None, samples: int) -> None:
@@ -89,7 +89,7 @@ class Diagnostics:
     def record_step(self, trainer: Trainer, step: Step) -> None:
         """Record a finished step; TulaOptimizer has no values of a step that GradScaler skipped."""
         samples, batch, lr = trainer.position.samples, step.batch, step.lr
-        if self.takes_norms:
+        if self.computes_norms:
             self.waiting.append(_UnreadStep(samples, batch, lr, self.square))
             self.square = None
         elif (ags := _find_scaling_optimizer(trainer)) is not None:
@@ -105,17 +105,17 @@ class Diagnostics:
         """Update the mean of the factors that act from the coming step on, if the factors have changed."""
         factors = ags.factors
         if not factors.has_factors:
-            self.factor, self.refreshes_seen = None, -1
-        elif factors.n_refresh != self.refreshes_seen:
-            self.factor, self.refreshes_seen = factors.mean, factors.n_refresh
+            self.factor, self.refreshes_recorded = None, -1
+        elif factors.n_refresh != self.refreshes_recorded:
+            self.factor, self.refreshes_recorded = factors.mean, factors.n_refresh
 
     def pop_rows(self) -> list[StepRow]:
         """Return the rows of the steps since the last call; waits for the device."""
-        self._read_waiting()
+        self._read_unread_steps()
         rows, self.rows = self.rows, []
         return rows
 
-    def _read_waiting(self) -> None:
+    def _read_unread_steps(self) -> None:
         waiting, self.waiting = self.waiting, []
         squares, changes = _read_numbers([s.square for s in waiting]), _read_numbers([s.change for s in waiting])
         shares, factors = _read_numbers([s.scaled for s in waiting]), _read_numbers([s.factor for s in waiting])
@@ -157,7 +157,7 @@ class Diagnostics:
             values; "scaled"; and "factors", the histogram of the current factors: "edges", and "counts" of elements (or
             tensors), one more than edges, with those below and above all edges at its ends.
         """
-        self._read_waiting()
+        self._read_unread_steps()
         ags = _find_scaling_optimizer(trainer)
         factors = ags.factors.values if ags else []
         norms, changes = self.norms, self.changes
@@ -167,7 +167,7 @@ class Diagnostics:
             "norm": _compute_quantiles(norms),
             "delta": _compute_quantiles(changes),
             "scaled": scaled,
-            "factors": {"edges": list(EDGES), "counts": count_per_bin(factors)} if factors else None,
+            "factors": {"edges": list(HISTOGRAM_EDGES), "counts": count_per_bin(factors)} if factors else None,
         }
 
 
@@ -200,10 +200,10 @@ def _compute_quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def count_per_bin(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the number of elements in each bin: len(EDGES) + 1 counts; an edge belongs to the bin above it."""
-    total = torch.zeros(len(EDGES) + 1, dtype=torch.int64)
+    """Return the number of elements in each bin: len(HISTOGRAM_EDGES) + 1 counts; an edge belongs to the bin above it."""
+    total = torch.zeros(len(HISTOGRAM_EDGES) + 1, dtype=torch.int64)
     for tensor in tensors:
-        edges = torch.tensor(EDGES, dtype=tensor.dtype, device=tensor.device)
+        edges = torch.tensor(HISTOGRAM_EDGES, dtype=tensor.dtype, device=tensor.device)
         for chunk in tensor.detach().flatten().split(_CHUNK):
             bins = torch.bucketize(chunk, edges, out_int32=True, right=True)
             total += torch.bincount(bins, minlength=len(total)).cpu()

@@ -24,7 +24,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Dataset, Optimizer, Train
 from tula_cli.words import compute_perplexity
 from tula_cli.worker.build import finetune
-from tula_cli.worker.build.batches import find_scores, is_language_model_output, make_batch, takes_batch
+from tula_cli.worker.build.batches import accepts_batch, find_scores, is_language_model_output, make_batch
 from tula_cli.worker.build.compiled import disable_compilation
 from tula_cli.worker.build.construct import call_with_arguments
 from tula_cli.worker.build.data import Datasets, build_eval_loader, build_test_dataset
@@ -32,11 +32,11 @@ from tula_cli.worker.build.norms import list_batch_norms
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.loop import Trainer, make_autocast_context, to_device
+from tula_cli.worker.train.loop import Trainer, make_autocast_context, move_batch_to_device
 
 # --- Metrics of the user's own
 
-STATEFUL = ("update", "compute", "reset")
+STATEFUL_METHODS = ("update", "compute", "reset")
 
 
 def build_metrics(section: Train) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _build_metric(name: str, entry: str | Mapping[str, Mapping[str, Any]]) -> An
 
 def is_stateful(metric: Any) -> bool:
     """Return whether a metric accumulates over batches, by update, compute and reset."""
-    return all(callable(getattr(metric, name, None)) for name in STATEFUL)
+    return all(callable(getattr(metric, name, None)) for name in STATEFUL_METHODS)
 
 
 def has_own_synchronization(metric: Any) -> bool:
@@ -83,7 +83,7 @@ def warn_gathered_metrics(section: Train) -> list[str]:
     """Return warnings about metrics for which the batches of all ranks must be gathered on rank 0."""
     return [
         f"train.metrics.{name} has neither sync nor merge_state, so the scores and targets"
-        f"{' (and inputs)' if takes_batch(metric.update) else ''} of all evaluation batches are gathered on rank 0."
+        f"{' (and inputs)' if accepts_batch(metric.update) else ''} of all evaluation batches are gathered on rank 0."
         " To avoid this, give the metric a method merge_state"
         for name, metric in build_metrics(section).items()
         if is_stateful(metric) and not has_own_synchronization(metric) and not can_merge_states(metric)
@@ -209,8 +209,8 @@ class MetricInput:
         self.batch, self.samples = batch, samples
 
     def get_arguments(self, update: Callable[..., Any]) -> tuple[Any, ...]:
-        """Return the arguments of a metric's update: scores and target, or outputs and batch (`takes_batch`)."""
-        return (self.outputs, self.batch) if takes_batch(update) else (self.scores, self.target)
+        """Return the arguments of a metric's update: scores and target, or outputs and batch (`accepts_batch`)."""
+        return (self.outputs, self.batch) if accepts_batch(update) else (self.scores, self.target)
 
 
 def _move_to_cpu(leaf: Any) -> Any:
@@ -222,7 +222,7 @@ def _move_to_cpu(leaf: Any) -> Any:
 STATISTICS_SAMPLES = 4096
 """Training samples over all ranks from which BatchNorm statistics are computed; at most a tenth of the training set."""
 
-_STREAM = 0x4E4F  # part of the seed, so that random numbers differ from the job's others
+_SEED_STREAM = 0x4E4F  # part of the seed, so that random numbers differ from the job's others
 
 
 @dataclass(frozen=True)
@@ -265,19 +265,19 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def evaluate(self, max_batches: int | None = None, *, between: Callable[[], None] = lambda: None) -> Evaluation:
+    def evaluate(self, max_batches: int | None = None, *, after_batch: Callable[[], None] = lambda: None) -> Evaluation:
         """Evaluate the whole set, or only some batches of each rank to measure the time.
 
         Args:
             max_batches: the most batches of each rank; None: all.
-            between: called after each batch that every rank has, so it may communicate; it may raise.
+            after_batch: called after each batch that every rank has, so it may communicate; it may raise.
         """
         with self.trainer.method.use_evaluated_weights(self.trainer):
             if self.trainer.method.evaluates_averages and max_batches is None:
-                average_batch_norm_statistics(self.trainer, between=between)
-            return self._evaluate(max_batches, between)
+                average_batch_norm_statistics(self.trainer, after_batch=after_batch)
+            return self._evaluate(max_batches, after_batch)
 
-    def _evaluate(self, max_batches: int | None, between: Callable[[], None]) -> Evaluation:
+    def _evaluate(self, max_batches: int | None, after_batch: Callable[[], None]) -> Evaluation:
         trainer = self.trainer
         # BatchNorm's statistics differ between ranks; all ranks evaluate with rank 0's, which are saved.
         for buffer in trainer.parallel.module.buffers():
@@ -291,14 +291,14 @@ class Evaluator:
             if index == max_batches:
                 break
             batches_done += 1
-            sums += self._score_batch(to_device(trainer, batch), self._get_batch_size(index))
+            sums += self._score_batch(move_batch_to_device(trainer, batch), self._get_batch_size(index))
             newest = batch
             if index < common:
-                between()
+                after_batch()
         for _ in range(batches_done, min(most, max_batches or most)):
             self._join_extra_batch(newest)
             self.user_metrics.update(None)
-        trainer.parallel.release_gathered()
+        trainer.parallel.release_gathered_parameters()
         trainer.parallel.train()
         loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
         if not samples:
@@ -320,7 +320,7 @@ class Evaluator:
         if batch is None:  # fewer samples than ranks
             batch = make_batch(trainer.datasets.collate, trainer.datasets.train.list_first_samples(1))
         with disable_compilation(trainer.spec.train), make_autocast_context(trainer):
-            trainer.call.compute_outputs(trainer.parallel.module, to_device(trainer, batch))
+            trainer.call.compute_outputs(trainer.parallel.module, move_batch_to_device(trainer, batch))
 
     def _count_samples(self, rank: int) -> int:
         """Return the number of samples of a rank."""
@@ -363,7 +363,7 @@ class Evaluator:
         return torch.stack([value.double().to(trainer.ranks.device) for value in scores])
 
 
-def average_batch_norm_statistics(trainer: Trainer, *, between: Callable[[], None] = lambda: None) -> None:
+def average_batch_norm_statistics(trainer: Trainer, *, after_batch: Callable[[], None] = lambda: None) -> None:
     """Recompute BatchNorm's statistics at the model's current weights, equal on all ranks; every rank must call this.
 
     They are computed from the training batches that come next: a run that stops in between, or is resumed, computes the
@@ -374,9 +374,10 @@ def average_batch_norm_statistics(trainer: Trainer, *, between: Callable[[], Non
     batches = max(1, samples // (ranks.world * trainer.micro_batch))
     with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
         seed_torch(
-            compute_stable_seed(trainer.spec.train.seed, _STREAM, trainer.position.samples, ranks.rank), ranks.device
+            compute_stable_seed(trainer.spec.train.seed, _SEED_STREAM, trainer.position.samples, ranks.rank),
+            ranks.device,
         )
-        norms = recompute_batch_norm_statistics(trainer, batches=batches, between=between)
+        norms = recompute_batch_norm_statistics(trainer, batches=batches, after_batch=after_batch)
     for norm in norms:
         for mean in (norm.running_mean, norm.running_var):
             assert mean is not None
@@ -385,7 +386,9 @@ def average_batch_norm_statistics(trainer: Trainer, *, between: Callable[[], Non
 
 
 @torch.no_grad()
-def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: Callable[[], None]) -> list[_BatchNorm]:
+def recompute_batch_norm_statistics(
+    trainer: Trainer, *, batches: int, after_batch: Callable[[], None]
+) -> list[_BatchNorm]:
     """Recompute this rank's BatchNorm statistics from up to `batches` of its next training micro-batches.
 
     Means over batches of their means and (unbiased) variances, as torch.optim.swa_utils.update_bn computes them.
@@ -394,7 +397,7 @@ def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: 
     Args:
         trainer: its model is left in training mode.
         batches: the most micro-batches; two epochs may have fewer.
-        between: called after each batch, on every rank; it may raise.
+        after_batch: called after each batch, on every rank; it may raise.
 
     Returns:
         The BatchNorm modules; if the model has none, an empty list, and no batch is loaded.
@@ -416,7 +419,7 @@ def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: 
             for batch in itertools.islice(stream, batches):
                 with disable_compilation(trainer.spec.train), make_autocast_context(trainer):
                     trainer.call.compute_outputs(trainer.parallel.module, batch)
-                between()
+                after_batch()
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum

@@ -23,7 +23,7 @@ from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Trainer
 
-_STREAM = 0x4E53  # part of the seed, so that random numbers differ from the job's others
+_SEED_STREAM = 0x4E53  # part of the seed, so that random numbers differ from the job's others
 
 Gradient = dict[torch.Tensor, torch.Tensor]
 """Gradients of the parameters that the batch uses."""
@@ -36,14 +36,14 @@ groups."""
 
 
 def measure_gradient_noise(
-    trainer: Trainer, *, batches: int, between: Callable[[], None] = lambda: None
+    trainer: Trainer, *, batches: int, after_batch: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """Measure the noise at the trainer's weights; return a row's fields for metrics.jsonl. Every rank must call this.
 
     Args:
         trainer: not changed. Its replicas are assumed to be equal.
         batches: micro-batches of each rank.
-        between: called after each micro-batch, on every rank at the same time; it may raise.
+        after_batch: called after each micro-batch, on every rank at the same time; it may raise.
 
     Returns:
         `stats`, the norms as in a probe; `scale`, `low` and `high` of the noise, in samples, if they can be estimated;
@@ -51,9 +51,9 @@ def measure_gradient_noise(
     """
     began, pairs, position = time.monotonic(), list[Pair](), trainer.position
     # The seed depends only on the position, so that a resumed training measures the same noise.
-    seed = compute_stable_seed(trainer.spec.train.seed, _STREAM, position.samples, trainer.ranks.rank)
+    seed = compute_stable_seed(trainer.spec.train.seed, _SEED_STREAM, position.samples, trainer.ranks.rank)
     seed_torch(seed, trainer.ranks.device)
-    count = min(batches, _count_upcoming(trainer))
+    count = min(batches, _count_upcoming_micro_batches(trainer))
     size = max(2, min(BATCHES_PER_GROUP, count // MIN_GROUPS))
     with (
         restore_buffers(trainer.parallel.module),
@@ -61,7 +61,7 @@ def measure_gradient_noise(
     ):
         trainer.parallel.train()
         for _ in range(count // size):
-            pairs.append(_measure_group(trainer, itertools.islice(stream, size), between))
+            pairs.append(_measure_group(trainer, itertools.islice(stream, size), after_batch))
     together = trainer.parallel.count_samples_of_gradient(trainer.micro_batch)
     stats = summarize_gradient_norms(_average_over_ranks(trainer, pairs), local_batch=together, batch=size * together)
     noise = estimate_noise_scale([stats])
@@ -69,7 +69,7 @@ def measure_gradient_noise(
     return {"stats": stats.model_dump(mode="json"), **interval, "seconds": time.monotonic() - began}
 
 
-def _count_upcoming(trainer: Trainer) -> int:
+def _count_upcoming_micro_batches(trainer: Trainer) -> int:
     """Return the number of micro-batches in the rest of this epoch and the next one."""
     size, samples_done = len(trainer.datasets.train), trainer.position.done
     return (count_remaining_steps(size, samples_done, trainer.batch) + size // trainer.batch) * trainer.parts
@@ -82,7 +82,7 @@ def _average_over_ranks(trainer: Trainer, pairs: Sequence[Pair]) -> list[Pair]:
     return [(sums[at] / world, sums[at + 1] / world) for at in range(0, len(sums), 2)]
 
 
-def _measure_group(trainer: Trainer, batches: Iterator[Any], between: Callable[[], None]) -> Pair:
+def _measure_group(trainer: Trainer, batches: Iterator[Any], after_batch: Callable[[], None]) -> Pair:
     """Return the mean of the squared norms of the batches' gradients, and the squared norm of their mean."""
     total: Gradient = {}
     squares = []
@@ -91,7 +91,7 @@ def _measure_group(trainer: Trainer, batches: Iterator[Any], between: Callable[[
         squares.append(compute_squared_norm(trainer, gradients))
         for parameter, gradient_sum in gradients.items():
             total[parameter] = total[parameter].add_(gradient_sum) if parameter in total else gradient_sum
-        between()
+        after_batch()
     mean = {parameter: gradient_sum / len(squares) for parameter, gradient_sum in total.items()}
     return sum(squares) / len(squares), compute_squared_norm(trainer, mean)
 

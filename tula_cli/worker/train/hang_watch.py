@@ -34,7 +34,7 @@ LIMIT_IN_STEPS = 20
 POLL_SECONDS = 1.0  # interval of the checks
 MEDIAN_STEPS = 101  # number of newest steps in the median step time
 _STACK = 512 * 2**10  # stack bytes of the thread; the default of 8 MiB would count against a memory limit
-_WAITS_IN = ("_engine_run_backward", "synchronize")  # functions that wait for DDP's reducer or a device
+_WAITING_FUNCTIONS = ("_engine_run_backward", "synchronize")  # functions that wait for DDP's reducer or a device
 
 
 @dataclass
@@ -60,7 +60,7 @@ class HangWatch:
     end: Callable[[int], object] = os._exit
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS))
     _step: int | None = None  # number of the current step; None between two steps
-    _over: threading.Event = field(default_factory=threading.Event)
+    _finished: threading.Event = field(default_factory=threading.Event)
 
     def watch_steps(self, steps: Iterator["Step"]) -> Iterator["Step"]:
         """Yield the steps; work of the caller between two steps (evaluating, saving) may take any time."""
@@ -79,7 +79,7 @@ class HangWatch:
                 yield step
         finally:
             self._step = None
-            self._over.set()
+            self._finished.set()
 
     @property
     def limit(self) -> float:
@@ -92,7 +92,7 @@ class HangWatch:
 
     def _watch(self, main: int) -> None:
         last_step, silent = None, 0.0
-        while not self._over.wait(POLL_SECONDS):
+        while not self._finished.wait(POLL_SECONDS):
             step = self._step
             # Count polls instead of clock time: the time in which a job is suspended counts as one poll.
             silent = silent + POLL_SECONDS if step is not None and step == last_step else 0.0
@@ -131,7 +131,11 @@ def is_waiting_for_peers(frame: FrameType) -> bool:
     """Return whether the innermost frame of a thread waits for other ranks, or for a device that may wait for them."""
     code = frame.f_code
     module = str(frame.f_globals.get("__name__", ""))
-    return code.co_name in _WAITS_IN or module.startswith("torch.distributed") or module == "tula_cli.worker.ranks"
+    return (
+        code.co_name in _WAITING_FUNCTIONS
+        or module.startswith("torch.distributed")
+        or module == "tula_cli.worker.ranks"
+    )
 
 
 def describe_position(frame: FrameType) -> str:
@@ -140,13 +144,13 @@ def describe_position(frame: FrameType) -> str:
     user_frames = [
         frame_summary
         for frame_summary in frames
-        if "site-packages" not in frame_summary.filename and not frame_summary.filename.startswith(_PYTHON)
+        if "site-packages" not in frame_summary.filename and not frame_summary.filename.startswith(_PYTHON_FOLDERS)
     ]
     innermost = (user_frames or list(frames))[-1]
     return f"in {innermost.name}, {innermost.filename} line {innermost.lineno}"
 
 
-_PYTHON = (os.path.dirname(os.__file__), "<")  # noqa: PTH120 - once, at the import of every rank
+_PYTHON_FOLDERS = (os.path.dirname(os.__file__), "<")  # noqa: PTH120 - once, at the import of every rank
 
 
 def _list_thread_stacks() -> str:

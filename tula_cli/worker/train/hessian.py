@@ -37,7 +37,7 @@ FAILURE_PROBABILITY = 0.01
 """Probability, over the random start, that an error exceeds its bound."""
 
 _MEMORY_RATIO = 4  # approximate memory of a double backward relative to a training step of as many samples
-_STREAM = 0x4E55  # part of the seed, so that random numbers differ from the job's others
+_SEED_STREAM = 0x4E55  # part of the seed, so that random numbers differ from the job's others
 
 _NO_SECOND_DERIVATIVE = re.compile(
     r"derivative for .* is not implemented|double backwards? (is )?not (supported|implemented)",
@@ -96,19 +96,19 @@ def compute_lemma_1_terms(trainer: Trainer, smoothness: float) -> dict[str, floa
     return {"s_min": low, "s_max": high, "lr": trainer.lr, "lr_bound": compute_step_size_bound(smoothness, low, high)}
 
 
-def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], None] = lambda: None) -> Curvature:
+def measure_curvature(trainer: Trainer, *, samples: int, after_product: Callable[[], None] = lambda: None) -> Curvature:
     """Measure the curvature at the trainer's weights; every rank processes its share of samples and returns the same.
 
     Args:
         trainer: not changed. Its replicas are assumed to be equal, as DistributedDataParallel keeps them.
         samples: over all ranks, at most the training set.
-        between: called after each product, on every rank at the same time, so it may communicate; it may raise.
+        after_product: called after each product, on every rank at the same time, so it may communicate; it may raise.
 
     Raises:
         SpecError: a layer has no second derivative.
     """
     began = time.monotonic()
-    with _restore_afterwards(trainer.parallel.module), _use_plain_attention(), disable_compilation(trainer.spec.train):
+    with _use_evaluation_mode(trainer.parallel.module), _use_plain_attention(), disable_compilation(trainer.spec.train):
         batches = _load_batches(trainer, samples)
         surface = LossSurface(
             trainer.parallel.module, trainer.call, batches, trainer.ranks, seed=trainer.spec.train.seed
@@ -117,7 +117,7 @@ def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], N
 
         def product(vector: Tensor) -> Tensor:
             result = surface.multiply_hessian(vector)
-            between()
+            after_product()
             return result
 
         extremes = run_lanczos(product, surface.make_direction())
@@ -229,7 +229,7 @@ class LossSurface:
 
     def make_direction(self) -> Tensor:
         """Return a seeded random start vector, the same on every rank."""
-        generator = torch.Generator().manual_seed(compute_stable_seed(self.seed, _STREAM))
+        generator = torch.Generator().manual_seed(compute_stable_seed(self.seed, _SEED_STREAM))
         size = sum(p.numel() for p in self.parameters)
         return torch.randn(size, generator=generator, dtype=self._dtype).to(self.ranks.device)
 
@@ -237,7 +237,9 @@ class LossSurface:
         """Return the mean loss and its gradient."""
         total, loss = self._make_zeros(), 0.0
         for weight, value in self._compute_losses():
-            total.add_(self._flatten(torch.autograd.grad(value, self.parameters, allow_unused=True)), alpha=weight)
+            total.add_(
+                self._flatten_tensors(torch.autograd.grad(value, self.parameters, allow_unused=True)), alpha=weight
+            )
             loss += weight * float(value.detach())
         return self.ranks.sum([loss])[0], self._sum_over_ranks(total)
 
@@ -248,10 +250,10 @@ class LossSurface:
             SpecError: a layer has no second derivative.
         """
         total = self._make_zeros()
-        pieces = self._split(vector)
+        pieces = self._split_vector(vector)
         for weight, value in self._compute_losses():
             try:
-                total.add_(self._flatten(self._compute_second_derivative(value, pieces)), alpha=weight)
+                total.add_(self._flatten_tensors(self._compute_second_derivative(value, pieces)), alpha=weight)
             except RuntimeError as error:
                 _raise_if_model_is_cause(error)
                 raise
@@ -270,7 +272,7 @@ class LossSurface:
     def _compute_losses(self) -> Iterator[tuple[float, Tensor]]:
         """Yield (share of all samples, mean loss) of each batch."""
         for count, batch in self.batches:
-            seed_torch(compute_stable_seed(self.seed, _STREAM, self.ranks.rank), self.ranks.device)
+            seed_torch(compute_stable_seed(self.seed, _SEED_STREAM, self.ranks.rank), self.ranks.device)
             with torch.enable_grad():
                 yield count / self.samples, self.call.compute_loss(self.model, batch)
 
@@ -283,13 +285,13 @@ class LossSurface:
         size = sum(p.numel() for p in self.parameters)
         return torch.zeros(size, dtype=self._dtype, device=self.ranks.device)
 
-    def _flatten(self, tensors: Sequence[Tensor | None]) -> Tensor:
+    def _flatten_tensors(self, tensors: Sequence[Tensor | None]) -> Tensor:
         pairs = zip(tensors, self.parameters, strict=True)
         return torch.cat(
             [(torch.zeros_like(p) if g is None else g).detach().flatten().to(self._dtype) for g, p in pairs]
         )
 
-    def _split(self, vector: Tensor) -> list[Tensor]:
+    def _split_vector(self, vector: Tensor) -> list[Tensor]:
         pieces = vector.split([p.numel() for p in self.parameters])
         return [piece.view_as(p).to(p.dtype) for piece, p in zip(pieces, self.parameters, strict=True)]
 
@@ -302,7 +304,7 @@ class LossSurface:
 def _load_batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
     """Load this rank's share of the fixed samples onto the device."""
     ranks, seed, size = trainer.ranks, trainer.spec.train.seed, len(trainer.datasets.train)
-    order = make_epoch_permutation(size, seed=compute_stable_seed(seed, _STREAM), epoch=0)[:samples].tolist()
+    order = make_epoch_permutation(size, seed=compute_stable_seed(seed, _SEED_STREAM), epoch=0)[:samples].tolist()
     keys = [(0, index) for index in order[ranks.rank :: ranks.world]]
     batch = max(1, trainer.micro_batch // _MEMORY_RATIO)
     samples_by_number = trainer.datasets.train
@@ -348,7 +350,7 @@ def _make_no_second_derivative_error(why: str) -> SpecError:
 
 
 @contextmanager
-def _restore_afterwards(model: nn.Module) -> Iterator[None]:
+def _use_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Use evaluation mode inside the context; restore modes, buffers and random states on exit."""
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

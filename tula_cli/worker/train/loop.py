@@ -225,14 +225,14 @@ def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
                 remaining -= 1
                 yield _take_step(trainer, stream, epoch_ends=remaining == 0)
         if not stages:  # resumed when less than one batch of the epoch is left
-            trainer.move_to(position.next_epoch())
+            trainer.move_to(position.start_next_epoch())
 
 
 def _take_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     """Take a step, and advance the trainer's position by it."""
     step = _train_step(trainer, stream, epoch_ends=epoch_ends)
     position = trainer.position.advance(step.batch)
-    trainer.move_to(position.next_epoch() if epoch_ends else position)
+    trainer.move_to(position.start_next_epoch() if epoch_ends else position)
     return step
 
 
@@ -273,7 +273,7 @@ def run_step_on_batch(trainer: Trainer, batch: Any) -> Step:
 def list_upcoming_micro_batches(trainer: Trainer) -> Generator[Any, None, None]:
     """Yield the micro-batches that would be trained next at the current batch size, over two epochs at most."""
     for batch in load_micro_batches(trainer, trainer.position.epoch + 2, Ramp.from_constant_batch(trainer.batch)):
-        yield to_device(trainer, batch)
+        yield move_batch_to_device(trainer, batch)
 
 
 def _train_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
@@ -298,7 +298,7 @@ def _run_backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple
     micro_batches, splits = trainer.parts, trainer.splits
     total, loaded = torch.zeros((), device=trainer.ranks.device), start
     for index in range(micro_batches):
-        batch = to_device(trainer, next(stream))  # frees the previous batch
+        batch = move_batch_to_device(trainer, next(stream))  # frees the previous batch
         if index == 0:
             loaded = trainer.clock.mark()
         if index <= micro_batches - splits:
@@ -362,6 +362,6 @@ def make_autocast_context(trainer: Trainer) -> AbstractContextManager[Any]:
     return torch.autocast(trainer.ranks.device.type, dtype=dtype)
 
 
-def to_device(trainer: Trainer, batch: Any) -> Any:
+def move_batch_to_device(trainer: Trainer, batch: Any) -> Any:
     """Return a loader's batch on the model's device; on a GPU the copy overlaps with earlier computation."""
     return move_to_device(batch, trainer.ranks.device, channels_last=trainer.channels_last)

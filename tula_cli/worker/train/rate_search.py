@@ -106,7 +106,7 @@ def _measure_loss_and_noise_at_checkpoint(context: BranchContext, task: RateSear
             f" {task.spec.optimizer.lr:g}",
             "lower optimizer.lr, or set train.max_grad_norm",
         )
-    noise = gradient_noise.measure_gradient_noise(trainer, batches=plan.noise_batches, between=context.check)
+    noise = gradient_noise.measure_gradient_noise(trainer, batches=plan.noise_batches, after_batch=context.check)
     interval = (noise["scale"], noise["low"], noise["high"]) if "scale" in noise else None
     return RateSearch(
         key=task.key,

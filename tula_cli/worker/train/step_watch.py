@@ -120,7 +120,7 @@ class StepWatch:
         if len(self.steps) == SAMPLED_STEPS:
             self._stop_sampling()
 
-    def judge_steps(self) -> Level | None:
+    def detect_level_change(self) -> Level | None:
         """Judge the steps since the last sample; return a change of level, on rank 0 alone.
 
         Every rank must call this, after the same step.
@@ -140,7 +140,7 @@ class StepWatch:
         plain = [step for step in steps if not step.refreshed]
         if not plain:
             return None
-        seconds = self.trainer.clock.seconds
+        seconds = self.trainer.clock.measure_seconds
         step_time = compute_trimmed_mean([seconds(step.start, step.end) for step in plain])
         data = compute_trimmed_mean([seconds(step.start, step.loaded) for step in plain])
         if not self.can_separate_parts:

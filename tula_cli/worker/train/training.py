@@ -79,8 +79,8 @@ class Training:
         self.best: dict[str, float] = {}
         self.damaged: list[str] = []  # messages about damaged checkpoints that were renamed
         self.weights_mismatch = ""  # mismatches of the initial weights' file with the model; empty if none
-        self.ended = ""  # reason to end before the last epoch; empty if it continues
-        self.owed = False  # whether the epoch that has ended is not yet evaluated
+        self.stop_reason = ""  # reason to end before the last epoch; empty if it continues
+        self.evaluation_pending = False  # whether the epoch that has ended is not yet evaluated
         self._resume()
         samples = self.trainer.position.samples
         self.metrics = MetricsFile(self.run, task, is_first=self.first, samples=samples)
@@ -115,8 +115,11 @@ class Training:
             self.run, self.task.signature, self.context.ranks, self.damaged.append
         )
         if content is not None:
-            self.best, self.owed = checkpoint.restore_checkpoint(self.trainer, content), bool(content.get("owed"))
-            self.ended = content.get("ended", "")  # only the result is missing
+            self.best, self.evaluation_pending = (
+                checkpoint.restore_checkpoint(self.trainer, content),
+                bool(content.get("owed")),
+            )
+            self.stop_reason = content.get("ended", "")  # only the result is missing
             return
         self.weights_mismatch = finetune.load_weights(
             self.task.spec.model, self.trainer.parallel.module, first=self.first
@@ -136,7 +139,7 @@ class Training:
                 try:
                     self._run_steps(stream)
                 except Preempted as preempted:
-                    self._save_and_leave(preempted)  # before the loader processes are stopped, which takes time
+                    self._save_and_stop(preempted)  # before the loader processes are stopped, which takes time
                     raise
             if self.trainer.until is None:
                 self._finish()
@@ -151,11 +154,11 @@ class Training:
             self.log.warn(messages.weights_partly_loaded(weights=weights, reason=self.weights_mismatch))
 
     def _run_steps(self, stream: Iterator[Step]) -> None:
-        if self.owed:
+        if self.evaluation_pending:
             self._end_epoch(None)
-        if self.ended:
+        if self.stop_reason:
             return
-        self._leave_for_more_nodes()
+        self._stop_before_larger_stage()
         if not self.trainer.position.samples:  # fails before the first epoch if it cannot be measured
             self._measure_curvature()
         ranks = self.context.ranks
@@ -166,15 +169,15 @@ class Training:
             self.watch.record_step(step)
             if step.epoch_ended:
                 self._end_epoch(step)
-                if self.ended:
+                if self.stop_reason:
                     return
             elif self.first:
                 self.log.write_steps_when_due(overhead=self._overhead)
                 # A checkpoint must hold the state of all ranks.
-                if not self.trainer.apart and not self.trainer.parallel.needs_all_ranks and self._is_due():
-                    self._save_finite()
-            self._leave_for_more_nodes()
-            self._check()
+                if not self.trainer.apart and not self.trainer.parallel.needs_all_ranks and self._is_checkpoint_due():
+                    self._save_if_finite()
+            self._stop_before_larger_stage()
+            self._check_preemption()
             if step.batch != self.trainer.batch:
                 self._begin_stage()
 
@@ -186,7 +189,7 @@ class Training:
         self.watch.restart()
         self.log.parts = None
 
-    def _leave_for_more_nodes(self) -> None:
+    def _stop_before_larger_stage(self) -> None:
         """Stop at the start of the next stage, if it has more nodes; every rank reaches it at the same step.
 
         Raises:
@@ -204,22 +207,22 @@ class Training:
 
     # --- Early stops and divergence
 
-    def _check(self) -> None:
+    def _check_preemption(self) -> None:
         if self.context.preemption.check(reserve=1.5 * self.save_time):
             self._check_divergence()
             self._check_step_times()
-            shares = self.trainer.parallel.needs_all_ranks and not self.owed
-            if shares and self.context.ranks.broadcast(int(self._is_due())):
-                self._save_finite()
+            shares = self.trainer.parallel.needs_all_ranks and not self.evaluation_pending
+            if shares and self.context.ranks.broadcast(int(self._is_checkpoint_due())):
+                self._save_if_finite()
 
     def _check_step_times(self) -> None:
         """Report a change of the step time; every rank must call this."""
-        level = self.watch.judge_steps()
+        level = self.watch.detect_level_change()
         self.log.parts = self.watch.newest
         if level:
             self.log.warn_step_time_change(level, overhead=self._overhead)
 
-    def _save_and_leave(self, preempted: Preempted) -> None:
+    def _save_and_stop(self, preempted: Preempted) -> None:
         """Save at the current position, from which the next attempt resumes."""
         self.trainer.method.synchronize_replicas(self.trainer)
         self._check_divergence(weights=True)
@@ -262,7 +265,7 @@ class Training:
         """Whether this rank takes part in writing a checkpoint."""
         return self.first or self.trainer.parallel.needs_all_ranks
 
-    def _is_due(self) -> bool:
+    def _is_checkpoint_due(self) -> bool:
         """Return whether the next checkpoint is due, by the time since the newest one."""
         interval = self.task.spec.train.checkpoint_every
         if interval == "auto":
@@ -270,7 +273,7 @@ class Training:
             interval = compute_checkpoint_interval(self.save_time, rate=rate)
         return time.monotonic() - self.last_save >= interval
 
-    def _save_finite(self) -> None:
+    def _save_if_finite(self) -> None:
         """Save, unless weights are not finite on this rank, or on any rank if all ranks take part in saving."""
         non_finite_weights = not self.divergence.has_finite_weights()
         if self.trainer.parallel.needs_all_ranks:
@@ -288,15 +291,15 @@ class Training:
             self.trainer,
             best=self.best,
             is_best=is_best,
-            owed=self.owed,
-            ended=self.ended,
-            keep=(*self.keep, *self._list_checkpoint_before_rise()),
+            evaluation_pending=self.evaluation_pending,
+            stop_reason=self.stop_reason,
+            keep=(*self.keep, *self._list_checkpoints_before_rise()),
         )
         self.last_save = time.monotonic()
         self.save_time = self.last_save - began
         self.log.add("save", seconds=self.save_time)
 
-    def _list_checkpoint_before_rise(self) -> list[int]:
+    def _list_checkpoints_before_rise(self) -> list[int]:
         """Return the samples of the newest checkpoint from before the loss rose; empty if finite losses are not
         judged."""
         if not self.divergence.judges_finite_losses:
@@ -314,12 +317,12 @@ class Training:
         self.log.write_steps(overhead=self._overhead)
         self._check_divergence(weights=True)
         began = time.monotonic()
-        self.owed = True
-        result = self.evaluator.evaluate(between=self._check)
+        self.evaluation_pending = True
+        result = self.evaluator.evaluate(after_batch=self._check_preemption)
         self.eval_time = time.monotonic() - began
         self._measure_curvature()
         self._measure_noise()
-        self.owed = False
+        self.evaluation_pending = False
         # The mean loss of the last step over all ranks; every rank takes part.
         (loss_sum,) = self.trainer.ranks.sum([float(step.loss) if step else math.nan])
         loss = loss_sum / self.trainer.ranks.world
@@ -340,7 +343,7 @@ class Training:
             self._save(is_best=is_best)
         if not self.first:
             return
-        if epoch == self.task.spec.train.epochs or self.ended:
+        if epoch == self.task.spec.train.epochs or self.stop_reason:
             self._write_result(result)
 
     def _decide_to_stop(self, result: Evaluation) -> None:
@@ -351,7 +354,7 @@ class Training:
         why = ""
         if self.first and epoch < train.epochs:
             why = early_stopping.describe_stop(result.values, self.best, train, epoch=epoch)
-        self.ended = self.trainer.ranks.gather(why)[0]
+        self.stop_reason = self.trainer.ranks.gather(why)[0]
 
     def _store_best(self, result: Evaluation) -> None:
         """Store an evaluation as the best so far."""
@@ -366,7 +369,9 @@ class Training:
         again.
         """
         if "hessian" in self.task.spec.train.diagnostics:
-            curvature = hessian.measure_curvature(self.trainer, samples=HESSIAN_SAMPLES, between=self._check)
+            curvature = hessian.measure_curvature(
+                self.trainer, samples=HESSIAN_SAMPLES, after_product=self._check_preemption
+            )
             self.log.add(
                 "hessian", **asdict(curvature), **hessian.compute_lemma_1_terms(self.trainer, curvature.smoothness)
             )
@@ -374,7 +379,9 @@ class Training:
     def _measure_noise(self) -> None:
         """Write a row with the gradient noise scale, if the job requests it; every rank must call this."""
         if "gradient_noise" in self.task.spec.train.diagnostics:
-            noise = gradient_noise.measure_gradient_noise(self.trainer, batches=NOISE_BATCHES, between=self._check)
+            noise = gradient_noise.measure_gradient_noise(
+                self.trainer, batches=NOISE_BATCHES, after_batch=self._check_preemption
+            )
             self.log.add("noise", batch=self.trainer.batch, **noise)
 
     def _write_result(self, result: Evaluation) -> None:
@@ -396,7 +403,7 @@ class Training:
                 best_loss=_replace_infinite(self.best["loss"]),
                 best_epoch=int(self.best["epoch"]),
                 best=BestValue.from_metric(metric, self.best.get("value")),
-                ended=self.ended,
+                ended=self.stop_reason,
                 step_time=compute_mean_step_time(
                     rows, (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)
                 ),

@@ -35,7 +35,7 @@ class Watched:
     def _end(self, code: int) -> None:
         assert code == 1
         self.ended.set()
-        self.watch._over.set()
+        self.watch._finished.set()
 
     def follow(self, steps: Iterator[Any], pause: float = 0.0) -> int:
         count = 0

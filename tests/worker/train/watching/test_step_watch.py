@@ -113,7 +113,7 @@ def test_the_slowest_rank_counts_and_the_one_that_waits_least(watch: StepWatch) 
         watch.record_step(step(data=0.02, whole=0.30))
         watch.spy.exposed.append((0.0, 0.18))
     watch.record_step(step(data=0.02, whole=9.0, refreshed=True))
-    watch.judge_steps()
+    watch.detect_level_change()
     seen = watch.newest
     assert seen is not None and (seen.step, seen.data, seen.sync) == (0.30, 0.03, 0.01)
     assert seen.compute == pytest.approx(0.2), "this rank's 0.1 are less"
@@ -129,14 +129,14 @@ def test_hooks_are_there_for_three_steps_after_a_look(watch: StepWatch) -> None:
         watch.record_step(step(data=0.0, whole=0.1))
         watch.spy.exposed.append((0.0, 0.01))
     assert seen == [(2, True), (2, True), (2, True), (0, False)]
-    watch.judge_steps()
+    watch.detect_level_change()
     assert hooks() == 2
 
 
 def test_steps_without_others_are_all_computing() -> None:
     alone = StepWatch(fake(world=1))
     alone.record_step(step(data=0.02, whole=0.3))
-    alone.judge_steps()
+    alone.detect_level_change()
     seen = alone.newest
     assert seen is not None and seen.compute is None, "not DDP: nothing tells it apart"
 
@@ -144,4 +144,4 @@ def test_steps_without_others_are_all_computing() -> None:
 def test_a_look_at_refreshed_steps_alone_says_nothing() -> None:
     watch = StepWatch(fake(world=1))
     watch.record_step(step(data=0.02, whole=0.3, refreshed=True))
-    assert watch.judge_steps() is None and watch.newest is None
+    assert watch.detect_level_change() is None and watch.newest is None

@@ -82,10 +82,7 @@ def close_attempt(
     """Record that an attempt ends now.
 
     Args:
-        run: the run.
-        attempt: the attempt.
         failure: why it ended; None after a success.
-        decision: what follows.
         reached: samples trained when it ended; None before a first step.
     """
     update = {

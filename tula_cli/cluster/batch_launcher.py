@@ -32,12 +32,7 @@ _INVALID_ID_CHARACTERS = re.compile(r"[\s/_]")
 
 
 class BatchLauncher:
-    """Launcher of jobs on a scheduler with a queue, which starts one supervisor per rank or per node.
-
-    Args:
-        scheduler: scheduler to submit to.
-        kind: `cluster.kind` of the jobs.
-    """
+    """Launcher of jobs on a scheduler with a queue, which starts one supervisor per rank or per node."""
 
     def __init__(self, scheduler: Scheduler, kind: str) -> None:
         self.scheduler = scheduler

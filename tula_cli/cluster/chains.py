@@ -76,7 +76,6 @@ def get_chain_state(
     """Return the state of a chain from those of its jobs.
 
     Args:
-        job: the chain.
         known: states that the scheduler reports, by job id; may lack some jobs.
         forgotten: reason to show for jobs that the scheduler does not know.
         released: ids of jobs that tula itself cancelled, with the reason; they are ignored for the state.

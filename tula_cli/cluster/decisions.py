@@ -38,14 +38,11 @@ class History:
     """The state of a run that `decide` needs in addition to the task and its failure.
 
     Args:
-        attempt: the attempt that has ended.
         earlier: earlier attempts of this job that count; of a training, those without a newer checkpoint since.
         allocation: id of the present allocation; empty on this machine.
         of_allocation: all attempts in the allocation of `attempt`, oldest first.
         later_jobs: how many jobs of the chain come after the present one.
         allocation_ended: whether the scheduler ends the present allocation.
-        cancelled: whether the user has cancelled the job.
-        finished: whether the task has all its results.
         progress: samples trained and saved so far, tuning included; None of other tasks than trainings.
         reached: samples trained when the attempt ended; None before a first step.
         fallback: the next configuration that takes less memory.
@@ -240,9 +237,7 @@ def decide(task: Task, failure: Failure | None, history: History) -> Relaunch | 
     """Return what follows an attempt.
 
     Args:
-        task: the attempted task.
         failure: why the attempt ended, after `attribute_failure`; None after a success.
-        history: what is known of the run.
     """
     _, situation, action = find_rule(task, failure, history)
     return _ACTIONS[action](_Case(task, failure, history), situation)

@@ -22,12 +22,7 @@ READS_AFTER_NEWS = (2.0, 8.0, 32.0)
 
 @dataclass
 class ChangeWatcher:
-    """Decides when a supervisor reads the run directory.
-
-    Args:
-        run: the run directory.
-        allocation: allocation of the supervisor.
-    """
+    """Decides when a supervisor reads the run directory."""
 
     run: Path
     allocation: Allocation

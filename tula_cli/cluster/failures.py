@@ -132,8 +132,6 @@ def add_shortage_to_failure(run: RunDir, task: Task, failure: Failure, text: str
     A thread that could not start under `cluster.memory_per_gpu` on CPUs becomes out-of-memory.
 
     Args:
-        run: the run.
-        task: the attempted task.
         failure: why the attempt ended.
         text: output of the process about the failure.
     """
@@ -235,7 +233,6 @@ def record_supervisor_errors(run: RunDir, record_error: Callable[[Exception], No
     """Record errors of a supervisor itself, and raise them again.
 
     Args:
-        run: the run.
         record_error: records an error, as far as that is still possible.
 
     Raises:

@@ -18,7 +18,6 @@ def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
     """Check that the disk has enough space again, if the last attempt failed on a full disk.
 
     Args:
-        run: the run.
         last_attempt: the newest attempt of a training.
 
     Raises:

@@ -45,10 +45,6 @@ IMPORT_SECONDS = 60.0
 def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
     """Return the inspection of a script's job from its spec alone, without starting the script.
 
-    Args:
-        spec: the job.
-        script: its script.
-
     Raises:
         SpecError: nothing limits the batches to measure, or, for a job on this machine, the command's program is
             missing here or its Python cannot import torch.
@@ -208,7 +204,6 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
     """Build the model and the dataset in a separate process and return their properties; for a script, use its spec.
 
     Args:
-        spec: the job.
         timeout: seconds.
 
     Raises:
@@ -256,7 +251,6 @@ def find_exceeded_limit(error: JobFailed, stderr: str, code: int = 0) -> tuple[R
 
     Args:
         error: how the program failed.
-        stderr: its standard error.
         code: its exit code; 128 + N if signal N killed it.
     """
     for limit in RESOURCE_LIMITS:
@@ -288,7 +282,6 @@ def make_interpreter_error(python: str, stderr: str, *, elsewhere: str = "") -> 
 
     Args:
         python: the shell command that starts the interpreter.
-        stderr: its standard error.
         elsewhere: what to do instead, if the interpreter may work on another machine.
     """
     messages = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]

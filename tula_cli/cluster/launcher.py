@@ -53,7 +53,6 @@ def make_launcher(spec: JobSpec, *, submits: bool = True) -> Launcher:
     """Return the launcher of the spec's cluster.
 
     Args:
-        spec: the job.
         submits: whether jobs will be submitted; their states can be read from files without a scheduler.
 
     Raises:

@@ -164,10 +164,6 @@ def register_on_machine(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
 
     The kernel releases the ticket when this process exits. A probe that is cancelled while it waits proceeds without
     its turn, and then exits as cancelled. Yields None if no ticket can be drawn.
-
-    Args:
-        run: the run.
-        task: task of the job.
     """
     measures, ranks = task.is_timed, task.ranks
     gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.list_lock_names(ranks)]

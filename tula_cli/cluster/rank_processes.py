@@ -89,7 +89,6 @@ class ForkServer:
     Args:
         start: command of a rank, whose folder and environment (without RANK_VARIABLES) the server gets.
         output: output of the server; messages of libraries during their import belong in the ranks' log.
-        program: Python program that the server runs.
     """
 
     def __init__(self, start: RankCommand, output: IO[bytes], *, program: str = PROGRAM) -> None:
@@ -120,7 +119,6 @@ class ForkServer:
         """Fork a rank; the first fork waits until all modules are imported.
 
         Args:
-            start: command of the rank.
             give_up: called while waiting; stops the wait if it returns True.
 
         Raises:
@@ -334,7 +332,6 @@ class RankSpawner:
         """Start ranks, forked if possible and otherwise executed.
 
         Args:
-            starts: commands of the ranks.
             output: their log, opened for appending.
             give_up: called while torch is imported; stops the wait if it returns True.
 

@@ -57,10 +57,7 @@ def read_history(
     """Return what is known of a run when an attempt has ended.
 
     Args:
-        run: the run.
-        task: the attempted task.
         failure: why the attempt ended; None after a success.
-        attempt: the attempt.
         attempts: all attempts of the submission, oldest first.
         earlier: those before `attempt` that count; of a training, without a newer checkpoint since.
         reached: samples trained when the attempt ended; None before a first step.
@@ -107,7 +104,6 @@ def _find_next_trial(run: RunDir, task: ProbeTask, *, failed: int | None = None)
     """Return the local batch that a search for the largest one tries next.
 
     Args:
-        run: the run.
         task: the task; None is returned unless it searches for the largest batch and every other trial has a result.
         failed: the trial that was out of memory, which is not recorded yet.
     """
@@ -178,10 +174,7 @@ def apply_decision(
     """Record the results that follow from an attempt; return the task to start next, here or in the next job, or None.
 
     Args:
-        run: the run.
-        task: the attempted task.
         failure: why the attempt ended; None after a success.
-        decision: what follows.
         granted: the nodes of the job that starts it; None if they are those of the attempt, or unknown.
     """
     match task:

@@ -111,7 +111,6 @@ def count_work(
         spec: epochs, method and refresh interval.
         batch: samples per optimizer step over all GPUs.
         world: GPUs over all nodes.
-        dataset_size: training samples.
         eval_size: held-out samples; None if unknown, so that no evaluation is counted.
         eval_batch_size: evaluation samples of one rank at a time; None (0 in an array) if unknown, likewise.
     """
@@ -314,10 +313,6 @@ def compute_cost(
     """Return the cost of `hours` in the currency of the pricing (Eq. 4b; priced by memory: section IV-C-2).
 
     Args:
-        pricing: the price and its unit.
-        hours: wall-clock hours to pay for.
-        nodes: number of nodes.
-        gpus_per_node: GPUs per node.
         reserved: peak reserved memory of one GPU, bytes.
         market: "spot" applies the pricing's spot discount.
     """
@@ -337,7 +332,6 @@ def compute_attempt_cost(task: TrainTask, attempt: Attempt, prediction: Predicti
     """Return the cost of an attempt of a training on its nodes, in the currency of the pricing.
 
     Args:
-        task: the task of the attempt.
         attempt: the attempt; an open one lasts until `now`, or is not counted.
         prediction: the prediction for the training, with its memory and market; None if there is none.
         now: Unix time.

@@ -189,7 +189,6 @@ def compute_equivalent_constant_noise(
     """Return the constant noise scale, in samples, that has the same effect as the growing one over a whole training.
 
     Args:
-        noise: the measured noise scale.
         reference: batch that `epochs` refers to.
         epochs: length of the training; below 1 the noise has not grown.
         growth: exponent of the epochs.

@@ -111,7 +111,6 @@ class Estimator:
         """Fit all models to the observations of a run.
 
         Args:
-            spec: the job.
             results: results of the probes, in any order.
             inspection: estimates of memory and the capacity, used if the probes have not measured them.
             attempts: start and end times of the probes' jobs, from which the shutdown time follows.

@@ -61,9 +61,7 @@ def choose_job_sizes(
     the minimum efficiency of the recommendation, or else the recommended number.
 
     Args:
-        spec: the job.
         bounds: of the numbers of nodes.
-        batch: global.
         estimator: the models; None without measurements.
         recommendation: the recommendation; None only if the upper bound is given.
         market: of the predictions.

@@ -197,7 +197,6 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
     """Return the report on a job.
 
     Args:
-        job: to report on.
         others: further jobs of the same script, of which those on the same hardware are fitted together with it, unless
             the batch of only one of the two is known.
     """

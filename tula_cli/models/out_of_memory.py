@@ -34,7 +34,6 @@ def list_splits(
     A micro-batch of 12 is split into 2, 4 and 12 parts: a ragged part, whose samples would weigh more, never occurs.
 
     Args:
-        batch: global.
         micro_batch: samples of a micro-batch before splitting.
         micro_batches: per step on one GPU, before splitting.
         limits: conditions on a smaller micro-batch, each with the reason to report if it is not met.

@@ -227,10 +227,8 @@ def build_ramp(
     """Return the stages of a training; a single one if its batch does not grow.
 
     Args:
-        spec: the job.
         batch: the training's own, global; stages that are not below it are left out.
         divisor: ranks x micro-batches per step, by which a batch must be divisible.
-        dataset_size: training samples.
         noise: of the gradients, for `ramp: noise`; if None, the stages are those of `auto`.
         decided: the stages as decided before the training started, that of its own batch last; empty to compute them
             again.
@@ -277,9 +275,7 @@ def compute_auto_begins(spec: JobSpec, batches: "Ints", *, dataset_size: int) ->
     """Return the first samples of the stages of `auto`, shape (n, stages); the training's final batch comes last.
 
     Args:
-        spec: the job.
         batches: of the stages, shape (n, stages); 0 for a stage that a training does not have.
-        dataset_size: training samples.
     """
     import numpy as np
 
@@ -442,7 +438,6 @@ def plan_stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -
     Args:
         spec: a job with method auto.
         arm: the control has the common beginning, then its own batch at once.
-        batch: of the training, global.
         size: samples per epoch.
     """
     parting = BRANCHING_EPOCH * size
@@ -457,8 +452,6 @@ def plan_stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, le
 
     Args:
         spec: a job with method auto.
-        arm: of the branch.
-        batch: of the training, global.
         start: samples passed when the arms branched off.
         length: samples of the branch.
     """

@@ -352,8 +352,6 @@ def list_allowed_stage_nodes(spec: JobSpec, batch: int, *, nodes: int) -> tuple[
 
     Args:
         spec: the job, with `train.ramp_nodes: auto`.
-        batch: of the stage, global.
-        nodes: of the training.
     """
     counts = sorted({count for count in spec.search.nodes if count < nodes})
     fewer = [count for count in counts if batch % compute_batch_divisor(spec, count) == 0]
@@ -398,7 +396,6 @@ def find_fitting_batches(spec: JobSpec, nodes: "Ints", batches: "Ints") -> "Ints
     0 if a batch has less than one sample for each part.
 
     Args:
-        spec: the job.
         nodes, batches: arrays that broadcast to the shape of the result.
     """
     import numpy as np
@@ -462,7 +459,6 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
     """Describe numbers of nodes for which the search has no batch at which a training with the job's stages can start.
 
     Args:
-        spec: the job.
         dataset_size: training samples; None if unknown, in which case stage lengths are not checked against it.
 
     Returns:
@@ -518,8 +514,6 @@ def assign_nodes_to_stages(
     Args:
         stages: of the training, that of its own batch last.
         chosen: nodes by batch, for stages whose nodes differ from the training's.
-        spec: the job.
-        nodes: of the training.
 
     Raises:
         SpecError: a stage has more nodes than the one after it, or the batch of it or a later stage does not divide

@@ -159,9 +159,7 @@ def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int, sav
     """Count the samples of a search.
 
     Args:
-        spec: the job.
         batches: the batch whose learning rate is searched, and others to compare with it, global.
-        dataset_size: training samples.
         save_every: samples between two checkpoints of a script, one of which the branches start from; 0 if any.
     """
     total, reference = spec.train.epochs * dataset_size, spec.train.reference_batch

@@ -35,10 +35,7 @@ def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, worl
     """Return the maximum samples that one rank draws for a refresh at a global batch; 1 if none are drawn.
 
     Args:
-        spec: the job.
-        batch: global batch.
         available: samples of a rank's micro-batch.
-        world: ranks.
     """
     small = compute_small_batch_size(spec, batch)
     by_norms = world > 1 and spec.ags.resolved().source == "local_norms"
@@ -73,8 +70,6 @@ def compute_refresh_seconds(
     number of samples is used, because a refresh is a forward and a backward pass.
 
     Args:
-        spec: the job.
-        probes: the measured probes.
         nodes, local_batch, batch: of the configurations, shape (n,).
     """
     import numpy as np

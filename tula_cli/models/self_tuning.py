@@ -58,7 +58,6 @@ def list_arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
 
     Args:
         spec: a job with method auto.
-        batch: global batch.
     """
     control = Arm(name=CONTROL_ARM)
     given_arms = [Arm.model_validate(arm.model_dump()) for arm in spec.auto.arms if arm.name != CONTROL_ARM]
@@ -125,7 +124,6 @@ def compute_lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
     """Return the learning-rate factor of an arm: from 1 at its start to its final factor after the warm-up.
 
     Args:
-        arm: the arm.
         epoch: fractional epochs done.
         start: epochs done when the arms branched off.
     """
@@ -210,13 +208,7 @@ class TuningPlan:
 
 
 def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
-    """Count the branches and their samples; zeros if the method is not auto. The samples are a lower bound.
-
-    Args:
-        spec: the job.
-        batch: global batch.
-        dataset_size: training samples.
-    """
+    """Count the branches and their samples; zeros if the method is not auto. The samples are a lower bound."""
     if not spec.train.training_method.tunes:
         return TuningPlan(0, 0, 0)
     arms = list_arms_of_training(spec, batch)
@@ -313,11 +305,6 @@ def find_control_branch(branches: Sequence[Branch]) -> Branch | None:
 
 
 def find_next_arm(names: Sequence[str], branches: Sequence[Branch]) -> str | None:
-    """Return the next arm to train a branch with; None if every arm has one, or there is only one arm.
-
-    Args:
-        names: of all arms.
-        branches: those trained so far.
-    """
+    """Return the next arm to train a branch with; None if every arm has one, or there is only one arm."""
     trained = {branch.arm for branch in branches}
     return next((name for name in names if name not in trained), None) if len(names) > 1 else None

@@ -44,11 +44,7 @@ class RegressionSummary:
 
 
 def list_regression_summaries(estimator: Estimator) -> Iterator[RegressionSummary]:
-    """Yield the regressions of one type of node.
-
-    Args:
-        estimator: the models, fitted to its probes.
-    """
+    """Yield the regressions of one type of node."""
     yield from _summarize_step_time(estimator.steps.model)
     yield _summarize_paper_fit(estimator.steps)
     yield _summarize_memory(estimator)

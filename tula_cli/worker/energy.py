@@ -59,7 +59,6 @@ class TrainingEnergy:
 
     Args:
         run: the run directory that stores the energy.
-        signature: signature of the training.
         ranks: the ranks whose GPUs are counted from now on.
     """
 

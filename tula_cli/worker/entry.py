@@ -25,10 +25,6 @@ def run_training(
     """Train from the newest checkpoint (or the start) to the last epoch, or until the ranks have to stop early.
 
     Args:
-        task: the training task.
-        run: the run directory.
-        ranks: the process group.
-        datasets: datasets of the task.
         attempt: number of the attempt, for the marker that records why the ranks stopped early.
         preemption: decides when to stop early; None: a new handler.
 

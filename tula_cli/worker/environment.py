@@ -30,7 +30,6 @@ def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environ
     """Describe the hardware and software that is measured; every rank must call this.
 
     Args:
-        ranks: the process group.
         workers: data-loader processes of each rank.
     """
     cuda = ranks.device.type == "cuda"

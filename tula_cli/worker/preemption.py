@@ -36,7 +36,6 @@ class PreemptionHandler:
     """Receives the signal and watches the time limit; all ranks agree on when to stop.
 
     Args:
-        ranks: the process group.
         environ: TULA_LEAVE_AT is the Unix time by which rank 0 must have saved and exited.
     """
 

@@ -95,9 +95,6 @@ def make_ags_plan(
     """Return the AGS plan for the shim, or None if the method does not scale; copies the library into the run.
 
     Args:
-        run: the run.
-        task: the task to start.
-        command: the command that starts it.
         count_steps_per_epoch: returns the steps of an epoch at a batch.
 
     Raises:

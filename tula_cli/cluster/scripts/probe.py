@@ -42,7 +42,6 @@ def build_probe_result(
     """Return the result of a probe.
 
     Args:
-        task: task of the probe.
         ranks: results of the ranks, in order of their rank.
         local_batch: local batch of the probe.
         cores: cores of this node, to decide whether ranks shared them.

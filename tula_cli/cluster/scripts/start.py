@@ -60,11 +60,7 @@ def list_placeholder_values(
     """Return the value of each placeholder that has one.
 
     Args:
-        spec: the job, with a script.
-        process: the process.
-        batch: global batch.
         out: folder of the script's files.
-        run: the run directory.
         workers: data-loader processes per rank.
         checkpoint: the newest checkpoint; empty if there is none.
         splits: number of parts into which each micro-batch of train.accumulate is split.
@@ -121,7 +117,6 @@ def count_loader_workers(task: Task, *, threads: int | None, ranks_here: int) ->
     """Return the data-loader processes per rank: as configured, else from the number of cores per rank.
 
     Args:
-        task: the task.
         threads: cores that the scheduler allocates per rank; None if the ranks share this machine.
         ranks_here: number of ranks that share this machine.
     """
@@ -262,8 +257,6 @@ class ScriptStart:
     """How one supervisor starts a script in one attempt.
 
     Args:
-        program: the script with its task.
-        allocation: allocation of this supervisor.
         command: command of the leader; its `batch` is the one that a probe measures.
     """
 

@@ -77,7 +77,6 @@ def find_newest_checkpoint(
     A folder that lacks files which the previous one has is incomplete: its process was killed between two files.
 
     Args:
-        resume: section with the pattern of the checkpoints.
         values: values of the placeholders in the pattern.
         since: Unix time; older checkpoints belong to another training.
         left_out: path and time (Unix time) of an unusable checkpoint, which is ignored unless it was changed since.
@@ -665,7 +664,6 @@ class ScriptTraining(ScriptProgram):
 
         Args:
             attempt: files that the shims of its ranks write.
-            command: command that started the attempt.
             after: steps at the last row.
         """
         beat = attempt.read_heartbeat(0)
@@ -696,7 +694,6 @@ class ScriptTraining(ScriptProgram):
 
         Args:
             attempt: files that the shims of its ranks write.
-            command: command that started the attempt.
             previous: samples per step observed, or requested, so far.
         """
         beat = attempt.read_heartbeat(0)
@@ -739,7 +736,6 @@ class ScriptTraining(ScriptProgram):
 
         Args:
             attempt: files that the shims of its ranks write.
-            command: command that started the attempt.
             settled: seconds without a change after which a checkpoint counts as complete.
         """
         checkpoint = self.newest_checkpoint()

@@ -187,7 +187,6 @@ class ScriptMonitor(RankMonitor):
     """Monitor of one attempt of a script, in one supervisor.
 
     Args:
-        program: the script with its task.
         command: command of the leader that started the attempt.
         ranks: ranks that this supervisor, or the command that it runs, has started.
     """

@@ -45,7 +45,6 @@ def call_slurm(*command: str, patience: float | None = None, environ: Mapping[st
     """Run a command of SLURM and wait for its exit.
 
     Args:
-        command: the program and its arguments.
         patience: timeout in seconds; default: COMMAND_TIMEOUT.
         environ: environment of the command; default: the cleaned one of this process.
     """

@@ -163,7 +163,6 @@ def inspect_on_node(
 
     Args:
         run: the run, in which the inspection and the node-hours of the job are stored.
-        spec: the job.
         timeout: maximum wait in seconds.
         sleep: function that waits for some seconds.
 

@@ -323,7 +323,6 @@ def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | N
     """Return why an allocation was ended from outside; None if it still runs, is unknown, or exited by itself.
 
     Args:
-        job_id: the job.
         restart: how often the job had been requeued before this allocation; None: its last allocation. An administrator
             may requeue a job, which then runs again under the same id.
     """

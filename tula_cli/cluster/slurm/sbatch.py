@@ -47,8 +47,6 @@ def make_submitit_parameters(
     """Return the parameters of submitit for a job.
 
     Args:
-        run: the run that the job belongs to.
-        task: the first task of the job.
         name: name of the job; default: "tula-<run>-<job>".
         dependency: dependency in the format of sbatch, e.g. "afterany:4711".
 
@@ -87,8 +85,6 @@ def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
     Faults of jobs with another cluster section are ignored, as those jobs request other GPUs of a node.
 
     Args:
-        run: the run that the job belongs to.
-        task: the first task of the job.
         also: a faulty node that is not recorded yet.
     """
     recent = [
@@ -103,7 +99,6 @@ def get_wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]
     """Return the wrapper before a rank's command: that of the spec, or one that runs the script submitted with the job.
 
     Args:
-        spec: the job.
         environ: environment of the job, which contains the script as it was at submission.
     """
     words, script = _get_slurm_section(spec).wrapper, environ.get(_WRAPPER)
@@ -257,10 +252,6 @@ def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:
 def read_setup_lines(cluster: Cluster, workdir: Path) -> list[str]:
     """Return the set-up lines of a job: from its spec, or else from the file of the spec, the user or the site.
 
-    Args:
-        cluster: section cluster of the job.
-        workdir: folder to which a relative path refers.
-
     Raises:
         SpecError: the file cannot be read.
     """
@@ -302,7 +293,6 @@ def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: 
         name: name of the file of the user or the site.
         given: path from the spec; None: use the file of the user or the site.
         setting: setting that gives the path.
-        workdir: folder to which a relative path refers.
 
     Raises:
         SpecError: the file cannot be read.

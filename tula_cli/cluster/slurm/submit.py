@@ -114,8 +114,6 @@ def estimate_start(run: Run, *, nodes: int, batch: int, now: float) -> StartEsti
 
     Args:
         run: the run that the training would belong to; nothing is written there.
-        nodes: number of nodes of the training.
-        batch: global batch of the training.
         now: Unix time.
 
     Returns:

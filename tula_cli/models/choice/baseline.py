@@ -116,7 +116,6 @@ def make_headline(
     """Compare the choice with the baseline.
 
     Args:
-        choice: the choice.
         baseline: on the node type of the choice.
         candidates: the feasible configurations that it was chosen among.
         estimator: the models of the node type of the choice.

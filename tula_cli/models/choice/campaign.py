@@ -63,7 +63,6 @@ def list_options(
     """Return the options, of some rows of the candidates, that no other beats in nodes, hours and cost.
 
     Args:
-        candidates: the configurations.
         rows: the indices of the rows to consider.
         cost: the column that stands for the cost.
         all_nodes: the nodes of every option, where trainings run one at a time; None for those of each row.
@@ -196,7 +195,6 @@ def find_predecessors(starts: Sequence[Start], nodes: int) -> list[tuple[int, ..
 
     Args:
         starts: the trainings, by start.
-        nodes: the number of nodes.
     """
     last: list[int | None] = [None] * nodes  # last training on each node so far
     predecessors = []
@@ -279,8 +277,6 @@ def _divide_nodes(
 
     Args:
         groups: nodes of a group to its least value for 0, 1, 2 ... trainings, shape (trainings + 1,).
-        nodes: the number of nodes.
-        trainings: the number of trainings.
         join: the value of two sets of nodes together: the sum of their costs, or the later of their ends.
 
     Returns:
@@ -505,7 +501,6 @@ def describe_plan(
     Args:
         starts: the trainings, at least one, all of a job with the same batch.
         candidates: the configurations of all jobs, with the rows of the options.
-        jobs: the jobs of the candidates.
         request: what the plan is made for.
         lower_bound: what no plan of several jobs is below.
     """

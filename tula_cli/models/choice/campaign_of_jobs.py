@@ -108,7 +108,6 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> J
     deadline, the plan of lowest cost is the shortest found in which they do.
 
     Args:
-        jobs: the trainings of each job.
         nodes: the number of nodes in use at a time.
         target: what to minimise, and the limit of the other quantity.
 

@@ -42,7 +42,6 @@ def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, ep
     Args:
         values: of the epoch that has ended.
         kept: of the best epoch so far, including this one.
-        train: the section.
         epoch: number of epochs done.
     """
     stopping = train.early_stopping

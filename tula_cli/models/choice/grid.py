@@ -74,7 +74,6 @@ def list_candidates(
 
     Args:
         nodes: cluster sizes.
-        gpus_per_node: GPUs of one node.
         min_batch: smallest global batch.
         max_batch: largest global batch (at most the dataset's size).
         max_local_batch: largest batch that fits one GPU; None if memory sets no bound.

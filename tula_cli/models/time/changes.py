@@ -318,7 +318,6 @@ def describe_level_change(level: "Level", task: TrainTask, seconds_left: Callabl
 
     Args:
         level: samples before and after the change.
-        task: the training's task.
         seconds_left: returns the remaining time at a step time; None if the length of the training is unknown.
     """
     first_after, pricing, prediction = level.after[0], task.spec.pricing, task.prediction

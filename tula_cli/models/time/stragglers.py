@@ -76,8 +76,6 @@ def fit_with_stragglers(
     If something does, little can be inferred for configurations that were not measured.
 
     Args:
-        spec: the job.
-        measured: its probes.
         trained: step times of trainings, used in addition to the probes.
 
     Raises:
@@ -100,7 +98,6 @@ def find_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
     """Return the size in bytes of the whole model's gradients, from the probes; 0 if unknown.
 
     Args:
-        measured: the probes.
         sharded: whether tula's own loop shards the model. In a script that shards it, each rank reports its part, which
             is smaller the more ranks there are.
     """
@@ -187,7 +184,6 @@ def warn_unexplained_waits(observations: Sequence[Observation], model: StepModel
     """Warn of delays that neither compute nor the gradients' synchronisation explains.
 
     Args:
-        observations: the probes.
         model: fitted to them.
     """
     sizes = {(o.nodes, o.gpus_per_node) for o in observations if o.nodes * o.gpus_per_node > 1}

@@ -144,7 +144,6 @@ def name_observed_folder(root: Path, world: int) -> Path:
 
     Args:
         root: folder of the observations; may begin with ~.
-        world: ranks of the training.
 
     Raises:
         RuntimeError: the home directory is unknown.
@@ -184,7 +183,6 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> 
 
     Args:
         path: its folder is created.
-        content: of the file.
         durable: wait until the file is on the disk; not needed for a heartbeat.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -63,7 +63,6 @@ def share_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
     Args:
         name: of the decision; used once.
         decide: returns the decision; called on rank 0 alone.
-        world: number of ranks.
 
     Raises:
         NoStoreError: there are several ranks and no torch process group with a store.

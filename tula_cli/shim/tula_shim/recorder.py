@@ -344,7 +344,6 @@ def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
     """Return the measurements of this rank; waits for the GPU.
 
     Args:
-        recorder: of this process.
         why: "begun", "stopped", "ended" or "saved".
     """
     plan, optimizers = recorder.plan, recorder.optimizers

@@ -24,7 +24,6 @@ def call_with_arguments(
     """Call `target(*first, **given, **args)`.
 
     Args:
-        target: the callable.
         args: the spec's arguments.
         path: path of `args` in the spec ("model.args").
         name: the name in the spec; an import string is the user's own code.

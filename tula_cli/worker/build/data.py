@@ -49,7 +49,6 @@ class StreamedDataset:
     Args:
         samples: iterated again for each epoch, after a call of `set_epoch` if it has that method.
         size: samples of an epoch; further samples are not read.
-        seed: the job's seed.
         sharded: the dataset itself gives each rank different samples.
     """
 
@@ -128,7 +127,6 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
 
     Args:
         samples: a dataset that applies its random transforms in `__getitem__`.
-        seed: the job's seed.
         order: (samples, epoch) -> indices of the epoch, the same number in each; None: all samples, shuffled.
     """
 
@@ -551,7 +549,6 @@ def check_sample(sample: Any, *, path: str) -> torch.Tensor:
     """Check one transformed input and return it.
 
     Args:
-        sample: the dataset's input.
         path: the list of transforms that made it ("transforms.train").
 
     Raises:
@@ -652,7 +649,6 @@ def build_test_dataset(spec: JobSpec, datasets: Datasets) -> EvaluationDataset |
     """Return the samples of dataset.test; if it is not set, those that training is evaluated on.
 
     Args:
-        spec: the job.
         datasets: datasets of the same job; their classes must be those of the test set.
 
     Raises:
@@ -870,7 +866,6 @@ class FakeImages(torch.utils.data.Dataset[Any]):
     """Noise that depends on its index alone, as PIL images with uniformly drawn labels.
 
     Args:
-        size: number of images.
         image_size: (channels, height, width), with 1 or 3 channels.
         num_classes: labels are 0 to num_classes - 1.
         offset: number of the first image.
@@ -931,7 +926,6 @@ def split_indices_by_class(labels: Sequence[int], *, fraction: float) -> tuple[l
     """Split indices so that each class contributes the same share, at least one sample if it has two or more.
 
     Args:
-        labels: class of each sample.
         fraction: share held out.
 
     Returns:

@@ -366,7 +366,6 @@ def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
     Code in the file is not run (weights_only).
 
     Args:
-        path: path of the file.
         key: the setting or option that names it.
 
     Raises:

@@ -177,7 +177,6 @@ def make_model_call(spec: JobSpec, model: nn.Module, loss: LossFunction) -> Mode
     """Return the call of the model and the loss with a batch.
 
     Args:
-        spec: job that names model and loss.
         model: as it was built, before anything wraps it.
         loss: as returned by `build_loss`, on any device.
     """
@@ -202,7 +201,6 @@ def build_optimizer(
     """Return the base optimizer; SGD uses torch's fused kernel if it supports these parameters.
 
     Args:
-        spec: the job.
         parameters: the trainable parameters, or groups of them.
         instead: the class with which `train.method` replaces the spec's optimizer.
 
@@ -263,8 +261,6 @@ def compute_beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batc
 
     Args:
         optimizer: as it was built.
-        spec: the job.
-        batch: global batch.
 
     Raises:
         SpecError: the optimizer has no beta2, or its beta2 is not that of a second moment.

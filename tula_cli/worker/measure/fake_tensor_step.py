@@ -446,7 +446,6 @@ def build_fake_step(
     """Build the spec's model, loss and optimizer on fake tensors.
 
     Args:
-        spec: the job.
         sample: a real sample of the training set, which determines the shapes of the batches.
         classes: number of classes of the dataset; None if unknown.
         gpu: whether to estimate the memory of a GPU, with PyTorch's allocator, or that of a process on the CPU.

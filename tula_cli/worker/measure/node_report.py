@@ -93,9 +93,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     """Take part in a check; rank 0 writes its report.
 
     Args:
-        task: the check to run.
         run: the run directory, which may be invisible from this node.
-        attempt: number of the attempt.
 
     Raises:
         JobFailed: this node has no network interface with the name in cluster.interface.

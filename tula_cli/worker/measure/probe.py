@@ -67,7 +67,6 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
 
     Args:
         times: seconds of the steps after the first `UNTIMED_STEPS`.
-        search: section search, which sets the limits.
         prefetched: steps whose data the loader may have made while the first steps compiled; only later ones wait for
             it.
     """
@@ -100,7 +99,6 @@ def count_steps_to_time(times: Sequence[float], search: Search) -> int:
 
     Args:
         times: seconds of the timed steps.
-        search: section search, which sets the limits.
     """
     timed, seconds = len(times), sum(times)
     if timed < MIN_TIMED_STEPS:
@@ -277,8 +275,6 @@ def measure_breakdown(
     afterwards.
 
     Args:
-        trainer: trainer of the probe.
-        stream: its steps.
         steps: number of steps of each timing.
         norms: the most steps whose gradient norms are recorded.
         room: bytes of GPU memory that the probe has left free; None if there is no limit.
@@ -391,9 +387,6 @@ def _measure_local_step_time(
     sharded model that cannot run without communication or does not fit a GPU as a whole.
 
     Args:
-        trainer: trainer of the probe.
-        stream: its steps.
-        count: number of steps.
         room: bytes of GPU memory that the probe has left free; None if there is no limit.
     """
     trainer.synchronise = False

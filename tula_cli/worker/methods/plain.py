@@ -103,8 +103,6 @@ class Plain:
         """Return the memory that a step needs in addition to the optimizer's state.
 
         Args:
-            spec: the job.
-            parameters: the trainable parameters.
             several: whether some configuration has more than one rank.
         """
         return Memory()
@@ -123,7 +121,6 @@ class Plain:
         """Called once per step, when the gradient is complete; return whether this step did more work than a usual one.
 
         Args:
-            loop: the training.
             small_loss: returns the loss of the given number of samples of the newest micro-batch.
         """
         return False

@@ -85,7 +85,6 @@ def is_average_due(done: int, *, batch: int, end: int) -> bool:
 
     Args:
         done: samples of the epoch before the step.
-        batch: global batch.
         end: samples of the epoch after its last step.
     """
     return AVERAGES_PER_EPOCH * (done + batch) // end > AVERAGES_PER_EPOCH * done // end

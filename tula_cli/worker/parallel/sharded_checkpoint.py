@@ -36,9 +36,7 @@ def save_sharded(
     Args:
         folder: folder of the checkpoint, on a file system shared by all ranks; an existing one is replaced.
         model: sharded by fully_shard; its buffers become rank 0's.
-        optimizer: optimizer of the model's shards.
         content: the remaining state; rank 0's is written.
-        ranks: the process group.
 
     Raises:
         TulaError: a rank cannot write; older checkpoints remain.

@@ -236,8 +236,6 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
 
     Args:
         task: task with method auto.
-        run: the run directory.
-        ranks: the process group.
         samples: position of the training at the breakdown.
     """
     if ranks.is_first:
@@ -262,7 +260,6 @@ def run_tuning(
         run: the run directory; rank 0 writes its tuning.json after each branch.
         ranks: the process group; all ranks follow rank 0's decisions.
         datasets: `hold_out_samples` of the task's datasets.
-        preemption: decides when to stop early.
         log: adds a row of kind "branch" for each branch.
 
     Raises:

@@ -24,8 +24,6 @@ def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size:
     Args:
         task: a training, probe or evaluation.
         batch: the task's batch, global.
-        world: number of ranks.
-        dataset_size: training samples.
 
     Raises:
         SpecError: a batch does not divide among ranks and micro-batches, or is larger than the dataset.
@@ -98,8 +96,6 @@ def list_micro_batch_splits(
     """Return the ways in which the micro-batches of each batch may be split after an out-of-memory error.
 
     Args:
-        loop: the training, with its model and ranks.
-        batches: global batches.
         jobs: returns the jobs that may be trained at a batch; with method auto one per arm, which differ in their
             method.
     """

@@ -35,8 +35,6 @@ def make_checkpoint_state(
     """Return everything a resumed run needs.
 
     Args:
-        trainer: model, optimizer and position.
-        best: the best metrics so far.
         evaluation_pending: whether the epoch that ends here is not yet evaluated.
         stop_reason: why the training ends here, before its last epoch; empty if it continues.
     """
@@ -199,8 +197,6 @@ def load_newest_checkpoint(
     """Return the newest readable checkpoint file; damaged ones are renamed. None if there is none.
 
     Args:
-        run: the run.
-        signature: signature of the training.
         warn: called with a message for each checkpoint that is renamed.
     """
     for path in run.get_training(signature).list_checkpoints():

@@ -149,7 +149,6 @@ class Diagnostics:
         """Return the values of the epoch for its row of metrics.jsonl, and start the next epoch.
 
         Args:
-            trainer: whose factors are counted.
             scaled: share of the steps whose gradients were scaled; None if the method scales none.
 
         Returns:

@@ -97,10 +97,6 @@ class UserMetrics:
     itself (torchmetrics: `sync`) is updated with each rank's own batches, and so is one that can merge states
     (torcheval: `merge_state`), which rank 0 does at the end; any other is updated with the batches of all ranks, on
     rank 0 alone.
-
-    Args:
-        section: section train, which names the metrics.
-        ranks: the process group.
     """
 
     def __init__(self, section: Train, ranks: Ranks) -> None:
@@ -197,11 +193,8 @@ class MetricInput:
     """The values of a batch that metrics receive.
 
     Args:
-        outputs: outputs of the model.
         scores: the tensor of scores among them if there is one; else the outputs.
         target: target of the batch; None if it has none.
-        batch: the whole batch.
-        samples: number of samples.
     """
 
     def __init__(self, outputs: Any, *, scores: Any, target: Any, batch: Any, samples: int) -> None:
@@ -439,10 +432,7 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
     """Evaluate the weights and write the result; does nothing if it has been written already.
 
     Args:
-        task: the evaluation.
-        run: run of the training.
         ranks: the process group; each rank evaluates its share of the samples.
-        datasets: datasets of the task.
 
     Raises:
         SpecError: the test set cannot be built, or the weights do not fit the model.

@@ -45,10 +45,6 @@ class HangWatch:
 
     Args:
         run: the run directory, in which the failure is written.
-        task: the training task.
-        attempt: number of the attempt.
-        rank: this rank.
-        world: number of ranks.
         end: exits this process.
     """
 

@@ -24,10 +24,8 @@ def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: D
     """Train the missing branches and write the record after each one; does nothing if none is missing.
 
     Args:
-        task: the search.
         run: the run directory, where rank 0 keeps the record.
         ranks: the process group; all ranks follow rank 0's record.
-        datasets: datasets of the task.
 
     Raises:
         Diverged: the training diverges at the reference batch already.
@@ -76,11 +74,9 @@ def _make_task(task: RateSearchTask, plan: SearchPlan, size: int, spec: JobSpec,
     """Return the task of a training at a batch, whose warm-up ends before the branches start.
 
     Args:
-        task: the search.
         plan: plan with the samples of the search.
         size: number of training samples without the held-out ones.
         spec: the job, whose learning-rate rule the training uses.
-        batch: global batch.
     """
     warmup = min(spec.schedule.warmup_epochs or 0.0, plan.start / size)
     schedule = spec.schedule.model_copy(update={"warmup_epochs": warmup})

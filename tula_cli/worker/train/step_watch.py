@@ -72,11 +72,7 @@ SAMPLED_STEPS = 3
 
 
 class StepWatch:
-    """Follows the steps of one training on this rank.
-
-    Args:
-        trainer: whose steps are watched.
-    """
+    """Follows the steps of one training on this rank."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -61,7 +61,6 @@ class Training:
 
     Args:
         task: task with the method to train with.
-        context: run directory, process group and data.
         until: epoch at whose end the training stops without a result, because branches start there; None: the last.
         ahead: steps of these branches, for the estimate of the remaining time.
     """

@@ -53,7 +53,6 @@ class StepFile:
     """The file of steps of one training; used on rank 0 alone.
 
     Args:
-        training: whose steps are written.
         most: number of rows beyond which neighbouring rows are joined.
     """
 
@@ -81,7 +80,6 @@ class StepFile:
         """Add steps, and write the full rows if they are enough for a line.
 
         Args:
-            steps: the newest ones.
             close: write all rows, including the last one even if it is not full.
         """
         for step in steps:
@@ -219,8 +217,6 @@ class TrainingLog:
     """The rows of one training. Steps and epochs are recorded on rank 0 alone; other ranks write no rows.
 
     Args:
-        metrics: writes the rows.
-        task: the training task.
         trainer: trainer at whose position rows are written.
         ahead: steps of branches that are to come before the training continues.
     """
@@ -438,10 +434,8 @@ class TrainingLog:
         """Write the row of the epoch that has ended, and the warnings that follow from it.
 
         Args:
-            result: evaluation of the epoch.
             loss: mean loss of the epoch's last step over all ranks.
             lr: learning rate of the epoch's last step.
-            eval_seconds: duration of the evaluation.
             overhead: seconds of an epoch's evaluation and checkpoint.
         """
         trainer, prediction = self.trainer, self.expected

@@ -9,11 +9,11 @@ from tula_cli.host.processes import tag_lines
 
 def test_progress_leaves_out_what_is_not_known():
     record = {"samples": 640, "batch": 64, "step_time": 0.5}
-    assert words.describe_progress(**record, epoch=2.5, of=4, loss=0.25, remaining=30.0) == (
+    assert words.describe_progress(**record, epoch=2.5, all_epochs=4, loss=0.25, remaining=30.0) == (
         "epoch 2.5 of 4, sample 640: batch 64, loss 0.2500, 128 samples/s, 30.0 s left"
     )
     assert (
-        words.describe_progress(**record, epoch=None, of=None, loss=None, remaining=None)
+        words.describe_progress(**record, epoch=None, all_epochs=None, loss=None, remaining=None)
         == "sample 640: batch 64, 128 samples/s"
     )
 

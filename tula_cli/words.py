@@ -211,7 +211,7 @@ def parse_rank(line: str) -> int | None:
 
 def describe_progress(
     *,
-    of: int | None,
+    all_epochs: int | None,
     epoch: float | None,
     samples: int,
     batch: int,
@@ -221,9 +221,9 @@ def describe_progress(
 ) -> str:
     """Describe the progress of a training: epoch, samples, global batch, loss, throughput and remaining time.
 
-    `of` is the number of epochs; `step_time` and `remaining` are in seconds.
+    `all_epochs` is the number of epochs; `step_time` and `remaining` are in seconds.
     """
-    epochs = "" if epoch is None else f"epoch {epoch:.4g}" + (f" of {of}" if of else "") + ", "
+    epochs = "" if epoch is None else f"epoch {epoch:.4g}" + (f" of {all_epochs}" if all_epochs else "") + ", "
     text = f"{epochs}sample {samples}: batch {batch}"
     text += "" if loss is None else f", loss {format_number(loss, 4)}"
     text += f", {format_number(batch / step_time)} samples/s" if step_time > 0 else ""

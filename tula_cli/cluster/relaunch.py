@@ -156,8 +156,12 @@ def _has_gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
 
     Always False on this machine, which is the only node.
     """
-    alike = [other_attempt for other_attempt in run.read_attempts() if other_attempt.cluster == attempt.cluster]
-    return bool(attempt.allocation) and any(run.has_seen_gpus(other_attempt) for other_attempt in alike)
+    attempts_of_same_cluster = [
+        other_attempt for other_attempt in run.read_attempts() if other_attempt.cluster == attempt.cluster
+    ]
+    return bool(attempt.allocation) and any(
+        run.has_seen_gpus(other_attempt) for other_attempt in attempts_of_same_cluster
+    )
 
 
 # --- Application of a decision
@@ -231,8 +235,8 @@ def _apply_probe_decision(
         if failure.outcome == "device_oom":
             _write_out_of_memory(run, task, current, failure.summary)
         else:
-            kept = failure.model_copy(update={"detail": ""})
-            run.write_result(Failed(**make_probe_identity(task, current), failure=kept))
+            failure_without_detail = failure.model_copy(update={"detail": ""})
+            run.write_result(Failed(**make_probe_identity(task, current), failure=failure_without_detail))
     trial = _find_next_trial(run, task) if isinstance(decision, Relaunch) else None
     if trial is not None:
         task = task.model_copy(update={"local_batches": (*task.local_batches, trial)})
@@ -311,7 +315,7 @@ def _predict_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | 
     prediction = first_task.ladder[0].prediction
     if prediction is None or not result.ended:
         return prediction
-    return shorten_prediction(prediction, epochs=result.epochs, of=first_task.spec.train.max_epochs)
+    return shorten_prediction(prediction, epochs=result.epochs, all_epochs=first_task.spec.train.max_epochs)
 
 
 def _measure_time_parts(training: TrainingRun, seconds: float) -> TimeParts:

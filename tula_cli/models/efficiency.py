@@ -222,21 +222,24 @@ def add_same_progress(rows: Candidates, *, epochs: int, reference: int, noise: N
     least = compute_equivalent_constant_noise(
         noise.low, reference=reference, epochs=epochs, growth=MIN_NOISE_GROWTH, measured_at=at
     )
-    count, alike, lossy = (
+    count, epochs_at_infinite_noise, epochs_at_lowest_noise = (
         _count_epochs_over_stages(
             rows, functools.partial(compute_equivalent_epochs, epochs, reference=reference, noise=value)
         )
         for value in (noise_of_training, math.inf, least)
     )
-    fewest, most = np.minimum(alike, lossy), np.maximum(alike, lossy)
+    fewest, most = (
+        np.minimum(epochs_at_infinite_noise, epochs_at_lowest_noise),
+        np.maximum(epochs_at_infinite_noise, epochs_at_lowest_noise),
+    )
     hours = rows["hours"]
     low, high = (np.where(np.isnan(end), hours, end) for end in (rows["hours_low"], rows["hours_high"]))
     columns = {
         "epochs": count,
         "epochs_low": fewest,
         "epochs_high": most,
-        "epochs_alike": alike,
-        "epochs_lossy": lossy,
+        "epochs_alike": epochs_at_infinite_noise,
+        "epochs_lossy": epochs_at_lowest_noise,
         "hours": hours * count / epochs,
         "hours_low": low * fewest / epochs,
         "hours_high": high * most / epochs,

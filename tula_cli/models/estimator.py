@@ -605,7 +605,7 @@ class Estimator:
         self, nodes: Ints, batch: Ints, stages: StageTable, *, spot: Spot | None = None
     ) -> cost.TrainingTime:
         """Return the models of training time by step time; on spot nodes of the expected time."""
-        gpus, every = self.spec.cluster.gpus_per_node, self.spec.train.checkpoint_every
+        gpus, checkpoint_every = self.spec.cluster.gpus_per_node, self.spec.train.checkpoint_every
         overheads = self.overheads.estimate_overheads(nodes, batch // (nodes * gpus), batch)
         work = cost.count_work(
             self.spec,
@@ -618,7 +618,11 @@ class Estimator:
         work = self.stages.count_equivalent_work(work, stages)
         rate = cost.compute_interruption_rate(self.spec.pricing, nodes)
         # The interval that the ranks use, which do not know whether they run on spot nodes.
-        interval = cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every
+        interval = (
+            cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate)
+            if checkpoint_every == "auto"
+            else checkpoint_every
+        )
         if spot is None:
             return cost.TrainingTime(work, overheads, interval)
         return cost.TrainingTime(work, overheads, interval, rate)

@@ -337,7 +337,7 @@ def are_finite(grads: Sequence[Tensor]) -> Tensor:
 @contextmanager
 def restore_buffers(model: nn.Module) -> Iterator[None]:
     """Restore every buffer at the end, including one that the forward pass replaced by another tensor."""
-    kept = [
+    buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
@@ -346,7 +346,7 @@ def restore_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, copy in kept:
+            for module, name, buffer, copy in buffers:
                 if buffer is not None and copy is not None:
                     buffer.copy_(copy)
                 module._buffers[name] = buffer

@@ -31,7 +31,7 @@ def compute_sharded_gradients(loss: Callable[[], Tensor], model: nn.Module) -> d
     The backward pass writes to `.grad`, whose values are restored afterwards.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    kept = [p.grad for p in trained]
+    previous_gradients = [p.grad for p in trained]
     for p in trained:
         p.grad = None
     try:
@@ -39,7 +39,7 @@ def compute_sharded_gradients(loss: Callable[[], Tensor], model: nn.Module) -> d
             loss().backward()
         return {p: get_local_shard(p.grad) for p in trained if p.grad is not None}
     finally:
-        for p, grad in zip(trained, kept, strict=True):
+        for p, grad in zip(trained, previous_gradients, strict=True):
             p.grad = grad
 
 

@@ -43,10 +43,10 @@ def test_a_training_ends_at_its_target_after_some_epochs_or_without_a_better_one
 def test_the_prediction_of_some_epochs_keeps_starts_and_ends_whole() -> None:
     parts = TimeParts(steps=800.0, data=100.0, evaluation=100.0, checkpoints=60.0, branches=20.0, rest=20.0)
     whole = make.prediction(1, 64, hours=1000 / 3600, hours_low=None, hours_high=1.0, cost=4.0, kwh=2.0, parts=parts)
-    result = shorten_prediction(whole, epochs=1, of=4)
+    result = shorten_prediction(whole, epochs=1, all_epochs=4)
     assert result.parts == TimeParts(
         steps=200.0, data=25.0, evaluation=25.0, checkpoints=15.0, branches=20.0, rest=20.0
     )
     assert result.hours == pytest.approx(280 / 3600) and result.hours_low is None
     assert (result.hours_high, result.cost, result.kwh) == pytest.approx((0.28, 1.12, 0.56))
-    assert shorten_prediction(whole.model_copy(update={"parts": None}), epochs=1, of=4).cost == 1.0
+    assert shorten_prediction(whole.model_copy(update={"parts": None}), epochs=1, all_epochs=4).cost == 1.0

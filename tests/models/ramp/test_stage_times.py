@@ -56,11 +56,11 @@ def test_a_training_takes_the_sum_over_its_stages() -> None:
 
 def test_a_training_that_ends_early_has_taken_its_stages_whole() -> None:
     whole = forecast("auto").predict(Config(2, 256))
-    short = shorten_prediction(whole, epochs=5, of=10)
+    short = shorten_prediction(whole, epochs=5, all_epochs=10)
     assert short.parts is not None and whole.parts is not None
     stages = sum(stage.steps * stage.step_time for stage in whole.stages)
     assert short.parts.steps == pytest.approx(stages + (25 + 3 * 50) * whole.step_time, rel=0.01)
-    assert shorten_prediction(whole, epochs=10, of=10).hours == pytest.approx(whole.hours)
+    assert shorten_prediction(whole, epochs=10, all_epochs=10).hours == pytest.approx(whole.hours)
 
 
 def test_epochs_that_are_not_trained_take_nothing() -> None:

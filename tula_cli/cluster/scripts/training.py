@@ -316,7 +316,7 @@ class TrainingMonitor(ScriptMonitor):
             math.floor(row["epoch"] or 0) + 1,
         )
         progress_text = words.describe_progress(
-            epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
+            epoch=row["epoch"], all_epochs=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], remaining=row["eta"],
         )  # fmt: skip
         with self.run.open_log(self.run.get_log_path(self.task.id, self.command.attempt)) as log:
@@ -515,8 +515,8 @@ class ScriptTraining(ScriptProgram):
         """Return the checkpoint to resume from, and the newer ones that are skipped because they are damaged."""
         resume, attempts = self.resume_settings, self.training.read_attempts()
         if not self._resumes_at_any_batch:
-            alike = {task.id for task in self.training.read_tasks() if task.batch == self.task.batch}
-            attempts = [attempt for attempt in attempts if attempt.task in alike]
+            tasks_of_same_batch = {task.id for task in self.training.read_tasks() if task.batch == self.task.batch}
+            attempts = [attempt for attempt in attempts if attempt.task in tasks_of_same_batch]
         if resume is None or self.resume_verdict == "none" or not attempts:
             return None, []
         began = min(attempt.started_at for attempt in attempts)

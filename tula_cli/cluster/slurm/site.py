@@ -416,8 +416,8 @@ _NODES = (2, 4, 8, 16)
 
 def suggest_nodes(partition: Partition) -> tuple[int, ...]:
     """Return the numbers of nodes to measure: powers of two within the partition's limits, and the least if they are few."""
-    alike = partition.kinds[0].nodes if partition.kinds else 1
-    most = min(alike, partition.usable or 1)
+    identical_nodes = partition.kinds[0].nodes if partition.kinds else 1
+    most = min(identical_nodes, partition.usable or 1)
     least = partition.least_nodes
     choices = tuple(nodes for nodes in _NODES if least <= nodes <= most)
     if least > 1:

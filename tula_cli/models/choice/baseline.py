@@ -205,10 +205,12 @@ def prefer_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) 
     same = candidates.select(type=today.type, market="on_demand", nodes=today.nodes, batch=today.batch)
     if not len(same) or not is_not_clearly_worse(today, knee):
         return choice
-    kept = same.prediction(0)
-    runners_up = [knee, *(row for row in choice.runners_up if row != kept)][: max(1, len(choice.runners_up))]
+    baseline_prediction = same.prediction(0)
+    runners_up = [knee, *(row for row in choice.runners_up if row != baseline_prediction)][
+        : max(1, len(choice.runners_up))
+    ]
     reason = f"today's configuration is at least as good as {_describe_nodes_and_batch(knee)}, the choice without section baseline: {choice.reason}"
-    return Choice(kept, reason, tuple(runners_up))
+    return Choice(baseline_prediction, reason, tuple(runners_up))
 
 
 def is_not_clearly_worse(row: Prediction, other: Prediction) -> bool:

@@ -310,10 +310,10 @@ class _ListSchedules:
 
         Each is for a number of hours that no training exceeds.
         """
-        every = [option for job in self._jobs for option in job.options]
-        mean_cost = sum(option.cost for option in every) or 1.0
-        mean_size = sum(option.nodes * option.hours for option in every)
-        for longest, weight in itertools.product(sorted({option.hours for option in every}), _COST_WEIGHTS):
+        all_options = [option for job in self._jobs for option in job.options]
+        mean_cost = sum(option.cost for option in all_options) or 1.0
+        mean_size = sum(option.nodes * option.hours for option in all_options)
+        for longest, weight in itertools.product(sorted({option.hours for option in all_options}), _COST_WEIGHTS):
             if longest > target.deadline and weight < 1:
                 continue
 

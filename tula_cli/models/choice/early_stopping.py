@@ -17,16 +17,16 @@ Values = Mapping[str, float]
 
 def select_best_values(values: Values, best: BestCheckpoint, *, epoch: int) -> dict[str, float]:
     """Return the figures to keep of the best evaluation; `value` is the metric that train.best_checkpoint names."""
-    kept = {"top1": values["top1"], "loss": values["loss"], "epoch": float(epoch)}
-    return kept if best.metric == "auto" else {**kept, "value": values[best.metric]}
+    metrics = {"top1": values["top1"], "loss": values["loss"], "epoch": float(epoch)}
+    return metrics if best.metric == "auto" else {**metrics, "value": values[best.metric]}
 
 
-def is_better(values: Values, kept: Mapping[str, float], best: BestCheckpoint) -> bool:
-    """Return whether an evaluation is better than the kept one; True if `kept` is empty.
+def is_better(values: Values, best_values: Mapping[str, float], best: BestCheckpoint) -> bool:
+    """Return whether an evaluation is better than the kept one; True if `best_values` is empty.
 
     With metric auto, accuracies are compared, or losses if there are no classes.
     """
-    if not kept:
+    if not best_values:
         return True
     if best.metric != "auto":
         new, old = values[best.metric], kept.get("value", math.nan)
@@ -36,12 +36,12 @@ def is_better(values: Values, kept: Mapping[str, float], best: BestCheckpoint) -
     return values["top1"] > kept["top1"]
 
 
-def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, epoch: int) -> str:
+def describe_stop(values: Values, best_values: Mapping[str, float], train: Train, *, epoch: int) -> str:
     """Return why a training stops here, in words; empty if it continues.
 
     Args:
         values: of the epoch that has ended.
-        kept: of the best epoch so far, including this one.
+        best_values: of the best epoch so far, including this one.
         epoch: number of epochs done.
     """
     stopping = train.early_stopping
@@ -55,8 +55,8 @@ def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, ep
             return f"{best.metric} is {format_number(value, 4)}, {bound} {format_number(target, 4)}"
     if stopping.epochs is not None and epoch >= stopping.epochs:
         return f"train.early_stopping.epochs is {stopping.epochs}"
-    if stopping.patience is not None and epoch - kept["epoch"] >= stopping.patience:
-        return f"no better epoch than {int(kept['epoch'])} in {format_count(stopping.patience, 'epoch')}"
+    if stopping.patience is not None and epoch - best_values["epoch"] >= stopping.patience:
+        return f"no better epoch than {int(best_values['epoch'])} in {format_count(stopping.patience, 'epoch')}"
     return ""
 
 
@@ -68,15 +68,15 @@ def convert_to_unit(metric: str, bound: float) -> float:
 # --- The prediction of some epochs
 
 
-def shorten_prediction(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
+def shorten_prediction(prediction: Prediction, *, epochs: int, all_epochs: int) -> Prediction:
     """Return the prediction for the first epochs of a training; starts, exits and branches are not shortened.
 
     Args:
         prediction: for all epochs.
         epochs: number of epochs trained.
-        of: number of all epochs.
+        all_epochs: number of all epochs.
     """
-    share, parts = epochs / of, prediction.parts
+    share, parts = epochs / all_epochs, prediction.parts
     if parts is None:
         ratio = share
     else:

@@ -1166,8 +1166,8 @@ def _describe_fit(
         counts = together[[0, -1]]
         inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
         sync = model.compute_parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside, most))[2]
-        of = "" if most is None else f" of {round(most[0])} GPUs"
-        ranges.append(_describe_range(sync, [f"{format_count(round(count), scope.noun)}{of}" for count in counts]))
+        of_gpus = "" if most is None else f" of {round(most[0])} GPUs"
+        ranges.append(_describe_range(sync, [f"{format_count(round(count), scope.noun)}{of_gpus}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {100 * error:.1f} %"
     parts_text = ", overlapped with synchronisation ".join(ranges)
     alone = ""

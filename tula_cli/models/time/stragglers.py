@@ -54,7 +54,7 @@ class Straggler:
     name: str
     factor: float  # time relative to that of the median node or rank
     probes: int  # probes in which it was slow
-    of: int  # probes in which it took part
+    all_probes: int  # probes in which it took part
     waits: bool  # whether it waits for data; otherwise it computes slowly
 
     @property
@@ -63,7 +63,7 @@ class Straggler:
             name=self.name,
             factor=self.factor,
             slow_probes=self.probes,
-            probes=self.of,
+            probes=self.all_probes,
             waits_for_data=self.waits,
         )
 

@@ -52,7 +52,7 @@ class DeliveredBatches:
         if before is None:
             return
         if before.batches == 1:
-            self._discard_uncounted_batches(key, before)
+            self._restore_withheld_batches(key, before)
         if before.untrained[1] and not before.trained:
             self._add_counts(key, before.untrained, -1)
             current.withheld, current.withheld_from = before.untrained, before
@@ -63,10 +63,10 @@ class DeliveredBatches:
         for newest in self._passes.values():
             newest.trained = newest.trained or newest.batches > 0
 
-    def _discard_uncounted_batches(self, key: int, of: LoaderPass) -> None:
-        if of.withheld[1]:
-            self._add_counts(key, of.withheld, 1)
-            of.withheld = [0, 0, 0.0]
+    def _restore_withheld_batches(self, key: int, loader_pass: LoaderPass) -> None:
+        if loader_pass.withheld[1]:
+            self._add_counts(key, loader_pass.withheld, 1)
+            loader_pass.withheld = [0, 0, 0.0]
 
     def _add_counts(self, key: int, counts: list[float], sign: int) -> None:
         pending = self.pending.setdefault(key, [0, 0, 0.0])
@@ -81,7 +81,7 @@ class DeliveredBatches:
             return
         before = newest.withheld_from
         if before is not None and iterator is not None and before.is_of(iterator):
-            self._discard_uncounted_batches(key, newest)  # both iterators are read alternately
+            self._restore_withheld_batches(key, newest)  # both iterators are read alternately
         if newest.is_of(iterator):
             newest.batches += 1
             if not newest.trained:

@@ -118,8 +118,8 @@ class FileChangeRecorder:
         self._seen[absolute_path] = self.stepped
         self._here.busy = True
         try:
-            kept = self._back_up(absolute_path) if first else {"existed": None, "copy": None, "modified": None}
-            self._append_rows(path=absolute_path, folder=folder, late=self.stepped, **kept)
+            earlier_state = self._back_up(absolute_path) if first else {"existed": None, "copy": None, "modified": None}
+            self._append_rows(path=absolute_path, folder=folder, late=self.stepped, **earlier_state)
         finally:
             self._here.busy = False
 

@@ -157,8 +157,8 @@ def make_ddp_buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, t
     """
     views: dict[nn.Parameter, torch.Tensor] = {}
     for dtype in dict.fromkeys(p.dtype for p in parameters):
-        alike = [p for p in reversed(parameters) if p.dtype == dtype]
-        for members in _list_buckets(alike):
+        parameters_of_dtype = [p for p in reversed(parameters) if p.dtype == dtype]
+        for members in _list_buckets(parameters_of_dtype):
             flat = torch.empty(sum(p.numel() for p in members), dtype=dtype)
             views.update(zip(members, split_flat(flat, members), strict=True))
     return views

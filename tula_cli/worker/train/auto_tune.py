@@ -336,8 +336,8 @@ def _load_record(context: BranchContext, run: RunDir, position: Position, arms: 
         beginning=_count_samples_of_beginning(context) if len(arms) > 1 else 0,
     )
     tuning = run.get_training(context.task.signature).read_tuning() if context.ranks.is_first else None
-    alike = tuning is not None and fresh == tuning.model_copy(update={"branches": (), "chosen": None})
-    return tuning if tuning is not None and alike else fresh
+    is_same_tuning = tuning is not None and fresh == tuning.model_copy(update={"branches": (), "chosen": None})
+    return tuning if tuning is not None and is_same_tuning else fresh
 
 
 def _count_samples_of_beginning(context: BranchContext) -> int:

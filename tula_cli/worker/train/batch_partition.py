@@ -76,10 +76,12 @@ def _build_ramp_on_nodes(task: TrainTask, stages: Sequence[Stage], micro_batches
     Batches of stages on fewer nodes need not divide among these nodes: only an unreadable checkpoint leads back to such
     a stage, and then the first batch of these nodes is used.
     """
-    every = [*list_stages_below(stages, task.batch)]
-    first_batch = next(stage.batch for stage in every if (stage.nodes or 0) >= task.nodes)
-    fitting = [stage.batch if stage.batch % micro_batches_in_all == 0 else first_batch for stage in every]
-    return Ramp(tuple(stage.model_copy(update={"batch": fit}) for stage, fit in zip(every, fitting, strict=True)))
+    stages_below = [*list_stages_below(stages, task.batch)]
+    first_batch = next(stage.batch for stage in stages_below if (stage.nodes or 0) >= task.nodes)
+    fitting = [stage.batch if stage.batch % micro_batches_in_all == 0 else first_batch for stage in stages_below]
+    return Ramp(
+        tuple(stage.model_copy(update={"batch": fit}) for stage, fit in zip(stages_below, fitting, strict=True))
+    )
 
 
 def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_size: int) -> None:

@@ -181,15 +181,15 @@ def compute_mean_step_time(rows: Iterable[dict[str, Any]], configuration: tuple[
 
     A late epoch alone may have only two steps, and a speed that differs from the training that was predicted.
     """
-    alike, times = False, []
+    is_same_configuration, times = False, []
     _, own_batch, micro_batch = configuration
     for row in rows:
         if row["kind"] == "start":
             # Rows of older versions have no micro_batch.
-            alike = configuration == (row["nodes"], row["batch"], row.get("micro_batch", micro_batch))
+            is_same_configuration = configuration == (row["nodes"], row["batch"], row.get("micro_batch", micro_batch))
         elif (
             row["kind"] == "epoch"
-            and alike
+            and is_same_configuration
             and row["step_time"] is not None
             and row.get("batch", own_batch) == own_batch
         ):
@@ -365,11 +365,11 @@ class TrainingLog:
             self.metrics.steps.add(self.diagnostics.pop_rows(), close=close)
 
     def _print_steps(self, loss: float, step_time: float, remaining: float) -> None:
-        trainer, of = self.trainer, self.task.spec.train.max_epochs
+        trainer, all_epochs = self.trainer, self.task.spec.train.max_epochs
         samples, epoch = trainer.position.samples, trainer.epoch
         self._print(
             describe_progress(
-                of=of,
+                all_epochs=all_epochs,
                 epoch=epoch,
                 samples=samples,
                 batch=self.batch,

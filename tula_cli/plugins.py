@@ -15,9 +15,9 @@ _MAX_LISTED = 20
 """Maximum number of known names that a hint lists."""
 
 
-def suggest_nearest(name: str, known: Iterable[str]) -> str:
+def suggest_nearest(name: str, known_names: Iterable[str]) -> str:
     """Return "did you mean ...?" with the known names closest to `name`, or an empty string."""
-    folded = {key.lower(): key for key in known}
+    folded = {key.lower(): key for key in known_names}
     matches = difflib.get_close_matches(name.lower(), folded, n=len(folded) or 1, cutoff=0.6)
     # Of equally close names, those that start like it come first: AdamW before NAdam for Adamm.
     ratios = {key: difflib.SequenceMatcher(None, key, name.lower()).ratio() for key in matches}
@@ -25,12 +25,12 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(folded[key] for key in close)}?" if close else ""
 
 
-def suggest_name(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known_names: Iterable[str]) -> str:
     """Return the hint for an unknown name: as an import string if it has dots, else as the nearest known name, or empty."""
     if _DOTTED.fullmatch(name):
         module, _, attribute = name.rpartition(".")
         return f"did you mean {module}:{attribute}? An import string has a colon before the attribute"
-    return suggest_nearest(name, known)
+    return suggest_nearest(name, known_names)
 
 
 def is_import_string(name: str) -> bool:

@@ -238,7 +238,7 @@ def compute_seconds_to_next_progress_line(age: float) -> float:
 def shorten_around_difference(before: str, after: str, longest: int) -> tuple[str, str]:
     """Shorten two texts to at most `longest` characters each, keeping the part around their first difference."""
     pairs = enumerate(zip(before, after, strict=False))
-    common = next((place for place, (word, other) in pairs if word != other), min(len(before), len(after)))
+    common = next((position for position, (word, other) in pairs if word != other), min(len(before), len(after)))
     start = max(0, min(common - longest // 3, max(len(before), len(after)) - longest + 3))
 
     def shortened(text: str) -> str:

@@ -157,13 +157,13 @@ class Allocation:
         job_id, _, restarts = (allocation_id or self.id).rpartition(".")
         deadline = time.monotonic() + ACCOUNTING_LAG
         while True:
-            how = self.scheduler.find_end_reason(job_id, restart=int(restarts))
-            if how is not None or time.monotonic() >= deadline:
+            outcome = self.scheduler.find_end_reason(job_id, restart=int(restarts))
+            if outcome is not None or time.monotonic() >= deadline:
                 break
             time.sleep(POLL)
-        if how in TERMINATED_MESSAGES:
-            by = f" ({self.scheduler.cancel_command})" if self.scheduler.cancel_command else ""
-            return Failure(outcome=how, message=TERMINATED_MESSAGES[how].format(job_id, by))
+        if outcome in TERMINATED_MESSAGES:
+            cancel_hint = f" ({self.scheduler.cancel_command})" if self.scheduler.cancel_command else ""
+            return Failure(outcome=outcome, message=TERMINATED_MESSAGES[outcome].format(job_id, cancel_hint))
         message = f"job {job_id} was stopped by something other than tula, or its supervisor was killed"
         return Failure(outcome="signal", message=message)
 

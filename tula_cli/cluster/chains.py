@@ -71,12 +71,16 @@ def get_start_delay(number: int) -> int:
 
 
 def get_chain_state(
-    job: Job, known: Mapping[str, SchedulerState], *, forgotten: str, released: Mapping[str, str] | None = None
+    job: Job,
+    reported_states: Mapping[str, SchedulerState],
+    *,
+    forgotten: str,
+    released: Mapping[str, str] | None = None,
 ) -> SchedulerState:
     """Return the state of a chain from those of its jobs.
 
     Args:
-        known: states that the scheduler reports, by job id; may lack some jobs.
+        reported_states: states that the scheduler reports, by job id; may lack some jobs.
         forgotten: reason to show for jobs that the scheduler does not know.
         released: ids of jobs that tula itself cancelled, with the reason; they are ignored for the state.
     """
@@ -87,14 +91,14 @@ def get_chain_state(
         remaining = job.model_copy(
             update={"links": retained, "scheduler_id": retained[0] if retained else job.scheduler_id}
         )
-        return replace(get_chain_state(remaining, known, forgotten=forgotten), released=explanation)
+        return replace(get_chain_state(remaining, reported_states, forgotten=forgotten), released=explanation)
     young = time.time() - job.submitted_at < YOUNG_SECONDS
     unheard = (
         SchedulerState("pending", "just submitted", young=True)
         if young
         else SchedulerState("ended", forgotten, forgotten=True)
     )
-    states = [known.get(id_, unheard) for id_ in job.ids]
+    states = [reported_states.get(id_, unheard) for id_ in job.ids]
     if young:  # accounting may know a job before squeue lists it
         states = [unheard if state.state == "unknown" else state for state in states]
     kinds = [state.state for state in states]

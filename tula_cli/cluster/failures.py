@@ -170,11 +170,11 @@ def write_exit_report(run: RunDir, task: Task, attempt: Attempt, exited: RankExi
         return
     # The failure of another rank is recorded as a lost peer, since that rank has reported it with its own clock.
     outcome = failure.outcome if failure.rank in (None, exited.rank) else "peer"
-    place = {"task": task.id, "attempt": attempt.number, "rank": exited.rank, "host": get_node_name()}
+    identity = {"task": task.id, "attempt": attempt.number, "rank": exited.rank, "host": get_node_name()}
     run.write_failure(
         failure.model_copy(
             update={
-                **place,
+                **identity,
                 "pid": attempt.pid,
                 "outcome": outcome,
                 "message": failure.summary,
@@ -288,8 +288,8 @@ def write_follower_failure(
 ) -> None:
     """Write the failure of a follower for its leader, which srun terminates together with the follower."""
     detail = "".join(traceback.format_exception(error))
-    place = {"task": task.id, "attempt": attempt.number, "rank": rank, "pid": os.getpid()}
-    run.write_failure(failure.model_copy(update={**place, "detail": detail}))
+    identity = {"task": task.id, "attempt": attempt.number, "rank": rank, "pid": os.getpid()}
+    run.write_failure(failure.model_copy(update={**identity, "detail": detail}))
 
 
 def find_supervisor_failure(run: RunDir, attempt: Attempt) -> Failure | None:

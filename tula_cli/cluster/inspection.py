@@ -409,8 +409,8 @@ def describe_inspection_dependencies(spec: JobSpec) -> Dependencies:
         "packages": _read_package_states(spec),
         "tula": max(_get_change_time(path) for path in Path(__file__).parents[1].rglob("*.py")),
         "dataset": [
-            find_newest_change(Path(place))
-            for place in (spec.dataset.root, *_list_path_candidates(spec.dataset.args.values()))
+            find_newest_change(Path(path_of_data))
+            for path_of_data in (spec.dataset.root, *_list_path_candidates(spec.dataset.args.values()))
         ],
     }
 

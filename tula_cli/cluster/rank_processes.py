@@ -251,8 +251,8 @@ class RankStart:
         variables = {name: value for name, value in variables.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
         world = str(self.task.ranks)
         return [
-            {**variables, "RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank), "WORLD_SIZE": world}
-            for place in allocation.list_ranks(self.task)
+            {**variables, "RANK": str(position.rank), "LOCAL_RANK": str(position.local_rank), "WORLD_SIZE": world}
+            for position in allocation.list_ranks(self.task)
         ]
 
     def _find_python_folder(self) -> str:

@@ -116,8 +116,8 @@ def _find_batch_mismatch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     samples = [step.samples for step in join_steps(ranks) if not step.causes]
     if expected is None or not samples or None in samples:
         return None
-    known = [sample for sample in samples if sample is not None]
-    seen, newest = median(known), known[-max(_NEWEST_STEPS, len(known) // 3) :]
+    known_samples = [sample for sample in samples if sample is not None]
+    seen, newest = median(known_samples), known_samples[-max(_NEWEST_STEPS, len(known_samples) // 3) :]
     grown = seen == expected and expected not in newest  # a smaller last batch is no change
     if grown:
         seen = median(newest)

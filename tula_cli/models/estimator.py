@@ -398,7 +398,7 @@ class Estimator:
     def _find_probes(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
         """Return the probes of the given configurations by index; configurations without one are left out."""
         places_by_index = map_indices_to_probes(self.probes, nodes, local_batch)
-        return {index: self.probes[place] for index, place in places_by_index.items()}
+        return {index: self.probes[probe] for index, probe in places_by_index.items()}
 
     def _estimate_step_times(self, nodes: Ints, batch: Ints) -> Estimates:
         """Return the step times, measured ones if available."""
@@ -511,8 +511,8 @@ class Estimator:
         sizes, places = np.unique(local_batch, return_inverse=True)
         nodes = np.full(len(sizes), min(self.spec.search.nodes))
         seconds = self._estimate_step_times(nodes, sizes * nodes * gpus).seconds
-        known = np.where(self._compute_unknown_mask(nodes, sizes * nodes * gpus), np.nan, seconds)
-        efficiency: Floats = known[places] / step_time
+        known_seconds = np.where(self._compute_unknown_mask(nodes, sizes * nodes * gpus), np.nan, seconds)
+        efficiency: Floats = known_seconds[places] / step_time
         return efficiency
 
     def _estimate_memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
@@ -634,12 +634,12 @@ class Estimator:
         return self.saving.describe_loss(row.step_time, epoch_steps=self.dataset_size // row.batch)
 
 
-def map_indices_to_probes(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
+def map_indices_to_probes(probes: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
     """Return those of the given (nodes, local batch) pairs that are among configurations, by their index there."""
     return {
-        int(index): place
-        for place in places
-        for index in np.flatnonzero((nodes == place[0]) & (local_batch == place[1]))
+        int(index): probe
+        for probe in probes
+        for index in np.flatnonzero((nodes == probe[0]) & (local_batch == probe[1]))
     }
 
 

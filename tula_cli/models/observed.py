@@ -312,13 +312,16 @@ def predict_request(
         samples: of a step of the observed job.
     """
     fits = [fit_step_time(observations, collective="ring")]
-    places = [(nodes, gpus_per_node)]
+    nodes_and_gpus = [(nodes, gpus_per_node)]
     if nodes == 1 and observed.nodes > 1 and gpus_per_node > 1:
         single = [_convert_to_single_gpu_nodes(observation) for observation in observations]
         fits.append(fit_step_time(single, collective="ring"))
-        places.append((nodes * gpus_per_node, 1))
+        nodes_and_gpus.append((nodes * gpus_per_node, 1))
     logs, variances = zip(
-        *(_predict_log_step_time(fit, place, observed.local_batch) for fit, place in zip(fits, places, strict=True)),
+        *(
+            _predict_log_step_time(fit, nodes_and_gpus_of_fit, observed.local_batch)
+            for fit, nodes_and_gpus_of_fit in zip(fits, nodes_and_gpus, strict=True)
+        ),
         strict=True,
     )
     log_seconds = float(np.mean(logs))
@@ -357,9 +360,9 @@ def _convert_to_single_gpu_nodes(observation: Observation) -> Observation:
     )
 
 
-def _predict_log_step_time(fit: StepTimeFit, place: tuple[int, int], local_batch: int) -> tuple[float, float]:
+def _predict_log_step_time(fit: StepTimeFit, nodes_and_gpus: tuple[int, int], local_batch: int) -> tuple[float, float]:
     """Return the logarithm of a predicted step time and its variance."""
-    estimate = fit.predict(*place, local_batch)
+    estimate = fit.predict(*nodes_and_gpus, local_batch)
     if estimate.low is None or estimate.high is None:
         return math.log(estimate.seconds), math.inf
     return math.log(estimate.seconds), (math.log(estimate.high / estimate.low) / (2 * Z90)) ** 2

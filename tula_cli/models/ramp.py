@@ -198,16 +198,18 @@ def count_steps_of_stages(
     for stage in range(batches.shape[1]):
         is_active = (batches[:, stage] > 0) & (at < epochs)
         batch, end = np.maximum(1.0, batches[:, stage]), ends[:, stage]
-        rest = np.floor(np.maximum(0.0, size - done) / batch)
+        steps_left_in_epoch = np.floor(np.maximum(0.0, size - done) / batch)
         needed = np.maximum(0.0, np.ceil((end - at * size - done) / batch))
-        ends_here = needed <= rest
+        ends_here = needed <= steps_left_in_epoch
         whole = np.maximum(0.0, np.minimum(np.floor(end / size), epochs) - at - 1)  # further whole epochs in this stage
         later = at + 1 + whole
         per_epoch = np.floor(size / batch)
         needed_later = np.where(later < epochs, np.maximum(0.0, np.ceil((end - later * size) / batch)), 0.0)
         ends_later = needed_later <= per_epoch
         last = np.minimum(needed_later, per_epoch)
-        steps[:, stage] = np.where(is_active, np.where(ends_here, needed, rest + whole * per_epoch + last), 0.0)
+        steps[:, stage] = np.where(
+            is_active, np.where(ends_here, needed, steps_left_in_epoch + whole * per_epoch + last), 0.0
+        )
         new_at = np.where(ends_here, at, later + ~ends_later)
         new_done = np.where(ends_here, done + needed * batch, np.where(ends_later, last * batch, 0.0))
         at, done = np.where(is_active, new_at, at), np.where(is_active, new_done, done)

@@ -163,13 +163,14 @@ class StageTimes:
             return stage_nodes
         options = self._list_stage_nodes_by_batch(nodes, batches)
         pairs = sorted({(count, stage_batch) for (_, stage_batch), counts_ in options.items() for count in counts_})
-        known = self._predict_pairs(pairs)
+        predicted_seconds = self._predict_pairs(pairs)
         startup = self.startup(nodes, batch)
         for row, training_nodes in enumerate(nodes.tolist()):
             present = np.flatnonzero(batches[row, :-1])
             choices = [
                 {
-                    count: counts[row, column] * known.get((count, int(batches[row, column])), steps.seconds[row])
+                    count: counts[row, column]
+                    * predicted_seconds.get((count, int(batches[row, column])), steps.seconds[row])
                     for count in options[training_nodes, int(batches[row, column])]
                 }
                 for column in present.tolist()
@@ -404,8 +405,8 @@ def find_fitting_batches(spec: JobSpec, nodes: "Ints", batches: "Ints") -> "Ints
     divisor = nodes * parts
     if spec.train.ramp_nodes == "auto":
         counts = np.array(sorted(set(spec.search.nodes)))
-        place = np.searchsorted(counts, np.minimum(nodes - 1, batches // parts), side="right")
-        divisor = np.where(batches >= divisor, divisor, np.where(place > 0, counts[place - 1], 0) * parts)
+        count_below = np.searchsorted(counts, np.minimum(nodes - 1, batches // parts), side="right")
+        divisor = np.where(batches >= divisor, divisor, np.where(count_below > 0, counts[count_below - 1], 0) * parts)
     fitting: Ints = np.where((divisor > 0) & (batches >= divisor), batches // np.maximum(1, divisor) * divisor, 0)
     return fitting
 

@@ -287,10 +287,10 @@ def count_samples_per_rank(b_small: int, available: int, world: int, turn: int) 
     `turn` modulo `world`. No rank computes more than `available`.
     """
     ranks = min(world, math.ceil(b_small / available))
-    share, rest = divmod(min(b_small, ranks * available), ranks)
+    share, remainder = divmod(min(b_small, ranks * available), ranks)
     counts = [0] * world
-    for place in range(ranks):
-        counts[(turn + place) % world] = share + (place < rest)
+    for number in range(ranks):
+        counts[(turn + number) % world] = share + (number < remainder)
     return counts
 
 

@@ -162,13 +162,13 @@ def _fork_rank(parent: int) -> int:
         OSError: there is not enough memory, or no further process is allowed.
     """
     receive, send = os.pipe()
-    between = os.fork()
-    if between == 0:
+    intermediate_pid = os.fork()
+    if intermediate_pid == 0:
         os.close(receive)
         _fork_orphan(parent, send)
         return 0
     os.close(send)
-    os.waitpid(between, 0)
+    os.waitpid(intermediate_pid, 0)
     with open(receive, "rb") as pipe:
         pid = pipe.read()
     if not pid:
@@ -178,7 +178,7 @@ def _fork_rank(parent: int) -> int:
 
 def _fork_orphan(parent: int, send: int) -> None:
     """Fork once more and exit; returns only in the orphan, once `parent` has adopted it and it dies with `parent`."""
-    between = os.getpid()
+    intermediate_pid = os.getpid()
     try:
         rank = os.fork()
     except OSError:
@@ -186,7 +186,7 @@ def _fork_orphan(parent: int, send: int) -> None:
     if rank:
         os._exit(0)
     os.setsid()
-    while os.getppid() == between:
+    while os.getppid() == intermediate_pid:
         time.sleep(0.001)
     die_with_parent()
     if os.getppid() != parent:

@@ -83,10 +83,13 @@ class Ranks:
 
 def find_min_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> float:
     """Return the fewest cores of any rank, from each rank's (node, usable cores, CPU quota of its node in cores)."""
-    takers = Counter((node, core) for node, cores, _ in ranks for core in cores)
-    crowd = Counter(node for node, _, _ in ranks)
+    ranks_using_core = Counter((node, core) for node, cores, _ in ranks for core in cores)
+    ranks_of_node = Counter(node for node, _, _ in ranks)
     return min(
-        min(sum(1 / takers[node, core] for core in cores), math.inf if quota is None else quota / crowd[node])
+        min(
+            sum(1 / ranks_using_core[node, core] for core in cores),
+            math.inf if quota is None else quota / ranks_of_node[node],
+        )
         for node, cores, quota in ranks
     )
 

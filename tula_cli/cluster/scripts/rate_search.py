@@ -207,8 +207,8 @@ class ScriptRateSearch(ScriptProgram):
         before = losses[: killed.steps][-max(rate_search.MIN_STEPS, round(JUDGED_SHARE * self.plan.length / batch)) :]
         if all(loss is None for loss in losses):
             return make_script_failure(None, NO_LOSS, permanent=True)
-        known = [loss for loss in before if loss is not None]
-        if len(known) < len(before):
+        finite_losses = [loss for loss in before if loss is not None]
+        if len(finite_losses) < len(before):
             message = f"the training diverges at script.reference.batch {batch}"
             return Failure(outcome="diverged", message=message, permanent=True)
         rows = [row for row in attempt.read_rows(0) if row["kind"] == "row"]
@@ -221,7 +221,7 @@ class ScriptRateSearch(ScriptProgram):
             samples=len(losses) * batch,
             total=self.plan.total,
             start_epoch=killed.steps * batch / self._epoch_samples,
-            start_loss=fmean(known),
+            start_loss=fmean(finite_losses),
             start_lr=next_lr,
         )
 
@@ -243,15 +243,15 @@ class ScriptRateSearch(ScriptProgram):
             ended = f"the branch ended after {len(losses)} of {plan.steps} steps; last line of the script: {line}"
             return make_script_failure(failure, problem or ended, permanent=True)
         judged = losses[-max(2, math.ceil(JUDGED_SHARE * plan.steps)) :]
-        known = [loss for loss in judged if loss is not None]
+        finite_losses = [loss for loss in judged if loss is not None]
         samples = len(losses) * command.batch
         branch = RateBranch(
             arm=f"{rule}-{command.batch}",
             epochs=samples / self._epoch_samples,
             samples=samples,
-            loss=fmean(known) if len(known) == len(judged) else None,
+            loss=fmean(finite_losses) if len(finite_losses) == len(judged) else None,
             top1=None,
-            diverged=len(known) < len(judged),
+            diverged=len(finite_losses) < len(judged),
             seconds=time.time() - attempt.plan_path.stat().st_mtime,
             batch=command.batch,
             rule=rule,

@@ -162,7 +162,7 @@ class ScriptProgram(RankProgram):
 
     def list_ranks(self, allocation: Allocation) -> range:
         """Return the ranks that a supervisor, or the command that it runs, starts."""
-        ranks = [place.rank for place in allocation.list_ranks(self.task)]
+        ranks = [position.rank for position in allocation.list_ranks(self.task)]
         return range(ranks[0], ranks[-1] + 1)
 
     def find_clean_exit_failure(self) -> Failure | None:

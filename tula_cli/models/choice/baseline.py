@@ -148,12 +148,12 @@ def make_headline(
         f"{format_duration(3600 * chosen_row.hours)}{progress}"
         + f", {format_number(chosen_row.cost)} {currency}" * has_price
     )
-    place = _describe_nodes_and_batch(chosen)
+    configuration = _describe_nodes_and_batch(chosen)
     comparison = _describe_comparison(baseline, spec, chosen, is_baseline=is_baseline)
     if is_baseline:
-        text = f"{place}: today's configuration is the choice ({values})"
+        text = f"{configuration}: today's configuration is the choice ({values})"
     else:
-        text = ", ".join([f"{place}: {', '.join(changes) or values}", risk.text])
+        text = ", ".join([f"{configuration}: {', '.join(changes) or values}", risk.text])
     return Headline(
         text=text,
         comparison=comparison,

@@ -228,21 +228,21 @@ def schedule_in_order(counted: Sequence[tuple[Option, int]], nodes: int) -> list
     waiting = [(option, count) for option, count in counted if count]
     starts: list[Start] = []
     running: list[tuple[float, int]] = []
-    now, idle = 0.0, nodes
+    hour, idle = 0.0, nodes
     while waiting:
         still_waiting = []
         for option, count in waiting:
             started = min(count, idle // option.nodes)
             idle -= started * option.nodes
             for _ in range(started):
-                starts.append(Start(now, option))
-                heapq.heappush(running, (now + option.hours, option.nodes))
+                starts.append(Start(hour, option))
+                heapq.heappush(running, (hour + option.hours, option.nodes))
             if count > started:
                 still_waiting.append((option, count - started))
         waiting = still_waiting
         if waiting:
-            now = running[0][0]
-            while running and running[0][0] <= now * (1 + _ROUNDING):
+            hour = running[0][0]
+            while running and running[0][0] <= hour * (1 + _ROUNDING):
                 idle += heapq.heappop(running)[1]
     return starts
 
@@ -263,21 +263,23 @@ def _can_run_concurrently(series: Sequence[Option], options: Sequence[Option]) -
     for count, option in enumerate(series[-2::-1], 2):
         hours, cost = hours + option.hours, cost + option.cost
         if any(
-            count * part.nodes <= nodes and part.hours <= hours and count * part.cost <= cost * (1 + _ROUNDING)
-            for part in options
+            count * option_on_part.nodes <= nodes
+            and option_on_part.hours <= hours
+            and count * option_on_part.cost <= cost * (1 + _ROUNDING)
+            for option_on_part in options
         ):
             return True
     return False
 
 
 def _divide_nodes(
-    groups: Mapping[int, Floats], nodes: int, trainings: int, join: Callable[[Floats, Floats], Floats]
+    groups: Mapping[int, Floats], nodes: int, trainings: int, combine_values: Callable[[Floats, Floats], Floats]
 ) -> tuple[Floats, Ints, Ints]:
     """Divide 0 to `nodes` nodes into groups that run side by side.
 
     Args:
         groups: nodes of a group to its least value for 0, 1, 2 ... trainings, shape (trainings + 1,).
-        join: the value of two sets of nodes together: the sum of their costs, or the later of their ends.
+        combine_values: the value of two sets of nodes together: the sum of their costs, or the later of their ends.
 
     Returns:
         The least value, the nodes of the last group (0: one node stays idle) and the trainings on it, by nodes and
@@ -294,7 +296,7 @@ def _divide_nodes(
         for width in groups:
             if width > total:
                 continue
-            both = np.where(others >= 0, join(least[total - width][others], groups[width][None, :]), np.inf)
+            both = np.where(others >= 0, combine_values(least[total - width][others], groups[width][None, :]), np.inf)
             best = both.argmin(axis=1)
             value = both[counts, best]
             better = value < least[total]

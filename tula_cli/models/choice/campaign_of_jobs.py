@@ -416,14 +416,19 @@ class _ScheduleSearch:
         self._search_continuations(0.0, (), tuple(trainings for trainings, _ in jobs), 0, 0.0)
 
     def _search_continuations(
-        self, now: float, running: tuple[tuple[float, int], ...], rest: tuple[int, ...], first: int, cost: float
+        self,
+        now: float,
+        running: tuple[tuple[float, int], ...],
+        remaining_counts: tuple[int, ...],
+        first: int,
+        cost: float,
     ) -> None:
         """Visit all continuations of a partial schedule.
 
         Args:
             now: the hour at which the next trainings may start.
             running: end and nodes of the trainings that run, by end.
-            rest: the trainings of each job that are not started.
+            remaining_counts: the trainings of each job that are not started.
             first: the option from which on trainings may start now: their order does not matter.
             cost: of the trainings that are started.
         """
@@ -432,34 +437,34 @@ class _ScheduleSearch:
             self.is_complete = False
             return
         end = running[-1][0] if running else now
-        if not self._can_be_better(now, running, rest, end, cost):
+        if not self._can_be_better(now, running, remaining_counts, end, cost):
             return
-        if not any(rest):
+        if not any(remaining_counts):
             self.best, self._rating = list(self._path), self._target.rate(end, cost)
             return
         idle = self._nodes - sum(width for _, width in running)
         for index in range(first, len(self._options)):
             job, option = self._options[index]
-            if rest[job] and option.nodes <= idle:
+            if remaining_counts[job] and option.nodes <= idle:
                 self._path.append(Start(now, option))
                 after = tuple(sorted((*running, (now + option.hours, option.nodes))))
-                fewer = (*rest[:job], rest[job] - 1, *rest[job + 1 :])
+                fewer = (*remaining_counts[:job], remaining_counts[job] - 1, *remaining_counts[job + 1 :])
                 self._search_continuations(now, after, fewer, index, cost + option.cost)
                 self._path.pop()
         if running:
             now = running[0][0]
             running = tuple(entry for entry in running if entry[0] > now * (1 + _TOLERANCE))
-            state = (now, running, rest)
+            state = (now, running, remaining_counts)
             if cost < self._known.get(state, math.inf):
                 self._known[state] = cost
-                self._search_continuations(now, running, rest, 0, cost)
+                self._search_continuations(now, running, remaining_counts, 0, cost)
 
     def _can_be_better(
-        self, now: float, running: Sequence[tuple[float, int]], rest: Sequence[int], end: float, cost: float
+        self, now: float, running: Sequence[tuple[float, int]], remaining_counts: Sequence[int], end: float, cost: float
     ) -> bool:
         """Return whether the least duration and cost of what remains are below those of the best plan."""
         node_hours = sum((until - now) * width for until, width in running)
-        for count, (hours, size, price) in zip(rest, self._least, strict=True):
+        for count, (hours, size, price) in zip(remaining_counts, self._least, strict=True):
             if count:
                 end = max(end, now + hours)
                 node_hours += count * size

@@ -29,12 +29,12 @@ def convert_to_columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
 
 def convert_to_configs(nodes: Ints, batch: Ints) -> list[Config]:
     """Convert arrays of nodes and batches, shape (n,), to configurations."""
-    return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]
+    return [Config(*nodes_and_batch) for nodes_and_batch in zip(nodes.tolist(), batch.tolist(), strict=True)]
 
 
-def compute_ratios(known: Sequence[int], at: Ints | Floats) -> Floats:
+def compute_ratios(known_values: Sequence[int], at: Ints | Floats) -> Floats:
     """Return the ratio, at least 1, between each value of `at` and each known value, shape (len(at), len(known))."""
-    column, other = at[:, None], np.asarray(known, dtype=float)[None, :]
+    column, other = at[:, None], np.asarray(known_values, dtype=float)[None, :]
     ratios: Floats = np.maximum(column / other, other / column)
     return ratios
 
@@ -293,8 +293,8 @@ def find_pareto_front(points: ArrayLike) -> Flags:
     order = np.lexsort(values.T[::-1])
     new = np.append(True, (values[order[1:]] != values[order[:-1]]).any(axis=1))
     # sorted by the first value, so that later points do not dominate earlier ones
-    rest = values[order[new]][:, 1:].tolist()
-    inside = np.array(_find_undominated_points([(row[0], row[-1]) for row in rest]))
+    remaining_values = values[order[new]][:, 1:].tolist()
+    inside = np.array(_find_undominated_points([(row[0], row[-1]) for row in remaining_values]))
     on_front = np.zeros(len(values), dtype=bool)
     on_front[order] = inside[np.cumsum(new) - 1]
     return on_front
@@ -306,11 +306,11 @@ def _find_undominated_points(points: list[tuple[float, float]]) -> list[bool]:
     seconds: list[float] = []
     inside = []
     for first, second in points:
-        place = bisect_right(firsts, first)
-        inside.append(not place or seconds[place - 1] > second)
+        count_before = bisect_right(firsts, first)
+        inside.append(not count_before or seconds[count_before - 1] > second)
         if not inside[-1]:
             continue
-        start = end = bisect_left(firsts, first, hi=place)
+        start = end = bisect_left(firsts, first, hi=count_before)
         while end < len(seconds) and seconds[end] >= second:
             end += 1
         firsts[start:end], seconds[start:end] = [first], [second]

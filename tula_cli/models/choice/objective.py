@@ -258,8 +258,8 @@ def _compute_cautious_values(rows: Candidates, quantity: Quantity) -> Floats:
     negligible for intervals within 5 %, 6 % for an interval of +-50 %.
     """
     low, high = rows[f"{quantity.interval}_low"], rows[f"{quantity.interval}_high"]
-    known = (low > 0) & (high > 0)  # False for nan
-    sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
+    has_interval = (low > 0) & (high > 0)  # False for nan
+    sd = np.log(np.where(has_interval, high, 1.0) / np.where(has_interval, low, 1.0)) / INTERVAL
     cautious: Floats = rows[quantity.column] * np.exp(np.minimum(sd**2, _MAX_CAUTION_FACTOR))
     return cautious
 
@@ -290,8 +290,8 @@ def describe_uncertain_alternative(chosen: Prediction, rows: Candidates, quantit
         return ""
     what = quantity.saving
     saved = f"{format_number(100 * (1 - least_value / value), 2)} % less {what}"
-    place = f"{format_count(least.nodes)}, batch {least.batch}"
-    return f"{place} is predicted to need {saved}, but this prediction is less certain; add the configuration to the search to measure it"
+    configuration = f"{format_count(least.nodes)}, batch {least.batch}"
+    return f"{configuration} is predicted to need {saved}, but this prediction is less certain; add the configuration to the search to measure it"
 
 
 def _describe_noise_range(rows: Candidates, quantity: Quantity) -> str:
@@ -324,11 +324,11 @@ def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:
     chosen = _find_undominated_at_batch(chosen, rows)
     order = np.argsort(_sort_rows(best, quantity))
     others = sorted(
-        (place for place, row in enumerate(line) if row.batch != chosen.batch),
-        key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), order[place]),
+        (index for index, row in enumerate(line) if row.batch != chosen.batch),
+        key=lambda index: (abs(math.log2(line[index].batch / chosen.batch)), order[index]),
     )
     reason += _name_equal_batches(chosen, rows, quantity)
-    return Choice(chosen, reason, tuple(line[place] for place in others[:_MAX_RUNNERS_UP]))
+    return Choice(chosen, reason, tuple(line[index] for index in others[:_MAX_RUNNERS_UP]))
 
 
 def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Prediction:
@@ -338,7 +338,7 @@ def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Predicti
     wide to decide by do not count.
     """
     is_better = (rows["batch"] == chosen.batch) & (rows["hours"] <= chosen.hours) & (rows["cost"] < chosen.cost)
-    better = [rows.prediction(place) for place in np.flatnonzero(is_better).tolist()]
+    better = [rows.prediction(index) for index in np.flatnonzero(is_better).tolist()]
     certain = [row for row in better if not is_interval_too_wide(row.hours_low, row.hours_high)]
     return min(certain, key=lambda row: row.cost, default=chosen)
 
@@ -367,7 +367,7 @@ def _choose_without_knee(line: Sequence[Prediction], quantity: Quantity) -> tupl
 
 def _describe_curve_without_knee(line: Sequence[Prediction], quantity: Quantity) -> str:
     """Describe a curve without a knee."""
-    first, before, last = (_get_value(line[place], quantity) for place in (0, -2, -1))
+    first, before, last = (_get_value(line[index], quantity) for index in (0, -2, -1))
     if last <= before * (1 - MIN_SAVING_UP_TO_KNEE):
         return f"{quantity.name} still falls by {100 * (1 - last / before):.0f} % at the largest batch"
     change = (last / first) ** (1 / (len(line) - 1)) - 1
@@ -376,10 +376,10 @@ def _describe_curve_without_knee(line: Sequence[Prediction], quantity: Quantity)
 
 def _describe_gain(chosen: Prediction, line: Sequence[Prediction], quantity: Quantity) -> str:
     """Describe the change of the value to the batches before and after the knee."""
-    place = line.index(chosen)
-    if not 0 < place < len(line) - 1:
+    index = line.index(chosen)
+    if not 0 < index < len(line) - 1:
         return ""
-    before, here, after = (_get_value(row, quantity) for row in line[place - 1 : place + 2])
+    before, here, after = (_get_value(row, quantity) for row in line[index - 1 : index + 2])
     return f": {quantity.name} {before / here - 1:+.0%} at the next smaller batch, {after / here - 1:+.0%} at the next larger one"
 
 

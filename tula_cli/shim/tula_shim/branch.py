@@ -62,19 +62,21 @@ class BranchSteps:
         return sum(losses[1:], losses[0]) if losses else None
 
 
-def hook_branch(mine: Any) -> None:
+def hook_branch(recorder: Any) -> None:
     """Hook torch's optimizers for the shape of the learning rate, and its gradient scaler for the loss before scaling.
 
     Args:
-        mine: the recorder of this process, which follows a branch.
+        recorder: the recorder of this process, which follows a branch.
     """
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(
-        lambda optimizer, *_: mine.branch.scale_learning_rates(optimizer, mine.branch.compute_lr_share(mine.step))
+        lambda optimizer, *_: recorder.branch.scale_learning_rates(
+            optimizer, recorder.branch.compute_lr_share(recorder.step)
+        )
     )
-    register_optimizer_step_post_hook(lambda optimizer, *_: mine.branch.restore(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, *_: recorder.branch.restore(optimizer))
     scaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
     scale = scaler.scale
 

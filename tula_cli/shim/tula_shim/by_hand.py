@@ -14,9 +14,9 @@ def wrap(optimizer: Any, model: Any = None) -> Any:
     it."""
     counted = [parameter.numel() for parameter in model.parameters()] if hasattr(model, "parameters") else None
     facts = {"name": get_full_name(optimizer), "elements": sum(counted) if counted is not None else None}
-    mine = get_recorder()
-    mine.optimizers.declared = facts
-    for steps in (mine.ags, mine.ortho):
+    recorder = get_recorder()
+    recorder.optimizers.declared = facts
+    for steps in (recorder.ags, recorder.ortho):
         if steps is not None:
             steps.register_model(optimizer, model)
     return optimizer
@@ -24,28 +24,28 @@ def wrap(optimizer: Any, model: Any = None) -> Any:
 
 def small_batch(loss: Callable[[int], Any]) -> None:
     """Offer AGS the loss of a given number of samples, for the small batch's gradient."""
-    mine = get_recorder()
-    if mine.ags is not None:
-        mine.ags.compute_small_batch_gradient(loss)
+    recorder = get_recorder()
+    if recorder.ags is not None:
+        recorder.ags.compute_small_batch_gradient(loss)
 
 
 def step(samples: float | None, loss: Any, lr: Any) -> None:
     """Record a step. From the first call on the loop is the clock, in place of torch's optimizers."""
-    mine = get_recorder()
-    if mine.over:
+    recorder = get_recorder()
+    if recorder.over:
         return
-    if not mine.by_hand:
-        mine.restart(by_hand=True)
+    if not recorder.by_hand:
+        recorder.restart(by_hand=True)
     if lr is None:
-        lr = get_learning_rate(mine.optimizers.clock)
-    count_step(mine, lr=lr, samples=samples, loss=loss.detach() if hasattr(loss, "detach") else loss)
-    fulfil_requests(mine)
+        lr = get_learning_rate(recorder.optimizers.clock)
+    count_step(recorder, lr=lr, samples=samples, loss=loss.detach() if hasattr(loss, "detach") else loss)
+    fulfil_requests(recorder)
 
 
-def fulfil_requests(mine: Any) -> None:
+def fulfil_requests(recorder: Any) -> None:
     """Save if requested, and stop afterwards if that is requested."""
-    if mine.asked_to and mine.requests.save(mine.step, mine.samples(), mine.rank):
-        _stop_after_save(mine)
+    if recorder.asked_to and recorder.requests.save(recorder.step, recorder.samples(), recorder.rank):
+        _stop_after_save(recorder)
 
 
 def on_save(callback: Callable[[str], object]) -> None:
@@ -60,9 +60,9 @@ def asked() -> str:
 
 def saved(path: str) -> None:
     """Record that the request from `asked` is fulfilled, with the checkpoint's path; stop if requested."""
-    mine = get_recorder()
-    mine.requests.report_saved(mine.step, mine.samples(), mine.rank, path=path)
-    _stop_after_save(mine)
+    recorder = get_recorder()
+    recorder.requests.report_saved(recorder.step, recorder.samples(), recorder.rank, path=path)
+    _stop_after_save(recorder)
 
 
 def _stop_after_save(mine: Any) -> None:

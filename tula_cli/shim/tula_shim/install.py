@@ -30,14 +30,14 @@ def get_recorder() -> Recorder:
         PlanError: the plan cannot be followed.
     """
     if not _recorders:
-        made = Recorder(read_plan())
-        _recorders.append(made)
-        failing.install_excepthook(made.plan, lambda: made.step)
-        atexit.register(write_at_exit, made)
-        os.register_at_fork(after_in_child=made.reset)
+        recorder = Recorder(read_plan())
+        _recorders.append(recorder)
+        failing.install_excepthook(recorder.plan, lambda: recorder.step)
+        atexit.register(write_at_exit, recorder)
+        os.register_at_fork(after_in_child=recorder.reset)
         # A forked child of multiprocessing exits with os._exit, which does not call atexit functions.
         multiprocessing.util.register_after_fork(
-            made, lambda its: multiprocessing.util.Finalize(None, write_at_exit, (its,), exitpriority=0)
+            recorder, lambda its: multiprocessing.util.Finalize(None, write_at_exit, (its,), exitpriority=0)
         )
     return _recorders[0]
 
@@ -51,7 +51,7 @@ def install() -> None:
     if _recorders and _recorders[0].hooked:
         return
     try:
-        mine = get_recorder()
+        recorder = get_recorder()
     except Exception as error:
         if os.path.basename(os.environ[VARIABLE]) == OBSERVE_FILE:  # noqa: PTH119 - an observed job must not be stopped
             sys.stderr.write(f"tula: this job is not observed: {error}\n")
@@ -59,95 +59,95 @@ def install() -> None:
         if isinstance(error, PlanError):
             sys.exit(str(error))
         raise
-    mine.hooked = True
-    if mine.files is not None:
-        mine.files.record_writes()
-    if mine.ags is not None:
-        _hook_ags(mine)
-    if mine.ortho is not None:
-        mine.ortho.hook_steps()
-    if mine.branch is not None:
-        hook_branch(mine)  # before _hook_optimizers, which reports the script's own learning rate
-    _hook_optimizers(mine)
-    _hook_backward(mine)
-    _hook_gaps(mine)
-    batches.hook_loaders(_make_counter(mine), lambda: mine.record_disturbance(EPOCH))
-    ddp_split.hook_ddp(lambda: mine.split)
+    recorder.hooked = True
+    if recorder.files is not None:
+        recorder.files.record_writes()
+    if recorder.ags is not None:
+        _hook_ags(recorder)
+    if recorder.ortho is not None:
+        recorder.ortho.hook_steps()
+    if recorder.branch is not None:
+        hook_branch(recorder)  # before _hook_optimizers, which reports the script's own learning rate
+    _hook_optimizers(recorder)
+    _hook_backward(recorder)
+    _hook_gaps(recorder)
+    batches.hook_loaders(_make_counter(recorder), lambda: recorder.record_disturbance(EPOCH))
+    ddp_split.hook_ddp(lambda: recorder.split)
 
 
-def _make_counter(mine: Recorder) -> Callable[[], DeliveredBatches | None]:
+def _make_counter(recorder: Recorder) -> Callable[[], DeliveredBatches | None]:
     """Return a function that returns the counter of a new batch; None during an evaluation, whose batches are not
     trained on, and once recording is over."""
     from torch import is_grad_enabled
 
     def counts() -> DeliveredBatches | None:
-        if mine.over:
+        if recorder.over:
             return None
         if not is_grad_enabled():
-            mine.record_disturbance(EVAL)
+            recorder.record_disturbance(EVAL)
             return None
-        mine.record_activity()
-        return mine.delivered
+        recorder.record_activity()
+        return recorder.delivered
 
     return counts
 
 
-def _hook_ags(mine: Recorder) -> None:
+def _hook_ags(recorder: Recorder) -> None:
     def ags() -> AgsSteps:
-        assert mine.ags is not None
-        return mine.ags
+        assert recorder.ags is not None
+        return recorder.ags
 
     hook_steps(ags)
 
 
-def _hook_optimizers(mine: Recorder) -> None:
+def _hook_optimizers(recorder: Recorder) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def record_step(optimizer: Any, *_: object) -> None:
-        if mine.over:
+        if recorder.over:
             return
-        clock = mine.optimizers.record_step(optimizer)
-        if mine.by_hand or clock is False:
+        clock = recorder.optimizers.record_step(optimizer)
+        if recorder.by_hand or clock is False:
             return
-        if clock is None and mine.step <= mine.plan.warmup:
-            mine.restart()
-        count_step(mine, lr=get_learning_rate(optimizer))
+        if clock is None and recorder.step <= recorder.plan.warmup:
+            recorder.restart()
+        count_step(recorder, lr=get_learning_rate(optimizer))
 
     register_optimizer_step_post_hook(record_step)
 
 
-def count_step(mine: Recorder, *, lr: Any, samples: float | None = None, loss: Any = None) -> None:
+def count_step(recorder: Recorder, *, lr: Any, samples: float | None = None, loss: Any = None) -> None:
     """Record a step, and stop if the plan is complete.
 
     An error in the shim ends a probe, whose result would be useless; a training continues without the shim.
     """
     try:
-        done = mine.after_step(lr=lr, samples=samples, loss=loss)
-        if mine.begun:
-            write_first_steps(mine)
+        done = recorder.after_step(lr=lr, samples=samples, loss=loss)
+        if recorder.begun:
+            write_first_steps(recorder)
     except Exception as error:
-        if mine.plan.mode != "probe":
-            stop_recording(mine, error)
+        if recorder.plan.mode != "probe":
+            stop_recording(recorder, error)
             return
-        failing.write_failure(mine.plan, error, step=mine.step, where="shim")
+        failing.write_failure(recorder.plan, error, step=recorder.step, where="shim")
         raise
     if done:
-        stop(mine, "stopped")
+        stop(recorder, "stopped")
 
 
-def stop_recording(mine: Recorder, error: Exception) -> None:
+def stop_recording(recorder: Recorder, error: Exception) -> None:
     """Stop recording, and report the reason to the supervisor."""
     sys.stderr.write(f"tula: this training is no longer monitored: {error!r}\n")
-    mine.over = True
-    mine.pulse.lost = repr(error)
-    if mine.plan.observing and not mine.step:
+    recorder.over = True
+    recorder.pulse.lost = repr(error)
+    if recorder.plan.observing and not recorder.step:
         return  # the folder of an observed job has no name before its first step
     with contextlib.suppress(OSError):  # the disk may be the cause of the failure
-        mine.pulse.write()
-        failing.write_failure(mine.plan, error, step=mine.step, where="shim")
+        recorder.pulse.write()
+        failing.write_failure(recorder.plan, error, step=recorder.step, where="shim")
 
 
-def _hook_backward(mine: Recorder) -> None:
+def _hook_backward(recorder: Recorder) -> None:
     import torch
 
     run = torch.autograd.backward
@@ -155,17 +155,17 @@ def _hook_backward(mine: Recorder) -> None:
     @functools.wraps(run)
     def backward(*arguments: Any, **named: Any) -> Any:
         done = run(*arguments, **named)
-        mine.backwards += 1
-        mine.delivered.count_backward()
-        if mine.branch is not None:
-            mine.branch.record_backward(named["tensors"] if "tensors" in named else arguments[0])
-        mine.split.after_backward(mine.mark)
+        recorder.backwards += 1
+        recorder.delivered.count_backward()
+        if recorder.branch is not None:
+            recorder.branch.record_backward(named["tensors"] if "tensors" in named else arguments[0])
+        recorder.split.after_backward(recorder.mark)
         return done
 
     torch.autograd.backward = backward
 
 
-def _hook_gaps(mine: Recorder) -> None:
+def _hook_gaps(recorder: Recorder) -> None:
     """Hook evaluation, saving and loading, which make a step longer than others."""
     import torch
 
@@ -174,7 +174,7 @@ def _hook_gaps(mine: Recorder) -> None:
     @functools.wraps(train)
     def record_and_switch_mode(self: Any, mode: bool = True) -> Any:
         if not mode:
-            mine.record_disturbance(EVAL)
+            recorder.record_disturbance(EVAL)
         return train(self, mode)
 
     @functools.wraps(save)
@@ -186,7 +186,7 @@ def _hook_gaps(mine: Recorder) -> None:
 
     @functools.wraps(load)
     def record_and_load(*arguments: Any, **named: Any) -> Any:
-        mine.record_load(named["f"] if "f" in named else arguments[0] if arguments else None)
+        recorder.record_load(named["f"] if "f" in named else arguments[0] if arguments else None)
         return load(*arguments, **named)
 
     torch.load = record_and_load
@@ -194,13 +194,13 @@ def _hook_gaps(mine: Recorder) -> None:
     torch.save = record_and_save
 
 
-def write_at_exit(mine: Recorder) -> None:
+def write_at_exit(recorder: Recorder) -> None:
     """Write the result if the script exits before the plan is complete."""
-    if not mine.step or mine.over:
+    if not recorder.step or recorder.over:
         return
     try:
-        write_result(mine, "ended")
+        write_result(recorder, "ended")
     except OSError as error:
-        if not mine.plan.observing:
+        if not recorder.plan.observing:
             raise
         sys.stderr.write(f"tula: the observation of this job was not written: {error}\n")

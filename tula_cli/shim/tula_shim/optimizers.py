@@ -25,12 +25,12 @@ class Optimizers:
 
     def record_step(self, optimizer: Any) -> bool | None:
         """Record a step; return whether it is a step of the clock, or None if the clock has just changed."""
-        place = self._places.get(id(optimizer))
-        if place is None:
-            place = self._places[id(optimizer)] = len(self.seen)
+        index = self._places.get(id(optimizer))
+        if index is None:
+            index = self._places[id(optimizer)] = len(self.seen)
             self._stepping.append(weakref.ref(optimizer))
             self.seen.append({"name": get_full_name(optimizer), "elements": count_elements(optimizer)})
-        entry = self.seen[place]
+        entry = self.seen[index]
         if entry["elements"] <= self._largest:
             return self.clock is optimizer
         changed = self._largest >= 0

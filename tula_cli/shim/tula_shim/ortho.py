@@ -121,13 +121,13 @@ class OrthoSteps:
             CannotOrthogonaliseError: the library cannot be used, or no optimizer of the script has a matrix.
         """
         count = sum(1 for _ in list_parameters(optimizer))
-        known = self._wrapped.get(optimizer)
-        if known is None or known[0] != count:
-            known = self._wrapped[optimizer] = (count, self._make_ortho(optimizer))
-        self._without = 0 if known[1] is not None else self._without + 1
+        count_and_ortho = self._wrapped.get(optimizer)
+        if count_and_ortho is None or count_and_ortho[0] != count:
+            count_and_ortho = self._wrapped[optimizer] = (count, self._make_ortho(optimizer))
+        self._without = 0 if count_and_ortho[1] is not None else self._without + 1
         if self._without > PATIENCE and all(ortho is None for _, ortho in self._wrapped.values()):
             self.fail("no optimizer of the script updates a matrix or a convolution that could be orthogonalised")
-        return known[1]
+        return count_and_ortho[1]
 
     def _make_ortho(self, optimizer: Any) -> Any | None:
         assert self.plan.ortho is not None

@@ -123,9 +123,9 @@ class Recorder:
         """Record a file that is loaded before the first step of a training: it may be one of its checkpoints."""
         if self.step or not self.plan.training or not isinstance(path, (str, os.PathLike)):
             return
-        place = os.path.realpath(path)
+        real_path = os.path.realpath(path)
         with contextlib.suppress(OSError):  # the script's own call reports the error
-            self.loads[place] = os.stat(place).st_mtime  # noqa: PTH116
+            self.loads[real_path] = os.stat(real_path).st_mtime  # noqa: PTH116
 
     def mark(self) -> Mark:
         return self._clock.mark()

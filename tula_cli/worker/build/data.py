@@ -290,8 +290,8 @@ class MicroBatchSampler(Sampler[list[Key]]):
         for epoch in range(self.start.epoch, self.epochs):
             user_order = self.own_order(epoch)
             order = make_epoch_permutation(self.size, seed=self.seed, epoch=epoch) if user_order is None else user_order
-            for begin, batch in self.list_epoch_steps(epoch):
-                rank_indices = order[begin + self.rank : begin + batch : self.world]
+            for position_in_epoch, batch in self.list_epoch_steps(epoch):
+                rank_indices = order[position_in_epoch + self.rank : position_in_epoch + batch : self.world]
                 for micro_batch in rank_indices.view(self.parts[batch], -1).tolist():
                     yield [(epoch, index) for index in micro_batch]
 
@@ -299,7 +299,10 @@ class MicroBatchSampler(Sampler[list[Key]]):
         """Yield, for each step of an epoch, the samples of the epoch done before it, and its batch."""
         samples_done = self.start.done if epoch == self.start.epoch else 0
         for batch, steps in self.ramp.list_epoch_steps(epoch, samples_done=samples_done, size=self.size):
-            yield from ((begin, batch) for begin in range(samples_done, samples_done + steps * batch, batch))
+            yield from (
+                (position_in_epoch, batch)
+                for position_in_epoch in range(samples_done, samples_done + steps * batch, batch)
+            )
             samples_done += steps * batch
 
 

@@ -194,9 +194,9 @@ class GradientNormRecorder:
     def attach(cls, trainer: Trainer) -> "GradientNormRecorder":
         """Attach a recorder to a trainer between two of its steps; DDP keeps a reference to it."""
         assert isinstance(trainer.parallel, Replicated), "sharded gradients are reduced in another way"
-        spy = cls(trainer.ranks)
-        add_listener(trainer.parallel, spy)
-        return spy
+        recorder = cls(trainer.ranks)
+        add_listener(trainer.parallel, recorder)
+        return recorder
 
     def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
         """Record the norms of one bucket (`optim.ddp_hook.Listener`)."""
@@ -375,9 +375,9 @@ def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], coun
     """Return the exposed synchronisation in seconds; None for a sharded model, which communicates throughout."""
     if not isinstance(trainer.parallel, Replicated):
         return None
-    with SynchronisationTimer(trainer.clock, trainer.parallel) as spy:
-        _run_steps(trainer, stream, count, spy.record_reduction)
-    return trainer.ranks.max(spy.median())
+    with SynchronisationTimer(trainer.clock, trainer.parallel) as timer:
+        _run_steps(trainer, stream, count, timer.record_reduction)
+    return trainer.ranks.max(timer.median())
 
 
 def _measure_local_step_time(

@@ -166,11 +166,15 @@ def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, 
     if is_best:
         _replace_link(folder / "best", path)
     # Checkpoints later than this one were found damaged, or the run would have resumed from them.
-    newest = [old for old in run.get_training(signature).list_checkpoints() if old <= path][:CHECKPOINTS_KEPT]
+    newest = [
+        older_checkpoint
+        for older_checkpoint in run.get_training(signature).list_checkpoints()
+        if older_checkpoint <= path
+    ][:CHECKPOINTS_KEPT]
     retained = {*newest, _read_link_target(folder / "best"), _read_link_target(folder / "last")}
-    for old in run.get_training(signature).list_checkpoints():
-        if old not in retained and int(old.stem) not in keep:
-            remove_path(old)
+    for older_checkpoint in run.get_training(signature).list_checkpoints():
+        if older_checkpoint not in retained and int(older_checkpoint.stem) not in keep:
+            remove_path(older_checkpoint)
 
 
 def delete_checkpoints_after(run: RunDir, signature: str, samples: int) -> None:
@@ -221,13 +225,13 @@ def load_newest_on_all_ranks(
     sharded = [path.name for path in training.list_checkpoints() if path.suffix != ".pt"] if ranks.is_first else []
     folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(sharded))[0])]
     for folder in folders:
-        rest = (
+        unsharded_state = (
             _read_checkpoint(folder / sharded_checkpoint.REST_FILE)
             if sharded_checkpoint.is_complete_checkpoint(folder, ranks)
             else None
         )
-        if rest is not None:
-            return {**rest, "folder": folder}
+        if unsharded_state is not None:
+            return {**unsharded_state, "folder": folder}
         if ranks.is_first:
             warn(_rename_damaged(folder))
     newest = load_newest_checkpoint(run, signature, warn) if ranks.is_first else None

@@ -122,16 +122,16 @@ class StepWatch:
         Every rank must call this, after the same step.
         """
         self._stop_sampling()
-        steps, spy, (passed, epoch, at) = self.steps, self.spy, self.began
+        steps, timer, (passed, epoch, at) = self.steps, self.spy, self.began
         local = self.trainer.local_sgd  # local steps are compared separately from synchronous ones
-        step_parts = None if local else self._find_slowest_parts(steps, spy)
+        step_parts = None if local else self._find_slowest_parts(steps, timer)
         self._start_sampling()
         if step_parts is None or not self.trainer.ranks.is_first:
             return None
         self.newest = step_parts
         return self.levels.add(StepSample(passed, epoch, at, step_parts))
 
-    def _find_slowest_parts(self, steps: Sequence[Step], spy: SynchronisationTimer) -> StepParts | None:
+    def _find_slowest_parts(self, steps: Sequence[Step], timer: SynchronisationTimer) -> StepParts | None:
         """Return the times of a step on the slowest rank; None if every step in the sample included a refresh."""
         plain = [step for step in steps if not step.refreshed]
         if not plain:
@@ -144,7 +144,7 @@ class StepWatch:
             return StepParts(step=step_time, data=data, compute=None, sync=None)
         if self.trainer.ranks.world == 1:
             return StepParts(step=step_time, data=data, compute=step_time - data, sync=0.0)
-        pairs = list(zip(steps, spy.measure_seconds(), strict=False))
+        pairs = list(zip(steps, timer.measure_seconds(), strict=False))
         plain_pairs = [pair for pair in pairs if not pair[0].refreshed] or pairs
         sync = statistics.median(exposed for _, exposed in plain_pairs)
         compute = statistics.median(seconds(step.loaded, step.end) - exposed for step, exposed in plain_pairs)

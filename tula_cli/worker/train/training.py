@@ -303,8 +303,8 @@ class Training:
         judged."""
         if not self.divergence.judges_finite_losses:
             return []
-        known = (int(path.stem) for path in self.run.get_training(self.task.signature).list_checkpoints())
-        return [samples for samples in known if samples <= self.trainer.losses.sound][:1]
+        checkpoint_samples = (int(path.stem) for path in self.run.get_training(self.task.signature).list_checkpoints())
+        return [samples for samples in checkpoint_samples if samples <= self.trainer.losses.sound][:1]
 
     # --- The end of an epoch and of the training
 

@@ -74,7 +74,7 @@ def list_fields(options: Callable[..., object]) -> list[tuple[inspect.Parameter,
 
 
 def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P, R]]:
-    """Let a function of one object take the fields of that object as its arguments.
+    """Decorate a function of one dataclass object so that callers pass the fields of the object as arguments.
 
     A function `train` decorated by `@with_arguments(TrainArguments)` is called as `train(run, nodes=4)`, and is given
     `TrainArguments(run, nodes=4)`. Type checkers, `inspect.signature` and `help` show the fields, the last with their help

@@ -280,7 +280,6 @@ def describe_probe_configuration(nodes: int, local_batch: int) -> str:
 
 
 def describe_node_type(name: str) -> str:
-    """Describe the part of a job that a name stands for."""
     return f"node type {name}"
 
 

@@ -172,7 +172,7 @@ class RunningAttempt:
                 yield f"GPU memory of an earlier attempt is still in use: {memory_holders}"
 
     def apply_termination_reason(self, failure: Failure | None) -> Failure | None:
-        """Return the failure of an attempt, or the scheduler's reason if it ended the allocation."""
+        """Return the failure of an attempt, replaced by the scheduler's reason if the scheduler ended the allocation."""
         if self.allocation.termination.received and not self.run.is_finished(self.task):
             if self.run.is_cancelled(self.task.job):
                 return Failure(outcome="cancelled", message="cancelled by the user")

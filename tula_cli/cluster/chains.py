@@ -63,7 +63,7 @@ def list_nodes_of_chain_jobs(task: Task) -> tuple[int, ...]:
 
 
 def get_start_delay(number: int) -> int:
-    """Return the minutes by which job `number` (from 2) starts after the previous one if that does not start tula."""
+    """Return the minutes between the starts of job `number` (from 2) and its predecessor if the latter cannot start tula."""
     return min(MIN_START_DELAY_MINUTES * (number - 1), MAX_START_DELAY_MINUTES)
 
 

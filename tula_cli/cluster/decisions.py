@@ -262,9 +262,9 @@ RULES = {
 
 
 def attribute_failure(task: Task, failure: Failure | None, history: History) -> Failure | None:
-    """Return a failure, with what looks like the fault of a device attributed to the program or the job if that is likelier.
+    """Return the failure, with a device error attributed to the program or the job instead if that is the likelier cause.
 
-    A device error that comes again is the program's. A missing GPU is a fault of the node only if others have GPUs.
+    A repeated device error is attributed to the program. A missing GPU is a fault of the node only if other nodes have GPUs.
     """
     if failure is None:
         return None
@@ -281,7 +281,7 @@ def attribute_failure(task: Task, failure: Failure | None, history: History) -> 
 
 
 def is_resumed_by_next_job(attempt: Attempt, cluster: Cluster) -> bool:
-    """Return whether a job that has ended an attempt leaves the rest to the next job of its chain."""
+    """Return whether the next job of the chain resumes a training, instead of the job whose attempt has ended."""
     if attempt.decision is not None:
         return isinstance(attempt.decision, Requeue)
     return attempt.outcome in ALLOCATION_LOST or (attempt.outcome == "device_fault" and cluster.backend.has_queue)
@@ -292,7 +292,7 @@ def is_resumed_by_next_job(attempt: Attempt, cluster: Cluster) -> bool:
 
 @dataclass(frozen=True)
 class _Case:
-    """A task, its failure and its history, as situations and actions of the tables see them."""
+    """A task with its failure and history: the input of the situations and actions of the tables."""
 
     task: Task
     failure: Failure | None
@@ -348,7 +348,7 @@ class _Case:
         return max(1.0, factor / 2)
 
     def is_first_after_step(self) -> bool:
-        """Return whether a failure of the program may be transient: after progress, first since the newest checkpoint."""
+        """Return whether a failure of the program may be transient: the first since the newest checkpoint, after at least one step."""
         history = self.history
         stepped = history.reached is not None or history.progress != history.attempt.progress
         return stepped and all(attempt.outcome != "user" for attempt in history.earlier)

@@ -247,7 +247,7 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
 
 
 def find_exceeded_limit(error: JobFailed, stderr: str, code: int = 0) -> tuple[ResourceLimit, str] | None:
-    """Return the resource limit that a program exceeded and the evidence for it; None if there is no evidence.
+    """Return the resource limit that a program exceeded, with the line or signal that shows it; None if nothing shows one.
 
     Args:
         error: how the program failed.

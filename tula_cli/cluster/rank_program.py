@@ -39,7 +39,7 @@ class RankMonitor:
         return ""
 
     def write_allocation_end(self, ends_at: float) -> None:
-        """Tell the supervisors of all nodes that the allocation ends at this Unix time."""
+        """Announce to the supervisors of all nodes when the allocation ends (Unix time)."""
 
     def read_allocation_end(self) -> float | None:
         """Return the announced end of the allocation (Unix time); None if there is none."""

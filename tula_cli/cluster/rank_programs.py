@@ -1,4 +1,4 @@
-"""The program of each task: tula's worker, or what tula does with the user's script."""
+"""The program of each task: tula's worker, or the user's script as a probe, training, resume test or rate search."""
 
 from tula_cli.cluster.rank_program import RankProgram, WorkerProgram
 from tula_cli.cluster.scripts.rate_search import ScriptRateSearch

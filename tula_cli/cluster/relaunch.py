@@ -1,4 +1,4 @@
-"""Carries out the decision after an attempt: writes results, and makes the task that starts next."""
+"""Applies the decision after an attempt: writes results, and makes the task that starts next."""
 
 import time
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def read_history(
     later_jobs: int = 0,
     allocation_ended: bool = False,
 ) -> History:
-    """Return what is known of a run when an attempt has ended.
+    """Return the history that `decide` needs when an attempt has ended.
 
     Args:
         failure: why the attempt ended; None after a success.

@@ -276,7 +276,7 @@ class DelaysJobs(Protocol):
     """A scheduler on which a job of a chain starts minutes after the previous one, unless that one has started tula."""
 
     def end_delay(self, id_: str, after: str) -> str:
-        """Let a pending job start as soon as job `after` is over; return an error message, or empty."""
+        """Allow a pending job to start as soon as job `after` has finished; return an error message, or empty."""
         ...
 
     def delay(self, id_: str, minutes: int) -> str:

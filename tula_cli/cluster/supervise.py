@@ -304,7 +304,7 @@ class Supervisor:
         reached: int | None = None,
         allocation_ended: bool = False,
     ) -> History:
-        """Return what is known when an attempt has ended, in this job or in an earlier one."""
+        """Return the history that `decide` needs when an attempt has ended, in this job or in an earlier one."""
         earlier = [
             other_attempt
             for other_attempt in self._list_attempts_without_progress(task)
@@ -330,7 +330,7 @@ class Supervisor:
     def _prepare_later_jobs(
         self, task: Task, decision: Relaunch | Requeue | Stop, failure: Failure | None
     ) -> Relaunch | Requeue | Stop:
-        """Do what a decision demands of the later jobs of the chain; return it with what was done or refused."""
+        """Hold or delay the later jobs of the chain, or exclude nodes for them, as a decision requires; return it with the result."""
         if not isinstance(decision, Requeue) or failure is None:
             return decision
         waiting, done = self._list_later_jobs_of_chain(task), dict[str, object]()
@@ -365,7 +365,7 @@ class Supervisor:
             self._cancel_jobs_of_chain(job, too_small, f"the training now needs {task.nodes} nodes")
 
     def _end_delay(self, waiting: Sequence[str]) -> None:
-        """Remove the delay of the next job of the chain, which is for the case that this job does not start tula."""
+        """Remove the start delay of the next job of the chain, which is needed only if this job cannot start tula."""
         scheduler = self.allocation.scheduler
         if self._undelayed_job or not waiting or not isinstance(scheduler, DelaysJobs):
             return
@@ -413,7 +413,7 @@ class Supervisor:
     # --- a follower
 
     def follow(self) -> None:
-        """Execute the commands of the leader until the one that ends the job.
+        """Execute the commands of the leader until its command to end the job.
 
         If the leader is killed, the scheduler ends this process too.
 

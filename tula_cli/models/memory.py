@@ -272,8 +272,9 @@ def _make_point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
 
 
 def _move_heap_growth_to_peaks(points: list[_Point]) -> list[_Point]:
-    """Count as part of the peak what processes on the CPU hold beyond the one with the smallest libraries: holes and
-    workspaces of the heap, which grow with the batch. What a batch needs in all remains as measured."""
+    """On the CPU, count library memory above the smallest measured value as part of the peak, with the same total.
+
+    It consists of holes and workspaces of the heap, which grow with the batch."""
     least = min((point.memory.libraries or 0 for point in points), default=0)
     return [_move_to_peak(point, (point.memory.libraries or 0) - least) if point.on_heap else point for point in points]
 

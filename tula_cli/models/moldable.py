@@ -25,7 +25,7 @@ MIN_NODES_SHARE = 1 / 8
 
 
 def require_moldable(spec: JobSpec) -> None:
-    """Check that the jobs of a training can use the number of nodes that they are granted.
+    """Check that the jobs of a training can run on any number of nodes that the scheduler grants.
 
     Raises:
         SpecError: they cannot, for the reason in the message.

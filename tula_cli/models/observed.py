@@ -197,8 +197,8 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
     """Return the report on a job.
 
     Args:
-        others: further jobs of the same script, of which those on the same hardware are fitted together with it, unless
-            the batch of only one of the two is known.
+        others: further jobs of the same script. Those on the same hardware are included in the fit, unless the batch is known
+            for only one of the two jobs.
     """
     knows_batch = job.local_batch is not None
     comparable_jobs = [
@@ -301,15 +301,15 @@ def predict_request(
 ) -> OtherRequest:
     """Return the request of other nodes, relative to the observed one.
 
-    Where several nodes were observed and one is requested, nothing tells how much faster the GPUs inside a node
-    exchange gradients: the prediction is the mean of two, with a node's GPUs as one replica and as one each.
+    If several nodes were observed and one is requested, the speed of the gradient exchange inside a node is unknown.
+    The prediction is then the mean of two: with all GPUs of a node as one replica, and with each GPU as a replica.
 
     Args:
         observations: of the script.
-        observed: the one to compare with.
-        nodes: that are requested.
-        gpus_per_node: on each of them.
-        samples: of a step of the observed job.
+        observed: the observed job to compare with.
+        nodes: number of requested nodes.
+        gpus_per_node: GPUs on each requested node.
+        samples: samples per step of the observed job.
     """
     fits = [fit_step_time(observations, collective="ring")]
     nodes_and_gpus = [(nodes, gpus_per_node)]
@@ -369,7 +369,7 @@ def _predict_log_step_time(fit: StepTimeFit, nodes_and_gpus: tuple[int, int], lo
 
 
 def should_advise_request(request: OtherRequest) -> bool:
-    """Return whether a smaller request probably saves a tenth of the node-hours (`benchmarks/observe`: how often it does)."""
+    """Return whether a smaller request probably saves a tenth of the node-hours (`benchmarks/observe` measures how often)."""
     return request.saving_chance >= MIN_ADVISED_CHANCE
 
 

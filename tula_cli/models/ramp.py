@@ -260,7 +260,7 @@ def has_auto_stages(spec: JobSpec, noise: NoisePath | None) -> bool:
 def plan_stages_before_fitting(
     spec: JobSpec, batch: int, *, dataset_size: int, noise: NoisePath | None
 ) -> Sequence[Stage]:
-    """Return the stages of a training before their batches are rounded to divide among its ranks, its own batch last.
+    """Return the stages of a training before their batches are rounded to divide among its ranks; the last has its own batch.
 
     Those of `auto` all begin at 0, because their lengths depend on how many of them divide (`compute_auto_begins`).
     """
@@ -293,7 +293,7 @@ def _list_doubled_batches(spec: JobSpec, batch: int) -> list[int]:
 
 
 def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...]:
-    """Return the stages of a training whose learning-rate decay is replaced by batch growth, its own batch last.
+    """Return the stages of a training whose learning-rate decay is replaced by batch growth; the last has its own batch.
 
     If the decay never reaches the training's own batch, its stage starts at the end of the training.
 
@@ -435,7 +435,7 @@ Stages = tuple[Stage, ...]
 
 
 def plan_stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> Stages:
-    """Return the stages of the whole training with an arm's settings, that of its own batch last.
+    """Return the stages of the whole training with an arm's settings; the last stage has the training's own batch.
 
     Args:
         spec: a job with method auto.
@@ -477,7 +477,7 @@ def _build_stages(spec: JobSpec, batches: list[int], begins: list[int]) -> Stage
 
 
 def plan_stages_by_noise(path: NoisePath, *, batch: int, size: int, epochs: int) -> tuple[Stage, ...]:
-    """Return the stages of a training, its own batch last; if the noise never reaches it, it starts at the end.
+    """Return the stages of a training; the last has its own batch, and starts at the end if the noise never reaches it.
 
     Args:
         path: the noise scale.

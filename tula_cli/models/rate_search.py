@@ -75,7 +75,7 @@ class SearchPlan:
         return self.samples / self.total
 
     def count_start_steps(self, batch: int) -> int:
-        """Return the step from which on a script's checkpoint is late enough; epochs may drop their last batches."""
+        """Return the first step after which branches can start from a script's checkpoint; epochs may drop their last batches."""
         return max(1, math.floor((1 - START_SLACK) * self.start / batch))
 
     def count_branch_steps(self, batch: int) -> int:

@@ -259,7 +259,7 @@ def _count_samples(steps: Mapping[int, int]) -> int:
 
 
 class Measured(Protocol):
-    """A training with an evaluated loss; None if the loss was not finite."""
+    """A branch or training with a held-out loss, which is None if it was not finite."""
 
     @property
     def loss(self) -> float | None: ...

@@ -534,7 +534,7 @@ class Setup:
         return sharding.compute_sharded_norms(grads) if self.sharded else gradient_stats.compute_norms(grads)
 
     def compute_squared_norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the squared l2 norm over all gradients together, 0-dim, likewise."""
+        """Return the squared l2 norm over all gradients together, 0-dim, equal on all ranks, under the same condition."""
         return (
             sharding.compute_sharded_squared_norm(grads) if self.sharded else gradient_stats.compute_squared_norm(grads)
         )

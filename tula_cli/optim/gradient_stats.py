@@ -188,9 +188,9 @@ def smooth_factors(new: Sequence[Tensor], old: Sequence[Tensor], keep: float) ->
 
 
 def select_(new: Sequence[Tensor], old: Sequence[Tensor], flag: Tensor) -> list[Tensor]:
-    """Return the new tensors if `flag` (0-dim, bool) is true, else the old ones, in the memory of the new, without reading it.
+    """Return the new tensors if `flag` (0-dim, bool) is true, else the old ones; the host does not read the flag.
 
-    An old one has its new one's shape, or is 0-dim.
+    The result is in the memory of the new tensors. An old tensor has the shape of its new one, or is 0-dim.
     """
     result = list(new)
     for (device, _), indices in group_by_dtype(new).items():

@@ -54,7 +54,7 @@ def compute_sharded_norms(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def compute_sharded_squared_norm(parts: Sequence[Tensor]) -> Tensor:
-    """Return the squared l2 norm over all sharded tensors together, 0-dim, likewise."""
+    """Return the squared l2 norm over all sharded tensors together, 0-dim, equal on all ranks; every rank must call it."""
     square = gradient_stats.compute_squared_norm(parts)
     dist.all_reduce(square)
     return square

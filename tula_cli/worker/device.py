@@ -306,7 +306,7 @@ class MemoryMeter:
     retries: int = 0
 
     def reset(self) -> None:
-        """Free what earlier work left behind and start a new peak."""
+        """Free the memory that earlier work has cached, and start a new peak."""
         gc.collect()
         if self.device.type == "cuda":
             _get_upload_stream(self.device).release()

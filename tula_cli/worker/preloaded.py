@@ -92,7 +92,7 @@ def _import_modules(modules: Iterable[str]) -> None:
 
 
 def _exit_quickly(finished: Sequence[Request]) -> None:
-    """Exit a finished rank without destroying thousands of modules, for which it would first copy their memory pages.
+    """Exit a finished rank without destroying its modules, which would first copy thousands of memory pages.
 
     Threads have been joined and exit handlers called by now. Of the interpreter's remaining work, only flushing files
     that nobody has closed matters.
@@ -225,7 +225,7 @@ def _write_over_command_line(command: Iterable[str]) -> None:
 
 
 def _execute_if_modules_differ(request: Request) -> None:
-    """Execute the command after all if an imported module is not the one that this rank would import.
+    """Execute the command instead of the fork if this rank would import another file than the preloaded one for some module.
 
     To be called once the user's folders are on `sys.path`.
     """

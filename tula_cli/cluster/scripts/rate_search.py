@@ -49,7 +49,7 @@ MAX_LR_RATIO = 1.25
 
 
 class ScriptRateSearch(ScriptProgram):
-    """A search for a learning rate with a script, as seen by the leader of its supervisors."""
+    """A search for a learning rate with a script, run by the leader of its supervisors."""
 
     task: RateSearchTask
     records_steps = True
@@ -228,7 +228,7 @@ class ScriptRateSearch(ScriptProgram):
     def _observe_branch(
         self, command: LeaderCommand, attempt: ScriptAttempt, failure: Failure | None, record: RateSearch
     ) -> RateSearch | Failure:
-        """Return the record with one branch more, or why that was not trained to its end."""
+        """Return the record with the branch added, or why the branch was not trained to its end."""
         plan, rule = self.make_branch_plan(command), _get_branch(command).rule
         assert plan.steps is not None
         assert rule is not None

@@ -122,7 +122,7 @@ RETRIED_OUTCOMES: tuple[OutcomeClass, ...] = ("port", "time_limit", "preempted",
 
 
 class ResumeTest(ScriptProgram):
-    """One resume test, as seen by the leader of its supervisors."""
+    """A resume test of a script, run by the leader of its supervisors."""
 
     task: ResumeTestTask
     records_steps = True
@@ -424,7 +424,7 @@ def _describe_ending(attempt: ScriptAttempt, failure: Failure | None, *, killed:
 
 
 def require_resumable(run: RunDir, task: Task) -> None:
-    """Check that the resume test that a training waited for did not find its script unable to resume as it has to.
+    """Check that the resume test before a training has found that its script can resume as the training requires.
 
     Raises:
         JobFailed: the script cannot resume from its checkpoint, or is not known to do so on the nodes that it is granted.

@@ -138,7 +138,7 @@ _GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_S
 
 
 class ScriptProgram(RankProgram):
-    """A user's script, as its probes, trainings and resume tests have it in common."""
+    """A user's script as a rank program; base class of its probes, trainings, resume tests and rate searches."""
 
     mode: ClassVar[Literal["probe", "train"]] = "train"
     """Whether the shim measures and stops the script, or only reports."""
@@ -247,7 +247,7 @@ class ScriptProgram(RankProgram):
 
 
 def make_script_failure(failure: Failure | None, message: str, *, permanent: bool = False) -> Failure:
-    """Return the failure of a script whose ranks may have succeeded, or have failed for another reason."""
+    """Return the failure of a start of a script, with the host and rank of `failure` if its ranks have failed."""
     rank, host = (None, "") if failure is None else (failure.rank, failure.host)
     return Failure(outcome="user", message=message, rank=rank, host=host, permanent=permanent)
 

@@ -411,7 +411,7 @@ MAX_SAVES_REMEMBERED = 50
 
 @dataclass(frozen=True)
 class ScriptTraining(ScriptProgram):
-    """One training of a script, as seen by the leader of its supervisors."""
+    """A training of a script, run by the leader of its supervisors."""
 
     task: TrainTask
     _first_steps: list[RankResult] = field(default_factory=list, compare=False)

@@ -216,7 +216,7 @@ def _make_single_log_options(run: RunDir, task: Task) -> list[str]:
 
 
 def _make_lines_for_granted_nodes(task: Task, folder: Path) -> list[str]:
-    """Return the lines by which a job that requested a range of nodes uses those that it was granted.
+    """Return the shell lines that adapt a job which requested a range of nodes to the nodes that it was granted.
 
     SLURM grants any number within the range; 22.05 knows no lists. Nodes that the batch does not divide among go back to
     the cluster. If the site forbids that, they are idle.

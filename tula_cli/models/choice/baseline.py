@@ -81,7 +81,7 @@ def predict_baseline(estimator: Estimator, noise: Noise | None, *, node_type: st
 
 
 def make_risk_basis(spec: JobSpec, noise: Noise | None, *, dataset_size: int) -> RiskBasis:
-    """Return what the accuracy risk of a batch follows from: the noise scale over the training, and the method.
+    """Return the inputs of the accuracy risk of a batch: the noise scale over the training, and the method.
 
     A scale that cannot be told from infinity is replaced by the lower end of its interval.
     """

@@ -419,7 +419,7 @@ class JobSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class FastestTrainings:
-    """The same trainings, each at the fastest configuration of its job: what the plan is compared with."""
+    """The same trainings if each had the fastest configuration of its job; the plan is compared with them."""
 
     hours: float
     cost: float
@@ -582,7 +582,7 @@ def _sum_energies(trainings: Sequence[Prediction]) -> float | None:
 
 
 def _join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction], job: str) -> list[Wave]:
-    """Return the trainings of a job by configuration and time, in the order of their starts."""
+    """Group the trainings of a job that have the same configuration and duration into waves, in the order of their starts."""
     counts = Counter((float(f"{start.hours:.9g}"), start.option) for start in starts)
     waves: list[Wave] = []
     open_waves: dict[Option, int] = {}
@@ -618,7 +618,7 @@ def _join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction], job: st
 
 
 def _compute_bound(candidates: Candidates, *, trainings: int, request: PlanRequest) -> float:
-    """Return the hours below which no schedule of equal trainings can finish: by the fastest, or by the least node-hours."""
+    """Return a lower bound of the hours of all schedules of equal trainings, from the fastest options and the least node-hours."""
     hours, widths, nodes = candidates["hours"], candidates["nodes"], request.nodes
     fits = widths <= nodes
     if request.one_at_a_time:

@@ -71,9 +71,9 @@ class Straggler:
 def fit_with_stragglers(
     spec: JobSpec, measured: Sequence[Measured], trained: Sequence[TrainedSteps] = ()
 ) -> tuple[StepTimeFit, list[Diagnostic]]:
-    """Fit the step-time model, and warn of what delays ranks.
+    """Fit the step-time model; its warnings name slow nodes or ranks and unexplained waits.
 
-    If something does, little can be inferred for configurations that were not measured.
+    With such delays, predictions for unmeasured configurations have wide intervals.
 
     Args:
         trained: step times of trainings, used in addition to the probes.
@@ -125,7 +125,7 @@ def fit_observations(
     priors: Priors = PRIORS,
     named: Sequence[Diagnostic] = (),
 ) -> tuple[StepTimeFit, list[Diagnostic]]:
-    """Fit the step-time model to observations, and once more with other priors if something delays ranks.
+    """Fit the step-time model to observations; if ranks are delayed, fit it again with priors that allow for delays.
 
     Args:
         probes: observations that are compared with the fit.
@@ -181,7 +181,7 @@ def _compare_to_median(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, b
 
 
 def warn_unexplained_waits(observations: Sequence[Observation], model: StepModel) -> list[Diagnostic]:
-    """Warn of delays that neither compute nor the gradients' synchronisation explains.
+    """Warn about waits that are explained neither by compute nor by the synchronisation of gradients.
 
     Args:
         model: fitted to them.

@@ -28,8 +28,7 @@ class LoaderPass:
 
 
 class DeliveredBatches:
-    """Batches delivered since the last step, by dataset; if a script evaluates within a step, it trains on one of
-    them."""
+    """Batches delivered since the last step, by dataset: a script that evaluates within a step has several datasets."""
 
     def __init__(self) -> None:
         self.pending: dict[int, list[float]] = {}  # id of the dataset -> samples, batches, seconds waited

@@ -67,7 +67,7 @@ class FileChangeRecorder:
         sys.addaudithook(handle_event)
 
     def mark_first_step(self) -> None:
-        """Record that training has begun: files written from now on may contain its results."""
+        """Record the first step of the training: files written from now on may contain its results."""
         self.stepped = True
         self._append_rows(stepped=time.time())
         module = sys.modules.get("safetensors.torch")

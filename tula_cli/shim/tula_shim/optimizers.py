@@ -24,7 +24,7 @@ class Optimizers:
         self._largest = -1
 
     def record_step(self, optimizer: Any) -> bool | None:
-        """Record a step; return whether it is a step of the clock, or None if the clock has just changed."""
+        """Record a step; return whether its optimizer is the one whose steps are counted, or None if that has just changed."""
         index = self._places.get(id(optimizer))
         if index is None:
             index = self._places[id(optimizer)] = len(self.seen)
@@ -105,7 +105,7 @@ PROJECTED_SECONDS = 1.0
 
 
 class ScheduleReporter:
-    """Reports the scheduler with each row; searches for it once, at the first step, before which it is created."""
+    """Describes the learning-rate scheduler for each row; searches for it once, at the first step, when it already exists."""
 
     def __init__(self) -> None:
         self._scheduler: Any | None = None

@@ -68,7 +68,7 @@ class Recorder:
         self.restart()
 
     def restart(self, *, by_hand: bool = False) -> None:
-        """Restart counting steps: another optimizer, or the loop itself, turned out to be the clock."""
+        """Restart counting steps, because the steps of another optimizer, or of the loop itself, are counted from now on."""
         self.by_hand = by_hand
         self.step = 0
         self.phase = WARMUP

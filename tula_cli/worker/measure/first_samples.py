@@ -52,7 +52,7 @@ class FirstSamples:
 
 
 def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
-    """Return training samples that batches can be made of.
+    """Return the first training samples and the batch that they form.
 
     Raises:
         SpecError: the samples form no batch, or a batch that cannot be sliced.

@@ -271,12 +271,13 @@ MIN_BATCHES_LOADED = 4
 def measure_breakdown(
     trainer: Trainer, stream: Generator[Step, None, None], *, steps: int, norms: int, room: int | None
 ) -> dict[str, Any]:
-    """Return the measurements that need additional steps, by their field names in a result; the trainer cannot train on
-    afterwards.
+    """Return the measurements that need additional steps, by their field names in a result.
+
+    The trainer cannot continue a training afterwards.
 
     Args:
         steps: number of steps of each timing.
-        norms: the most steps whose gradient norms are recorded.
+        norms: maximum number of steps whose gradient norms are recorded.
         room: bytes of GPU memory that the probe has left free; None if there is no limit.
     """
     with use_zero_learning_rate(trainer):
@@ -562,7 +563,7 @@ def _run_warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
 
 
 def _run_largest_step(trainer: Trainer, sample: Any) -> None:
-    """Take a step on a batch of copies of the largest sample: a training may come to need its memory."""
+    """Take a step on a batch of copies of the largest sample, whose memory a training may need at some step."""
     batch = make_batch(trainer.datasets.collate, [sample] * trainer.micro_batch)
     with use_zero_learning_rate(trainer):
         worker_train_loop.run_step_on_batch(trainer, batch)

@@ -112,13 +112,13 @@ class Plain:
         return None
 
     def change_batch(self, loop: Loop) -> None:
-        """Called when the batch of the coming step (`loop.batch`) differs from that of the step before."""
+        """Adapt to a new batch; called if the batch of the coming step (`loop.batch`) differs from that of the step before."""
 
     def before_backward(self, loop: Loop) -> None:
-        """Called once per step, before the first micro-batch."""
+        """Prepare a step; called once per step, before the first micro-batch."""
 
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
-        """Called once per step, when the gradient is complete; return whether this step did more work than a usual one.
+        """Use the complete gradient; called once per step. Return whether this step did more work than a usual one.
 
         Args:
             small_loss: returns the loss of the given number of samples of the newest micro-batch.
@@ -126,7 +126,7 @@ class Plain:
         return False
 
     def after_step(self, loop: Loop) -> None:
-        """Called after the weights have changed; `loop.position` is still the position before the step."""
+        """Finish a step; called after the weights have changed, while `loop.position` is still the position before the step."""
 
     def get_local_optimizer(self, loop: Loop) -> torch.optim.Optimizer:
         """Return the optimizer to step with when a step without synchronisation is timed."""

@@ -135,7 +135,7 @@ class BranchContext:
         return len(self.datasets.train)
 
     def check(self) -> None:
-        """Leave if the ranks have to stop; called between steps, on every rank at the same time."""
+        """Stop if the ranks have to; called between steps, on every rank at the same time."""
         if self.preemption is not None:
             self.preemption.check(reserve=0.0)  # there is nothing to save
 
@@ -441,7 +441,7 @@ def _choose_arm(task: TrainTask, context: TrainContext) -> Choice:
 
 
 class ArmTraining(Training):
-    """A training that continues with the chosen arm, and gives way to the next arm if this one breaks down."""
+    """A training with the chosen arm; if the arm breaks down, it raises `ArmBrokeDown` so that the next arm is chosen."""
 
     def __init__(self, choice: Choice, task: TrainTask, context: TrainContext) -> None:
         super().__init__(choice.make_task(task, size=len(context.datasets.train)), context)

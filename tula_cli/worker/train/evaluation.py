@@ -306,7 +306,7 @@ class Evaluator:
         )
 
     def _join_extra_batch(self, batch: Any) -> None:
-        """Run the model along with ranks that have one more batch, if they need this rank's shards of the model."""
+        """Run the model on ranks without a further batch, if ranks that have one need the shards of these ranks."""
         trainer = self.trainer
         if not trainer.parallel.needs_all_ranks:
             return

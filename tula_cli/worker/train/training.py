@@ -255,7 +255,7 @@ class Training:
         return Diverged(description, failures.describe_advice("diverged"))
 
     def _handle_evaluation(self, loss: float) -> None:
-        """Called on every rank when an epoch has been evaluated, with the mean loss of its last step; may raise."""
+        """Handle the evaluation of an epoch; called on every rank with the mean loss of its last step, and may raise."""
 
     # --- Checkpoints
 

@@ -381,7 +381,7 @@ class TrainingLog:
         self._delay_next_print()
 
     def _delay_next_print(self) -> None:
-        """Delay the next line about steps, after a line that has reported the progress."""
+        """Postpone the next progress line, because another line has just reported the progress."""
         self.next_print = time.monotonic() + compute_seconds_to_next_progress_line(time.monotonic() - self.began)
 
     def _compute_token_rates(self, step_time: float) -> dict[str, float | None]:

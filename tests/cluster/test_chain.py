@@ -87,7 +87,7 @@ class Cluster:
         self.held = [id_ for id_ in self.held if id_ not in ids]
         return self.complaint
 
-    def ask(self, ids: Sequence[str]) -> dict[str, SchedulerState]:
+    def query_states(self, ids: Sequence[str]) -> dict[str, SchedulerState]:
         reason = "JobHeldUser: will not start, because you hold the job; release it with scontrol release"
         return {
             id_: SchedulerState("pending", reason if id_ in self.held else "", on_hold=id_ in self.held) for id_ in ids
@@ -101,7 +101,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(scheduler, "cancel_jobs", result.cancel)
     for order, name in (
         ("delay", "delay_job"), ("end_delay", "end_delay"), ("exclude", "exclude_nodes"),
-        ("hold", "hold_jobs"), ("release", "release_jobs"), ("ask", "query_states"),
+        ("hold", "hold_jobs"), ("release", "release_jobs"), ("query_states", "query_states"),
     ):  # fmt: skip
         monkeypatch.setattr(scheduler, name, getattr(result, order))
     monkeypatch.setattr(scheduler, "find_end_time", lambda *_: None)

@@ -126,7 +126,7 @@ def _search_learning_rate(
         report = learning_rates.read_report(search, submission.find_settings_origin(search.run))
         return _answer_with_learning_rate(screen, report)
     if options.dry_run:
-        scripts = [submission.launcher_for(search.run.spec).script(search.run, search.task)]
+        scripts = [submission.launcher_for(search.run.spec).render_script(search.run, search.task)]
         data = {
             "plan": search.plan,
             "share": search.plan.share,
@@ -167,7 +167,7 @@ def _show_comparison(
 def _show_dry_run(screen: Screen, prepared: "PreparedComparison", submission: "Submission") -> None:
     plan, run = prepared.plan, prepared.run
     launcher = submission.launcher_for(run.spec)
-    scripts = [launcher.script(run, plan.first.task)] if plan.first is not None else []
+    scripts = [launcher.render_script(run, plan.first.task)] if plan.first is not None else []
     data = {
         "comparison": plan.comparison,
         "missing": plan.missing,

@@ -35,7 +35,7 @@ def evaluate(
         timeout=timeout,
     )
     if dry_run:
-        script = submission.launcher_for(run.spec).script(run, task)
+        script = submission.launcher_for(run.spec).render_script(run, task)
         return screen.answer(
             {"task": task, "found": prepared.known_record, "scripts": [script]},
             [*show_train.render_evaluation_plan(task), "", script],

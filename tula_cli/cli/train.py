@@ -63,7 +63,7 @@ def _train_seeds(
     prepared = follow_work(screen, service.prepare_seeds(runs, request, submission.inspect))
     if dry_run:
         first, run = prepared.first, prepared.run
-        scripts = [] if first is None else [submission.launcher_for(run.spec).script(run, first.task)]
+        scripts = [] if first is None else [submission.launcher_for(run.spec).render_script(run, first.task)]
         data = {"plan": prepared.plan, "trainings": prepared.trainings, "scripts": scripts}
         return screen.answer(data, show_train.render_seeds_plan(prepared.plan, len(prepared.missing), scripts=scripts))
     report = follow_work(screen, service.run_seeds(prepared, submission))
@@ -92,6 +92,6 @@ def _show_dry_run(screen: Screen, training: "PreparedTraining", submission: "Sub
     from tula_cli.cluster.chains import list_nodes_of_chain_jobs
 
     plan: TrainPlan = training.plan
-    scripts = [submission.launcher_for(training.run.spec).script(training.run, plan.task)]
+    scripts = [submission.launcher_for(training.run.spec).render_script(training.run, plan.task)]
     shown = show_train.render_train_plan(plan, links=list_nodes_of_chain_jobs(plan.task), scripts=scripts)
     screen.answer({"plan": plan, "scripts": scripts}, shown)

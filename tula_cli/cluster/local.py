@@ -64,7 +64,7 @@ class LocalLauncher:
         command = shlex.join([sys.executable, "-m", JOB_MODULE, "local", str(folder), task.id])
         setup = (f"export PYTHONPATH={shlex.quote(path)}",)
         job = JobRequest(task.job, command, folder=Path(task.workdir), logs=run.submitit_dir.absolute(), setup=setup)
-        script = run.write_script(task.job, self.scheduler.script(job))
+        script = run.write_script(task.job, self.scheduler.render_script(job))
         pid, _, started = self.scheduler.submit(script, job).partition("-")
         return Job(
             id=task.job,

@@ -469,8 +469,8 @@ class CheckpointSchedule:
         if not self.resumes:
             return "the script cannot resume (no script.resume), so an interruption loses all progress"
         if not self.is_known:
-            return f"the checkpoint interval is unknown until the script trains{self._describe_setting}"
-        interval_text = self._describe_interval
+            return f"the checkpoint interval is unknown until the script trains{self._setting_text}"
+        interval_text = self._interval_text
         timed = (
             None
             if step_time is None or epoch_steps is None
@@ -485,7 +485,7 @@ class CheckpointSchedule:
         return f"saves {interval_text}{lasts}, so an interruption costs {format_duration(seconds / 2)} on average{self._setting_text}"
 
     @property
-    def _describe_interval(self) -> str:
+    def _interval_text(self) -> str:
         if self.epochs is not None:
             return "each epoch" if self.epochs == 1 else f"every {format_count(self.epochs, 'epoch')}"
         if self.steps is not None:
@@ -495,7 +495,7 @@ class CheckpointSchedule:
         return f"every {format_duration(self.seconds)}"
 
     @property
-    def _describe_setting(self) -> str:
+    def _setting_text(self) -> str:
         if self.save_request == "none":
             return "; tula cannot request a checkpoint before a time limit (script.save: none)"
         return f"; before a time limit, tula requests a checkpoint ({self.save_request})"

@@ -918,7 +918,7 @@ class SmallBatch(Factors):
         if self.is_due and not self._small_batch_staged and not self._warned:
             self._warned = True
             warnings.warn(
-                f"an AGS refresh was due, but {self._describe_missing_input}: the factors are not changed",
+                f"an AGS refresh was due, but {self._missing_input_text}: the factors are not changed",
                 MissedRefreshWarning,
                 stacklevel=2,
             )
@@ -931,7 +931,7 @@ class SmallBatch(Factors):
             self.schedule.count_step(refreshed=factors is not None)
 
     @property
-    def _describe_missing_input(self) -> str:
+    def _missing_input_text(self) -> str:
         return "small_batch() was not called"
 
     def discard_pending(self) -> None:
@@ -1039,8 +1039,8 @@ class LocalNorms(SmallBatch):
         return {p: s.to(p.device) for p, s in zip(params, factors, strict=True) if p in grads}
 
     @property
-    def _describe_missing_input(self) -> str:
-        return super()._describe_missing_input if self._listener is None else "no gradient came through DDP"
+    def _missing_input_text(self) -> str:
+        return super()._missing_input_text if self._listener is None else "no gradient came through DDP"
 
     def discard_pending(self) -> None:
         super().discard_pending()

@@ -729,7 +729,9 @@ class ScriptTraining(ScriptProgram):
         )
         self._add_row("change", samples, change=change.model_dump(mode="json"))
 
-    def record_save(self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = SETTLED_SECONDS) -> None:
+    def record_save(
+        self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = UNCHANGED_SECONDS
+    ) -> None:
         """Record the new checkpoints of an attempt, each with the steps and samples trained since the previous one.
 
         A script may have saved several times since the last call; only the newest checkpoint need still exist.

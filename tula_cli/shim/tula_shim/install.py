@@ -179,7 +179,7 @@ def _hook_gaps(recorder: Recorder) -> None:
 
     @functools.wraps(save)
     def record_and_save(*arguments: Any, **named: Any) -> Any:
-        mine.record_save(named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None)
+        recorder.record_save(named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None)
         return save(*arguments, **named)
 
     load = torch.load

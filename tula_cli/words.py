@@ -275,7 +275,6 @@ def get_first_line(text: str) -> str:
 
 
 def describe_probe_configuration(nodes: int, local_batch: int) -> str:
-    """Describe the configuration of a probe: nodes and local batch."""
     return f"{format_count(nodes)}, local batch {local_batch}"
 
 

@@ -151,7 +151,6 @@ class BatchLauncher:
         )
 
     def render_job_script(self, run: RunDir, job: JobRequest, task: Task) -> str:
-        """Return the script of one job."""
         return self.scheduler.render_script(job)
 
     def write_job_files(self, run: RunDir, task: Task, id_: str) -> None:

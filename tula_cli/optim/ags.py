@@ -225,7 +225,6 @@ class RefreshSchedule:
         return self.owed or self.taken + 1 == self.steps
 
     def count_step(self, *, refreshed: bool) -> None:
-        """Count a step."""
         self.taken += 1
         self.refreshed |= refreshed
         self.owed &= not refreshed

@@ -207,7 +207,6 @@ def _compute_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _make_zero_state(param: Tensor) -> Tensor:
-    """Return a state of zeros for a parameter."""
     return torch.zeros_like(param, dtype=get_accumulation_dtype(param.dtype), memory_format=torch.preserve_format)
 
 

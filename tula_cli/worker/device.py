@@ -81,7 +81,6 @@ def get_gpu_uuid(index: int | None = None) -> str:
 
 
 def get_gpu_name(device: torch.device | int = 0) -> str:
-    """Return the product name of a GPU."""
     return torch.cuda.get_device_name(device)
 
 

@@ -158,7 +158,6 @@ class ScriptRateSearch(ScriptProgram):
         return rate_search.find_next_arm(self.task.spec, self.task.batches, record.branches, record.start_loss)
 
     def _list_path_values(self, out: Path, batch: int) -> dict[str, str | float]:
-        """Return the values of the placeholders in paths."""
         process, run = ScriptProcess(self.task.nodes, 0, "", 0), self.run.path.absolute()
         return list_placeholder_values(self.task.spec, process, batch=batch, out=out, run=run, workers=0)
 

@@ -169,7 +169,6 @@ class ResumeTest(ScriptProgram):
         return start
 
     def _compute_remaining_seconds(self, record: ResumeTestResult) -> float:
-        """Return the remaining seconds of the test."""
         return 60 * self.task.spec.search.max_minutes - (time.time() - record.began_at)
 
     def _plan_next_start(self, record: ResumeTestResult, remaining: float) -> PlannedStart | None:

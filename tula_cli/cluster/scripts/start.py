@@ -363,7 +363,6 @@ class ScriptStart:
         )  # fmt: skip
 
     def make_command_line(self, process: ScriptProcess) -> tuple[str, ...]:
-        """Return the command line of a process."""
         values = self._list_values(process)
         arguments = fill_command(self.program.script.command, values)
         arguments += fill_command(self.program.get_extra_arguments(self.command), values)

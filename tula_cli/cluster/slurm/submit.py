@@ -78,7 +78,6 @@ def make_chain_name(run: RunDir, task: Task) -> str:
 
 
 def render_job_script(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
-    """Return the script of one job."""
     from tula_cli.cluster.slurm.script import ScriptWriter  # imported here: submitit is only needed to submit
 
     require_plain_path(run.path)

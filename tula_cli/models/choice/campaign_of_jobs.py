@@ -362,7 +362,6 @@ class _ListSchedules:
                     count //= 2
 
     def _schedule_choice(self, choice: _OptionCounts, target: PlanTarget) -> list[Start]:
-        """Return the best list schedule of a choice."""
         counted = [
             (option, count)
             for counts, (_, options) in zip(choice, self._jobs, strict=True)

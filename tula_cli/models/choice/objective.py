@@ -366,7 +366,6 @@ def _choose_without_knee(line: Sequence[Prediction], quantity: Quantity) -> tupl
 
 
 def _describe_curve_without_knee(line: Sequence[Prediction], quantity: Quantity) -> str:
-    """Describe a curve without a knee."""
     first, before, last = (_get_value(line[index], quantity) for index in (0, -2, -1))
     if last <= before * (1 - MIN_SAVING_UP_TO_KNEE):
         return f"{quantity.name} still falls by {100 * (1 - last / before):.0f} % at the largest batch"

@@ -97,7 +97,6 @@ def allocate_batch(batch: Any, *, samples: int, to: int, from_user: bool = False
 
 
 def list_tensors(batch: Any) -> list[torch.Tensor]:
-    """Return all tensors of a batch."""
     return [leaf for _, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)]
 
 
@@ -359,7 +358,6 @@ class ModelCall:
         return self.loss(outputs if self.receives_all_outputs else find_scores(outputs), target)
 
     def compute_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch."""
         return self.compute_loss_from_outputs(self.compute_outputs(model, batch), batch)
 
     def get_forward_arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

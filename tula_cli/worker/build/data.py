@@ -62,7 +62,6 @@ class StreamedDataset:
         """Return None: the order is the stream's."""
 
     def list_first_samples(self, count: int) -> list[Any]:
-        """Return the first samples."""
         return list(itertools.islice(self.iterate_rank_samples(0, start=0, rank=0, world=1), min(count, self.size)))
 
     list_spread_samples = list_first_samples
@@ -157,7 +156,6 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         return order
 
     def list_first_samples(self, count: int) -> list[Any]:
-        """Return the first samples."""
         return [self[0, index] for index in range(min(count, count_samples(self.samples)))]
 
     def list_spread_samples(self, count: int) -> list[Any]:
@@ -186,7 +184,6 @@ class EvaluationDataset(torch.utils.data.Dataset[Any]):
         return convert_to_sample(self.samples[index])
 
     def list_first_samples(self, count: int) -> list[Any]:
-        """Return the first samples."""
         return [self[index] for index in range(min(count, len(self)))]
 
 

@@ -173,7 +173,6 @@ def split_flat(flat: torch.Tensor, members: Iterable[torch.Tensor]) -> Iterator[
 
 
 def _list_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of each bucket."""
     bucket: list[nn.Parameter] = []
     limit = FIRST_BUCKET
     for parameter in parameters:

@@ -580,7 +580,6 @@ class TimedWindow:
 
 
 def _time_steps(trainer: Trainer, stream: Iterator[Step]) -> TimedWindow:
-    """Take the timed steps."""
     meter, states = EnergyMeter(trainer.ranks), GpuStateRecorder(trainer.ranks)
     blocks = StepBlocks(trainer, partial(count_steps_to_time, search=trainer.spec.search), at_work=states.sample)
     blocks.run(stream)

@@ -316,7 +316,6 @@ class Evaluator:
             trainer.call.compute_outputs(trainer.parallel.module, move_batch_to_device(trainer, batch))
 
     def _count_samples(self, rank: int) -> int:
-        """Return the number of samples of a rank."""
         return len(range(rank, len(self.trainer.datasets.eval), self.trainer.ranks.world))
 
     def count_batches(self, rank: int) -> int:

@@ -150,7 +150,6 @@ _PYTHON_FOLDERS = (os.path.dirname(os.__file__), "<")  # noqa: PTH120 - once, at
 
 
 def _list_thread_stacks() -> str:
-    """Return the stacks of all threads of this process."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)

@@ -251,7 +251,7 @@ def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
         fixed.trainer.parallel.module,
         fixed.trainer.base,
         batch=worker_device.count_tensor_bytes(fixed.pair),
-        factors=ags.memory() if ags else 0,
+        factors=ags.compute_memory() if ags else 0,
         peak=peak,
         reserved=reserved,
         libraries=meter.count_library_bytes(capacity),

@@ -105,7 +105,7 @@ def exposed_synchronisation(trainer: Trainer, stream: Any) -> float:
         trainer.after_backward = spy.record_reduction
         list(itertools.islice(stream, 5))
         trainer.after_backward = None
-    return trainer.ranks.max(spy.median())
+    return trainer.ranks.max(spy.compute_median())
 
 
 if __name__ == "__main__":

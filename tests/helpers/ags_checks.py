@@ -261,7 +261,7 @@ def large_tensors_are_taken_in_parts_that_are_the_whole(package: Any) -> None:
 def the_static_factor_is_by_default_the_cap(package: Any) -> None:
     hand = Hand(package, granularity="static", b_large=32, b_small=2)
     hand.step([1.0] * 4)
-    assert not hand.opt.needs_small_batch and hand.opt.memory() == 0
+    assert not hand.opt.needs_small_batch and hand.opt.compute_memory() == 0
     close(hand.step([1.0] * 4), [4.0] * 4)
     close(hand.step([2.0] * 4), [2.0] * 4)
     assert Hand(package, granularity="static", factor=1.0).opt.identity

@@ -799,7 +799,7 @@ def test_no_smaller_batch_is_the_identity_and_says_so() -> None:
         torch.manual_seed(3)
         train(model, optimizer, 2 * STEPS)
     assert same(plain.state_dict(), wrapped.state_dict())
-    assert not opt.needs_small_batch and opt.memory() == 0
+    assert not opt.needs_small_batch and opt.compute_memory() == 0
     assert ags(opt)["n_refresh"] == 0 and opt.report()["scaled"] == 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -898,9 +898,9 @@ def test_report_does_not_touch_the_training() -> None:
 def test_memory_is_that_of_the_factors(granularity: str, dtype: torch.dtype) -> None:
     model = mlp().to(dtype)
     opt = tula(model, granularity=granularity)
-    expected = opt.memory()
+    expected = opt.compute_memory()
     train(model, opt, STEPS, dtype=dtype)
-    assert expected == opt.memory() == sum(s.numel() * s.element_size() for s in ags(opt)["scale"].values())
+    assert expected == opt.compute_memory() == sum(s.numel() * s.element_size() for s in ags(opt)["scale"].values())
     if granularity == "element":
         assert expected == sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -941,7 +941,7 @@ def test_no_factor_is_found_or_held_for_what_is_left_out(per: str) -> None:
     whole = tula(mlp(), granularity=per, refresh={"every": 1}, delta=math.inf)
     train(model, opt, 3)
     assert [*ags(opt)["scale"]] == [*range(1, len([*model.parameters()]))]
-    assert opt.memory() < whole.memory()
+    assert opt.compute_memory() < whole.compute_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole.load_state_dict(opt.state_dict())

@@ -49,7 +49,7 @@ def test_a_last_batch_is_counted_as_the_ones_before() -> None:
     for samples in (8, 8, 5):
         delivered.add(1, [Tensor((1, 3)), Tensor((samples,))], waited=0.5, size=8)
         assert delivered.pop_delivered() == {1: [samples, 1, 0.5]}
-    assert delivered.samples() == 21
+    assert delivered.count_samples() == 21
 
 
 def test_a_mapping_that_is_no_dict_is_counted() -> None:
@@ -70,7 +70,7 @@ def test_the_dataset_of_most_steps_is_what_is_find_trained_dataset() -> None:
     for _ in range(3):
         delivered.add(1, LABELS, waited=0.0, size=8)
         delivered.pop_delivered()
-    assert (delivered.training, delivered.samples()) == (1, 24)
+    assert (delivered.training, delivered.count_samples()) == (1, 24)
 
 
 def test_a_dataset_that_is_made_anew_for_each_epoch_is_trained_on_too() -> None:
@@ -81,14 +81,14 @@ def test_a_dataset_that_is_made_anew_for_each_epoch_is_trained_on_too() -> None:
             delivered.add(epoch, IMAGES, waited=0.0, size=8)
             taken.append(delivered.pop_delivered())
     assert [delivered.find_trained_dataset(counts) for counts in taken] == [1, 1, 2, 2, 3, 3]
-    assert delivered.find_trained_dataset({}) == 1 and delivered.samples() == 48
+    assert delivered.find_trained_dataset({}) == 1 and delivered.count_samples() == 48
 
 
 def test_what_cannot_be_counted_is_unknown_and_not_zero() -> None:
     delivered = DeliveredBatches()
     delivered.add(1, "text", waited=0.0, size=None)
     assert delivered.pop_delivered() == {1: [0, 1, 0.0]}
-    assert delivered.samples() is None and not delivered.can_count_samples(1)
+    assert delivered.count_samples() is None and not delivered.can_count_samples(1)
 
 
 class Ragged:
@@ -104,7 +104,7 @@ def test_a_type_that_cannot_be_asked_is_not_counted_and_does_no_harm() -> None:
     for batch in (Ragged(), IMAGES):
         delivered.add(1, (batch, LABELS), waited=0.0, size=8)
     assert delivered.pop_delivered() == {1: [0, 2, 0.0]}
-    assert delivered.samples() is None
+    assert delivered.count_samples() is None
 
 
 class Iterator:

@@ -681,7 +681,7 @@ class Factors(ABC):
 
     # ---- state
 
-    def memory(self) -> int:
+    def compute_memory(self) -> int:
         """Return the bytes of the factors from the first refresh on."""
         return 0
 
@@ -937,7 +937,7 @@ class SmallBatch(Factors):
         self._staged = self._next_factors = self._finite = None
         self._small_batch_staged = False
 
-    def memory(self) -> int:
+    def compute_memory(self) -> int:
         params = [
             p for p in self.setup.params if p.requires_grad and self.identity is None and p not in self.setup.excluded
         ]
@@ -1425,13 +1425,13 @@ class TulaOptimizer(Wrapper):
         refreshes = {"refreshes": float(self.factors.n_refresh)}
         return self.factors.report() | self.gate.report(self._n_steps) | refreshes
 
-    def memory(self) -> int:
+    def compute_memory(self) -> int:
         """Return the bytes of the factors from the first refresh on.
 
         Factors per element need as much as the trainable parameters, factors per tensor one number per parameter, a
         constant factor none.
         """
-        return self.factors.memory()
+        return self.factors.compute_memory()
 
 
 def _check_state(state: Mapping[str, Any]) -> None:

@@ -293,7 +293,7 @@ def _orthogonalize_batch_(updates: Sequence[Tensor], lengths: Tensor, dtype: tor
     else:
         work = new((len(updates), short, longest), dtype=dtype)
     torch._foreach_copy_(_get_views(work, updates), list(updates))
-    direction = newton_schulz(work)
+    direction = run_newton_schulz(work)
     norms = torch.linalg.vector_norm(direction, dim=(1, 2), keepdim=True, dtype=lengths.dtype)
     scales = lengths.view(-1, 1, 1) / norms.clamp_(min=torch.finfo(norms.dtype).tiny)
     torch._foreach_copy_(list(updates), _get_views(direction * scales, updates))
@@ -315,7 +315,7 @@ def _get_views(batch: Tensor, updates: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def newton_schulz(matrices: Tensor) -> Tensor:
+def run_newton_schulz(matrices: Tensor) -> Tensor:
     """Return an approximation of U V^T of each matrix U S V^T by Newton-Schulz iteration with Muon's coefficients.
 
     Args:

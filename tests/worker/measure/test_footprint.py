@@ -455,7 +455,7 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
         subject.parallel.module,
         subject.base,
         batch=count_tensor_bytes(subject.last_batch),
-        factors=subject.ags.memory() if subject.ags else 0,
+        factors=subject.ags.compute_memory() if subject.ags else 0,
         peak=10**9,
         reserved=10**9,
         accumulate=job.train.accumulate,

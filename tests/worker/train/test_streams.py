@@ -225,7 +225,7 @@ def test_a_sampler_of_torchs_is_drawn_anew_for_each_epoch_and_alike_on_each_rank
     job = tokens(dataset={"sampler": f"{__name__}:sixteen"})
     first, other = build_datasets(job).train, build_datasets(job).train
     assert len(first) == 16
-    orders = [first.order(epoch) for epoch in (0, 1, 0)]
+    orders = [first.make_epoch_order(epoch) for epoch in (0, 1, 0)]
     assert torch.equal(orders[0], orders[2]) and not torch.equal(orders[0], orders[1])
     torch.rand(3)
-    assert torch.equal(orders[1], other.order(1))
+    assert torch.equal(orders[1], other.make_epoch_order(1))

@@ -139,7 +139,7 @@ def render_inspection_script(run: RunDir, spec: JobSpec) -> str:
     writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience)
     options = {"job_name": _make_job_name(run), "ntasks_per_node": 1, "time": MINUTES}
     writer.update_parameters(**{**make_submitit_parameters(run, task), **options})
-    return writer.text(
+    return writer.render_text(
         f"{get_interpreter_command(spec)} -m {INSPECTION_MODULE} {shlex.quote(str(_get_spec_path(run)))}"
     )
 

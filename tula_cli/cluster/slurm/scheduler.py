@@ -116,7 +116,7 @@ class SlurmScheduler:
             job_name=job.name, nodes=job.nodes, ntasks_per_node=job.tasks_per_node, setup=[f"cd {shlex.quote(str(job.folder))}", *job.setup], wckey=None,
             additional_parameters={"no-requeue": True}, **gpus, **after, **limit, **self._options,
         )  # fmt: skip
-        return writer.text(job.command)
+        return writer.render_text(job.command)
 
     def submit(self, script: Path, job: JobRequest) -> str:
         submission = _call_sbatch(script)

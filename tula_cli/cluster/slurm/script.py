@@ -32,7 +32,7 @@ class ScriptWriter(submitit.SlurmExecutor):
         self._patience = patience
         self._interpreter = "" if python else sys.executable
 
-    def text(self, command: str | None = None) -> str:
+    def render_text(self, command: str | None = None) -> str:
         """Return the script for sbatch, with the parameters set so far.
 
         Args:

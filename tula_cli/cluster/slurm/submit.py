@@ -83,7 +83,7 @@ def render_job_script(run: RunDir, task: Task, *, name: str | None = None, depen
     require_plain_path(run.path)
     writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience, python=task.spec.cluster.python)
     writer.update_parameters(**make_submitit_parameters(run, task, name=name, dependency=dependency))
-    return writer.text()
+    return writer.render_text()
 
 
 def _write_call(run: RunDir, task: Task, id_: str) -> None:

@@ -135,14 +135,14 @@ class DeliveredBatches:
         """
         return self.training if self.training in counts or not counts else next(reversed(list(counts)))
 
-    def samples(self) -> float | None:
+    def count_samples(self) -> float | None:
         """Return the samples of all steps; None if there is no loader, or its batches do not show them."""
         key = self.training
         if key is None or not self.can_count_samples(key):
             return None
         return self.totals[key] + sum(samples for other, samples in self.alone.items() if other != key)
 
-    def size(self) -> int | None:
+    def get_dataset_size(self) -> int | None:
         """Return the number of samples that the dataset reports; None if there is no dataset, or it reports none."""
         dataset = self.facts.get(self.training or 0, {}).get("dataset")
         return None if dataset is None else int(dataset)

@@ -44,7 +44,7 @@ def step(samples: float | None, loss: Any, lr: Any) -> None:
 
 def fulfil_requests(recorder: Any) -> None:
     """Save if requested, and stop afterwards if that is requested."""
-    if recorder.asked_to and recorder.requests.save(recorder.step, recorder.samples(), recorder.rank):
+    if recorder.asked_to and recorder.requests.save(recorder.step, recorder.count_samples(), recorder.rank):
         _stop_after_save(recorder)
 
 
@@ -61,7 +61,7 @@ def asked() -> str:
 def saved(path: str) -> None:
     """Record that the request from `asked` is fulfilled, with the checkpoint's path; stop if requested."""
     recorder = get_recorder()
-    recorder.requests.report_saved(recorder.step, recorder.samples(), recorder.rank, path=path)
+    recorder.requests.report_saved(recorder.step, recorder.count_samples(), recorder.rank, path=path)
     _stop_after_save(recorder)
 
 

@@ -137,9 +137,9 @@ class Recorder:
     def device(self) -> str:
         return self._clock.device
 
-    def samples(self) -> float | None:
+    def count_samples(self) -> float | None:
         """Return the samples of this rank so far; None if neither the loop nor a data loader reports them."""
-        return self._reported_samples if self.by_hand else self.delivered.samples()
+        return self._reported_samples if self.by_hand else self.delivered.count_samples()
 
     # --- End of a step
 
@@ -163,14 +163,14 @@ class Recorder:
         counts = self.delivered.pop_delivered()
         if samples is not None:
             self._reported_samples = (self._reported_samples or 0) + samples
-        self.pulse.record_step(self.step, self.samples())
+        self.pulse.record_step(self.step, self.count_samples())
         if self.branch is not None:
             seen = self.branch.read_loss()
             loss = seen if loss is None else loss
         if self.plan.training:
             causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []
             self.pulse.write_row_if_due(causes, lr=lr, loss=loss, saved=self.saved)
-            self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.size())
+            self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.get_dataset_size())
             self.asked_to = self.requests.poll(self.step, self.pulse, self.world)
             self._begin_training(counts, samples)
         elif self.plan.observing:
@@ -368,7 +368,7 @@ def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
         "capacity": clocks.read_device_capacity(),
         "startup": recorder.startup,
         "steps": recorder.step,
-        "samples": recorder.samples(),
+        "samples": recorder.count_samples(),
         "optimizer": main["name"],
         "parameters": main["elements"],
         "bytes": optimizers.bytes or None,

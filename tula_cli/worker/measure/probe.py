@@ -378,7 +378,7 @@ def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], coun
         return None
     with SynchronisationTimer(trainer.clock, trainer.parallel) as timer:
         _run_steps(trainer, stream, count, timer.record_reduction)
-    return trainer.ranks.max(timer.median())
+    return trainer.ranks.max(timer.compute_median())
 
 
 def _measure_local_step_time(
@@ -620,7 +620,7 @@ def _measure_peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Com
         trainer.parallel.module,
         trainer.base,
         batch=device.count_tensor_bytes(list_tensors(trainer.last_batch)),
-        factors=trainer.ags.memory() if trainer.ags else 0,
+        factors=trainer.ags.compute_memory() if trainer.ags else 0,
         peak=int(ranks.max(peak)),
         reserved=int(ranks.max(reserved)),
         libraries=int(ranks.max(meter.count_library_bytes(limit))),

@@ -248,7 +248,7 @@ def load_micro_batches(trainer: Trainer, epochs: int, ramp: Ramp | None = None) 
         seed=trainer.spec.train.seed,
         epochs=epochs,
         start=trainer.position,
-        order=trainer.datasets.train.order,
+        order=trainer.datasets.train.make_epoch_order,
     )
     pin = trainer.ranks.device.type == "cuda"
     return iter(

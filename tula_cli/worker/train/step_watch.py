@@ -60,7 +60,7 @@ class SynchronisationTimer:
         """Return the exposed synchronisation of each backward pass in seconds; waits for the device."""
         return [self.clock.measure_seconds(start, end) for start, end in self.exposed]
 
-    def median(self) -> float:
+    def compute_median(self) -> float:
         """Return the median exposed synchronisation in seconds."""
         return statistics.median(self.measure_seconds())
 

@@ -317,7 +317,9 @@ class _Case:
 
         Failures of the file system are not the program's fault: they count only among themselves and in their allocation.
         """
-        counted = count_lost([*self.history.earlier, self._this_attempt], self.outcome, self.history.allocation)
+        counted = count_attempts_towards_limit(
+            [*self.history.earlier, self._this_attempt], self.outcome, self.history.allocation
+        )
         return counted < self.task.max_attempts
 
     @property

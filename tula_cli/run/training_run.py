@@ -36,7 +36,7 @@ from tula_cli.run.records.results import (
     Tuning,
 )
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.run.step_series import StepRow, StepSeries, is_step_line, to_columns
+from tula_cli.run.step_series import StepRow, StepSeries, convert_to_columns, is_step_line
 from tula_cli.run.step_series import parse_rows as read_steps
 
 CHECKPOINT_PATTERN = re.compile(r"[0-9]{12,}\.(pt|dcp)")

@@ -61,7 +61,7 @@ def test_nothing_is_submitted_where_files_would_be_elsewhere(tmp_path: Path, mon
     fake = FakeSlurm(tmp_path / "slurm", "22.05")
     fake.use(monkeypatch)
     run = RunDir.create(tmp_path / "x %t %j", make.spec(cluster=SLURM))
-    for attempted in (SlurmLauncher().script, SlurmLauncher().submit):
+    for attempted in (SlurmLauncher().render_script, SlurmLauncher().submit):
         with pytest.raises(SpecError, match="which SLURM would replace"):
             attempted(run, task(run))
     assert not fake.jobs() and not fake.calls("sbatch")

@@ -342,7 +342,7 @@ def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | 
     jobs = {(variant.node_type, variant.gpus): job for variant, job in list_variants(job)}
     current = jobs.get(variant)
     if current is None:
-        named = "the hardware of the run" if run.type is None else describe_part(run.type)
+        named = "the hardware of the run" if run.type is None else describe_node_type(run.type)
         return ConfigDrift(file, {}, problem=f"{named} is no longer in the file")
     if current == spec:
         return None

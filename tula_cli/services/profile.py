@@ -12,7 +12,7 @@ from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SpecError, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.models.cost import compute_max_cost
-from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
+from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT
 from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
@@ -564,7 +564,7 @@ def make_dry_run(
     dry_runs = {}
     for variant, plan in (yield from plan_variants(variants, settled, largest=largest)):
         launcher = submission.launcher_for(variant.spec)
-        dry_runs[variant.type] = DryRun(plan, tuple(launcher.script(variant, task) for task in plan.tasks))
+        dry_runs[variant.type] = DryRun(plan, tuple(launcher.render_script(variant, task) for task in plan.tasks))
     return dry_runs
 
 
@@ -713,7 +713,7 @@ class _ProfilingSession:
             except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
                 errors.append(error)
                 if run.type is not None:
-                    yield WarningEvent(messages.part_failed(part=describe_part(run.type), reason=error.message))
+                    yield WarningEvent(messages.part_failed(part=describe_node_type(run.type), reason=error.message))
         if not reports:
             raise errors[0]
         return ProfileResult(reports, bool(errors) or any(not report.is_complete for report in reports.values()))
@@ -754,7 +754,7 @@ class _ProfilingSession:
         try:
             for submitted in jobs:
                 if submitted.run.type is not None:
-                    yield Note(f"{describe_part(submitted.run.type)}:")
+                    yield Note(f"{describe_node_type(submitted.run.type)}:")
                 yield from wait_for_jobs(
                     submitted.run, submitted.launcher, submitted.started, timeout=self._remaining_seconds(deadline)
                 )

@@ -268,7 +268,9 @@ def test_peaks_bound_the_micro_batch() -> None:
 def test_one_peak_grows_by_what_is_beside_the_counted_states() -> None:
     model = fit_memory_model([of_a_script(measured(Truth(), 2, 32))])
     assert model.compute_peak(128) == pytest.approx(Truth().peak(128), rel=1e-6)
-    assert fit_memory_model([peak(32, 600 * MIB, counted=None)]).compute_peak(64) == 1200 * MIB, "nothing tells what stays"
+    assert fit_memory_model([peak(32, 600 * MIB, counted=None)]).compute_peak(64) == 1200 * MIB, (
+        "nothing tells what stays"
+    )
 
 
 def test_more_may_be_counted_than_is_there_at_the_peak() -> None:

@@ -67,7 +67,7 @@ def test_what_failed_and_what_was_warned_of_is_recorded_without_secrets(tmp_path
     with MetricsFile(run, task, is_first=True, samples=0) as metrics:
         metrics.add("warning", Position(), 0.0, message=QUOTED, nested={"causes": [QUOTED]})
     scripted = task.model_copy(update={"spec": script_spec(epochs=2)})
-    ScriptTraining(run, scripted)._add("warning", 0, message=QUOTED)
+    ScriptTraining(run, scripted)._add_row("warning", 0, message=QUOTED)
     rows = list(run.get_training(task.signature).read_metrics())
     assert len(rows) == 2 and all("HTTPError: 403" in row["message"] for row in rows)
     (failed,) = [result for result in run.read_results() if isinstance(result, Failed)]

@@ -527,12 +527,12 @@ class Estimator:
     def _find_newest_trainings(self, nodes: Ints, local_batch: Ints) -> dict[str, NDArray[Any]]:
         """Return the columns of the newest training with each configuration."""
         signatures, hours = np.full(len(nodes), "", dtype=object), np.full(len(nodes), np.nan)
-        for index, place in index_probes(self.trainings, nodes, local_batch).items():
+        for index, place in map_indices_to_probes(self.trainings, nodes, local_batch).items():
             training = self.trainings[place]
             signatures[index] = training.signature
             hours[index] = np.nan if training.hours is None else training.hours
         includes_training = np.zeros(len(nodes), dtype=bool)
-        includes_training[list(index_probes(self.trained, nodes, local_batch))] = True
+        includes_training[list(map_indices_to_probes(self.trained, nodes, local_batch))] = True
         return {
             "trained": signatures.astype(np.str_),
             "trained_hours": hours,

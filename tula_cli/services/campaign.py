@@ -270,9 +270,9 @@ def _plan_several_jobs(
     """
     is_shortest = _choose_minimised_quantity(query).name == "time"
     target = (
-        Target("time", budget=_get_limit_or_infinity(query.budget))
+        PlanTarget("time", budget=_get_limit_or_infinity(query.budget))
         if is_shortest
-        else Target("cost", deadline=_get_limit_or_infinity(query.deadline_hours))
+        else PlanTarget("cost", deadline=_get_limit_or_infinity(query.deadline_hours))
     )
     plans = [best for table in tables if (best := plan_jobs(table, nodes, target)) is not None]
     if plans:

@@ -661,7 +661,7 @@ def _list_profiling_settings(request: _SbatchRequest, cluster_site: Site | None)
     most = partition.usable if partition is not None and partition.usable else 2 * request.nodes
     nodes = sorted({max(1, request.nodes // 2), request.nodes, min(most, 2 * request.nodes)})
     minutes = max(1, min(_PROFILING_MINUTES, (limit or _PROFILING_MINUTES) - EXTRA_MINUTES))
-    yield from list_measuring_settings(
+    yield from list_search_settings(
         nodes, minutes, f"numbers of nodes to measure, around the {request.nodes} of the script"
     )
 

@@ -44,7 +44,7 @@ from tula_cli.services.waiting import (
 )
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN, MIN_TIMED_STEPS
-from tula_cli.words import describe_part, format_count
+from tula_cli.words import describe_node_type, format_count
 
 MAX_EXIT_SECONDS = 60.0
 """How long to wait for a job to exit that has all its results."""

@@ -51,7 +51,7 @@ def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> It
     for difference in differences:
         made.add_row(
             difference.about,
-            *shorten_pair(
+            *shorten_around_difference(
                 format_value(difference.before, "-"), format_value(difference.after, "-"), _MAX_VALUE_CHARACTERS
             ),
         )

@@ -472,7 +472,7 @@ def _format_interval(low: float | None, high: float | None) -> str:
     """Format an interval, with a sign if it is too wide for a decision."""
     if low is None or high is None:
         return "-"
-    return f"{CAVEAT_SIGNS['wide_interval'] * is_too_wide(low, high)}{format_number(low)} .. {format_number(high)}"
+    return f"{CAVEAT_SIGNS['wide_interval'] * is_interval_too_wide(low, high)}{format_number(low)} .. {format_number(high)}"
 
 
 def _format_kwh(row: "Prediction | None", caveats: "Caveats") -> str:

@@ -38,7 +38,7 @@ from tula_cli.spec.slurm_options import EXTRA_MINUTES
 
 POLL_INTERVALS = (2.0, 10.0)
 """Seconds between two queries of the queue: while the job runs, and the maximum while it is pending."""
-LAG = 10.0  # seconds until a file of a finished job becomes visible on this machine
+LOG_LAG_SECONDS = 10.0  # seconds until a file of a finished job becomes visible on this machine
 MINUTES = math.ceil(INSPECTION_TIMEOUT / 60) + EXTRA_MINUTES
 """Time limit of the job in minutes; it uses one node, so this also limits its node-hours."""
 _JOB_FILE = "first_job.json"

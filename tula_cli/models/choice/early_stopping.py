@@ -29,11 +29,11 @@ def is_better(values: Values, best_values: Mapping[str, float], best: BestCheckp
     if not best_values:
         return True
     if best.metric != "auto":
-        new, old = values[best.metric], kept.get("value", math.nan)
+        new, old = values[best.metric], best_values.get("value", math.nan)
         return not math.isnan(new) and (math.isnan(old) or (new < old if best.is_lower_better else new > old))
-    if math.isnan(values["top1"]) or math.isnan(kept["top1"]):
-        return values["loss"] < kept["loss"] or math.isnan(kept["loss"])
-    return values["top1"] > kept["top1"]
+    if math.isnan(values["top1"]) or math.isnan(best_values["top1"]):
+        return values["loss"] < best_values["loss"] or math.isnan(best_values["loss"])
+    return values["top1"] > best_values["top1"]
 
 
 def describe_stop(values: Values, best_values: Mapping[str, float], train: Train, *, epoch: int) -> str:

@@ -176,7 +176,7 @@ def _select_compared_configurations(estimator: "Estimator", fitting: Set[Config]
     is_candidate = rows["measured"].copy()
     for name in ("time", "cost"):
         is_candidate[find_best_rows(rows, QUANTITIES[name], most=_MAX_COMPARED_CONFIGURATIONS)] = True
-    return rows.take(is_candidate).predictions()
+    return rows.select_rows(is_candidate).predictions()
 
 
 def _make_candidate(estimator: "Estimator", row: Prediction) -> "Candidate":

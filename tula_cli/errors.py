@@ -178,10 +178,14 @@ class Infeasible(TulaError):
 
 
 class BadMeasurements(TulaError):
-    """There are too few measurements, or they cannot be used together."""
+    """There are too few measurements, they cannot be used together, or a file of the run is damaged."""
 
     exit_code = 4
     code = "measurements"
+
+
+class UnreadableFile(BadMeasurements):
+    """A file of a run cannot be read, but may be intact: it is not replaced."""
 
 
 class SchedulerError(TulaError):

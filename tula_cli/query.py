@@ -11,6 +11,7 @@ from tula_cli.words import SECONDS_PER_UNIT
 
 Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
 Curve = Literal["time", "cost"]
+QuantityName = Literal["time", "cost", "accuracy-time", "energy"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Quantity:
         unit: unit of the values; empty for hours and the currency of the job.
     """
 
-    name: str
+    name: QuantityName
     attribute: str
     lowest: str
     saving: str = "time"
@@ -42,7 +43,7 @@ class Quantity:
         return self.attribute.replace(".", "_")
 
 
-QUANTITIES = {
+QUANTITIES: dict[QuantityName, Quantity] = {
     quantity.name: quantity
     for quantity in (
         Quantity("time", "hours", "shortest time"),

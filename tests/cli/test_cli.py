@@ -16,6 +16,7 @@ import make_runs as make
 import pytest
 import yaml
 from driver import hears_ctrl_c
+from make_damages import write_checkpoint
 from make_results import Truth, footprint, inspected, measured, probe_all
 from quiet import quiet
 from typer.testing import CliRunner
@@ -286,7 +287,7 @@ def test_evaluate_tells_what_the_weights_come_to_and_status_tells_it_again(clust
     summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "-y", "--json").json["data"]
     path = newest().get_training(summary["signature"]).get_checkpoint_path(640)
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"")
+    write_checkpoint(path)
     plan = tula("evaluate", "--dry-run").out
     assert f"evaluate the last weights of training {summary['signature']} at 640 samples on the validation set" in plan
     answer = tula("evaluate", "--json").json
@@ -792,22 +793,26 @@ def test_2_a_run_directory_that_is_none(cluster, here, command):
     assert tula(command).code == 2
 
 
-def test_2_a_run_whose_spec_is_damaged(cluster):
+def test_4_a_run_whose_spec_is_damaged(cluster):
     tula("profile", "job.yaml")
     (newest().path / "spec.yaml").write_text("model: [")
-    assert tula("status").code == 2
+    assert tula("status").code == 4
     listed = tula("list")
     assert listed.code == 0
     assert "cannot be read" in listed.out
+    assert tula("profile", "job.yaml").code == tula("status").code == 0
 
 
-def test_4_a_result_that_is_damaged_is_named(cluster):
+def test_a_result_that_is_damaged_is_named_and_measured_again(cluster):
     tula("profile", "job.yaml")
     damaged = next((newest().path / "results").glob("*.json"))
+    intact = damaged.read_text()
     damaged.write_text("{")
-    refused = tula("recommend")
-    assert refused.code == 4
-    assert str(damaged) in refused.err
+    answered = tula("recommend")
+    assert answered.code == 0
+    assert str(damaged) in answered.err
+    assert tula("profile", "job.yaml").code == 0
+    assert damaged.read_text() == intact
 
 
 def test_2_a_job_and_a_run(cluster):

@@ -158,6 +158,8 @@ def damaged_once(root: Path, random_: random.Random) -> list[str]:
         about = ["--run", str(run.path)]
         if command == "diff":
             about = [str(run.path), str(whole_run(root / "whole").path)][:: random_.choice((1, -1))]
+        if command.startswith("clean"):
+            about = [str(run.path)]
         words = [*command.split(), *(() if command == "list" else about)]
         words += ["--json"] if random_.random() < 0.5 else []
         screen = show_screen.Screen(out=io.StringIO(), err=io.StringIO())

@@ -70,7 +70,7 @@ def clean(
                 f"cancel the jobs of this run with tula cancel {kept_run.id}, or leave the run out of the command",
             )
             if kept_run.lives
-            else BadMeasurements(kept_words)
+            else BadMeasurements(kept_words, "tula status names each damaged file and what to do about it")
         )
     if dry_run or not any(run_space.holdings for run_space in run_spaces):
         shown = (

@@ -35,6 +35,7 @@ def evaluate(
         timeout=timeout,
     )
     if dry_run:
+        screen.warn_all(prepared.warnings)
         script = submission.launcher_for(run.spec).render_script(run, task)
         return screen.answer(
             {"task": task, "found": prepared.known_record, "scripts": [script]},

@@ -30,7 +30,7 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
         for run in runs
     }
     screen.status = "pending" if any(now.has_active_jobs() for now in statuses.values()) else "done"
-    snapshot = (find_chosen_run(runs) or runs[0]).read_snapshot(skip_damaged=True)
+    snapshot = (find_chosen_run(runs) or runs[0]).read_snapshot()
     recommendation = snapshot.recommendation
     charges = {
         name: charge
@@ -119,6 +119,7 @@ def logs(
         screen.print_line(line.text, line)
     if place is None and last != 0:
         screen.note(services_logs.describe_missing_output(run, wanted))
+    screen.warn_all(run.read_snapshot().record_warnings)
 
 
 def cancel(
@@ -135,6 +136,7 @@ def cancel(
 
     runs = chosen.find_runs(screen)
     for run in runs:
-        screen.warn_all(run.read_snapshot().job_warnings)
+        snapshot = run.read_snapshot()
+        screen.warn_all([*snapshot.job_warnings, *snapshot.record_warnings])
     ended = services_status.cancel_jobs(runs, lambda run: launcher.make_launcher(run.spec, submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "no job was queued or running"])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.errors import SpecError, TulaError
+from tula_cli.errors import BadMeasurements, TulaError
 from tula_cli.run import code_selection, messages
 from tula_cli.run.code_selection import Selection, list_entries, list_selection_warnings, select_imported_files
 from tula_cli.run.directory import Run, RunDir
@@ -206,7 +206,7 @@ def _read_signature(run: RunDir) -> str:
     """Return the signature of a run's spec without its code; empty if the spec is damaged."""
     try:
         return compute_measurement_signature(run.read_spec())
-    except SpecError:
+    except BadMeasurements:
         return ""
 
 

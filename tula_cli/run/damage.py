@@ -23,11 +23,15 @@ _MAX_VERIFIED_BYTES = 2**20
 minutes."""
 _MAX_RANGES = 5
 _CONSEQUENCES = {
+    "spec.yaml": "the job is read from spec.json",
+    "job_file.json": "changes of the job file are not noticed",
+    "variant.json": "the runs on other hardware of the same job are not found",
     "results/*": "this configuration counts as not measured",
     "recommendation.json": "no recommendation is shown until tula recommend has run again",
     "comparison.json": "the request of tula compare is unknown and its table is not shown",
     "tasks/*": "its job is not shown",
     "attempts/*": "this attempt and its exit reason are not shown",
+    "failures/*": "this error of a rank is not shown",
     "script/*": "this resume test of the script is not shown",
     "train/*/result.json": "the training counts as not finished",
     "train/*/summary.json": "its predicted and actual values are not compared",

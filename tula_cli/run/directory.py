@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from tula_cli.errors import SpecError
+from tula_cli.errors import BadMeasurements, UnreadableFile
 from tula_cli.run.files import (
     announce_change,
     is_listed,
@@ -31,7 +31,7 @@ from tula_cli.run.parsed_spec import (
     find_newest_run,
     get_change_time,
     list_run_folders,
-    read_parsed_spec,
+    read_stored_spec,
     write_parsed_spec,
 )
 from tula_cli.run.records.failures import Failure
@@ -67,10 +67,8 @@ from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.run.snapshot import Result, Snapshot, is_of_another_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import dump_yaml, validate_job
-from tula_cli.spec.old_keys import drop_removed_values
+from tula_cli.spec.load import dump_yaml
 from tula_cli.spec.signature import compute_measurement_signature
-from tula_cli.spec.yaml_text import read_yaml
 
 # --- Checks of the cluster
 
@@ -196,7 +194,9 @@ class RunDir:
             SpecError: there is none.
             TulaError: `root` cannot be read.
         """
-        latest = "" if find_other_owner(root / LATEST_FILE) else read_text(root / LATEST_FILE)
+        latest = ""
+        with contextlib.suppress(BadMeasurements):  # damaged: the runs show which one is the newest
+            latest = "" if find_other_owner(root / LATEST_FILE) else read_text(root / LATEST_FILE)
         return RunDir(find_newest_run(root, latest))
 
     @staticmethod
@@ -217,26 +217,23 @@ class RunDir:
         return get_change_time(self.path) is not None
 
     def read_spec(self) -> JobSpec:
-        """Return the stored job."""
-        path, parsed = self.path / "spec.yaml", read_parsed_spec(self.path)
-        if parsed is not None:
-            with contextlib.suppress(SpecError):  # damaged: the YAML is used instead
-                return validate_job(drop_removed_values(parsed.spec), source=str(path))
-        return validate_job(drop_removed_values(read_yaml(path)), source=str(path))
+        """Return the stored job; raises as `read_stored_spec` does."""
+        return read_stored_spec(self.path)
 
     def read_job_file(self) -> JobFile | None:
-        return read_record(self.path / "job_file.json", JobFile)
+        """Return where the settings come from; None if that is not recorded, or the record is damaged."""
+        return self.read_snapshot().job_file
 
     def read_variant(self) -> Variant | None:
-        """Return the node type and GPU count of the job that this run measures; None if the job names neither."""
-        return read_record(self.path / "variant.json", Variant)
+        """Return the node type and GPU count of the job that this run measures; None if the job names neither, or the record is damaged."""
+        return self.read_snapshot().variant
 
     def write_variant(self, variant: Variant) -> None:
         write_record(self.path / "variant.json", variant)
 
-    def read_snapshot(self, *, skip_damaged: bool = False) -> Snapshot:
+    def read_snapshot(self, *, strict: bool = False) -> Snapshot:
         """Return a snapshot of the run's records, to be shared by all queries of a caller. Args: as of `Snapshot`."""
-        return Snapshot(self.path, skip_damaged=skip_damaged)
+        return Snapshot(self.path, strict=strict)
 
     # --- Tasks, jobs and attempts
 
@@ -247,7 +244,7 @@ class RunDir:
         return read_record(self.path / f"tasks/{task_id}.json", TASK)
 
     def read_tasks(self) -> list[JobTask]:
-        """Return the tasks that measure, test resuming, train or evaluate."""
+        """Return the readable tasks that measure, test resuming, train or evaluate."""
         return self.read_snapshot().tasks
 
     def read_check_tasks(self) -> list[CheckTask]:
@@ -268,7 +265,7 @@ class RunDir:
         return None if job is None or is_of_another_run(job, self.path.resolve()) else job
 
     def read_jobs(self) -> list[Job]:
-        return self.read_snapshot().jobs
+        return self.read_snapshot(strict=True).jobs
 
     def write_attempt(self, attempt: Attempt) -> None:
         write_record(self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json", attempt)
@@ -278,7 +275,7 @@ class RunDir:
         return read_record(self.path / f"attempts/{task_id}.{number:03d}.json", Attempt)
 
     def read_attempts(self, task_id: str | None = None) -> list[Attempt]:
-        """Return the attempts of one task (or of all), oldest first."""
+        """Return the attempts of one task, or the readable ones of all, oldest first."""
         if task_id is None:
             return self.read_snapshot().attempts
         paths = list_files(self.path / "attempts", f"{task_id}.*.json")
@@ -296,10 +293,12 @@ class RunDir:
         write_and_announce(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 
     def read_failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:
-        """Return the recorded failures of ranks, earliest first."""
+        """Return the readable failures of ranks, earliest first."""
+        failures = []
         number = "*" if attempt is None else f"{attempt:03d}"
-        paths = list_files(self.path / "failures", f"{task_id}.{number}.*.json")
-        failures = [failure for path in paths if (failure := read_record(path, Failure))]
+        for path in list_files(self.path / "failures", f"{task_id}.{number}.*.json"):
+            with contextlib.suppress(BadMeasurements):
+                failures += [failure] if (failure := read_record(path, Failure)) else []
         return sorted(failures, key=lambda failure: failure.failed_at)
 
     def has_failure(self, task_id: str, attempt: int) -> bool:
@@ -346,18 +345,21 @@ class RunDir:
         write_record(self.path / f"results/{result.id}.json", result)
 
     def read_result(self, result_id: str) -> Result | None:
-        return read_record(self.path / f"results/{result_id}.json", RESULT)
-
-    def read_results(self) -> list[Result]:
-        """Return all results, by nodes and local batch.
+        """Return a result; None if there is none, or if it is damaged, so that it is measured again.
 
         Raises:
-            BadMeasurements: one is damaged.
+            UnreadableFile: it cannot be read, but may be intact.
         """
-        snapshot = self.read_snapshot()
-        if snapshot.damaged:
-            raise snapshot.damaged[0]
-        return snapshot.results
+        try:
+            return read_record(self.path / f"results/{result_id}.json", RESULT)
+        except UnreadableFile:
+            raise
+        except BadMeasurements:
+            return None
+
+    def read_results(self) -> list[Result]:
+        """Return the readable results, by nodes and local batch; `Snapshot.record_warnings` has the damaged ones."""
+        return self.read_snapshot().results
 
     def find_current_probe(self, task: ProbeTask) -> int | None:
         """Return the local batch that a job is measuring: the first without a valid result; None if all have one."""
@@ -389,7 +391,8 @@ class RunDir:
         write_record(self.path / "recommendation.json", recommendation)
 
     def read_recommendation(self) -> Recommendation | None:
-        return read_record(self.path / "recommendation.json", Recommendation)
+        """Return the stored recommendation; None if there is none, or it is damaged."""
+        return self.read_snapshot().recommendation
 
     def write_text(self, name: str, text: str) -> Path:
         """Write one of recommended.yaml and results.csv; return its path."""
@@ -417,9 +420,10 @@ class RunDir:
     def find_newest_script_saves(self) -> tuple[Save, ...]:
         """Return for each batch the checkpoints of the script's training that saved most recently, newest batch last."""
         newest: dict[int, list[Save]] = {}
+        snapshot = self.read_snapshot()
         for signature in self.list_train_signatures():
             by_batch: dict[int, list[Save]] = {}
-            for save in self.get_training(signature).read_script_saves().saves:
+            for save in snapshot.get_training(signature).read_script_saves().saves:
                 by_batch.setdefault(save.batch, []).append(save)
             for batch, saves in by_batch.items():
                 newest[batch] = max(newest.get(batch, saves), saves, key=lambda saves: saves[-1].saved_at)

@@ -23,12 +23,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar, cast
 
-from tula_cli.errors import BadMeasurements, CannotWrite, DiskFull, RunGone, StorageFailed, TulaError
+from tula_cli.errors import BadMeasurements, CannotWrite, DiskFull, RunGone, StorageFailed, TulaError, UnreadableFile
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, describe_free_space
 from tula_cli.run.owner import ACCESS_ERRNOS, make_ownership_error
+from tula_cli.version import __version__
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter
+    from pydantic_core import ErrorDetails
 T = TypeVar("T")
 _MAX_BYTES = 2**28
 """Maximum bytes of a file that is read as a whole."""
@@ -187,7 +189,7 @@ def read_content(path: Path) -> bytes:
     Raises:
         FileNotFoundError: there is no such file.
         BadMeasurements: it is not a regular file, or is larger than any of a run's records.
-        TulaError: it cannot be read.
+        UnreadableFile, NotYours, StorageFailed: it cannot be read.
     """
     for may_retry in (True, False):
         try:
@@ -211,11 +213,11 @@ def open_file(path: Path) -> BinaryIO:
         OSError: it cannot be opened.
         BadMeasurements: it is not a regular file.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise make_damaged_error(path, "it is not a file")
-    return file
+    return open(descriptor, "rb")
 
 
 def is_regular_file(path: Path | str) -> bool:
@@ -232,11 +234,14 @@ def make_read_error(path: Path, error: OSError) -> TulaError:
     if error.errno in IO_ERRNOS:
         return StorageFailed(message, STORAGE_FAILURE_HINT)
     if error.errno in ACCESS_ERRNOS:
-        return make_ownership_error(path) or TulaError(message, f"make it readable: chmod u+r {shlex.quote(str(path))}")
+        not_yours_error = make_ownership_error(path)
+        return not_yours_error or UnreadableFile(message, f"make it readable: chmod u+r {shlex.quote(str(path))}")
     if isinstance(error, NotADirectoryError):
         file = next((parent for parent in path.parents if parent.is_file()), path.parent)
-        return TulaError(f"{message}: {file} is a file", f"{_make_other_folder_hint(path)}, or move that file away")
-    return TulaError(message)
+        return UnreadableFile(
+            f"{message}: {file} is a file", f"{_make_other_folder_hint(path)}, or move that file away"
+        )
+    return UnreadableFile(message, _MOVE_ADVICE)
 
 
 def write_record(path: Path, record: "BaseModel") -> None:
@@ -262,7 +267,8 @@ def read_record(path: Path, kind: "type[T] | TypeAdapter[T]") -> T | None:
 
     Raises:
         BadMeasurements: it is damaged.
-        TulaError: it cannot be read.
+        UnreadableFile: it cannot be read, or contains a value that only another version of tula knows.
+        TulaError: the file system does not answer, or the run belongs to another user.
     """
     from pydantic import TypeAdapter, ValidationError  # imported late, because it is slow and needed for records only
 
@@ -274,6 +280,11 @@ def read_record(path: Path, kind: "type[T] | TypeAdapter[T]") -> T | None:
     except ValidationError as error:
         first_error = error.errors()[0]
         where = ".".join(str(key) for key in first_error["loc"]) or "the top"
+        if (value := _find_unknown_value(first_error)) is not None:
+            raise UnreadableFile(
+                f"{path} contains a value that tula {__version__} does not know: {value[:_MAX_SHOWN]!r} at {where}",
+                f"use the version of tula that wrote this file; if no other version did, {_MOVE_ADVICE}",
+            ) from None
         raise make_damaged_error(path, f"{first_error['msg']} at {where}") from None
     if _EXCESSIVE_NUMBER_PATTERN.search(content):
         try:
@@ -282,6 +293,16 @@ def read_record(path: Path, kind: "type[T] | TypeAdapter[T]") -> T | None:
         except ValueError as error:
             raise make_damaged_error(path, str(error)) from None
     return record
+
+
+_MAX_SHOWN = 60
+"""Maximum number of characters of an unknown value in a message."""
+
+
+def _find_unknown_value(error: "ErrorDetails") -> str | None:
+    """Return the text that is none of the known values of its field, which a later version may know; None otherwise."""
+    value = error["ctx"]["tag"] if error["type"] == "union_tag_invalid" else error["input"]
+    return value if error["type"] in ("literal_error", "union_tag_invalid") and isinstance(value, str) else None
 
 
 @functools.cache
@@ -306,15 +327,31 @@ def _check_number(limit: float, text: str) -> float:
     return number if abs(number := float(text)) < limit else _reject_number(text)
 
 
-COMMANDS_THAT_REWRITE = {"results": "tula profile", "recommendation.json": "tula recommend"}
-"""Commands that write a deleted file again, by the name of the file or its folder."""
+_MOVE_ADVICE = (
+    "restore it from a copy of the run. If there is no copy, move it to another folder and run the same command again"
+)
+_JOB_ADVICE = (
+    "restore it from a copy of the run. If there is no copy, cancel its job with the scheduler if the job still runs, then move"
+    " the file to another folder"
+)
+JOB_FILE_ADVICE = "run tula profile with the job file, which writes it again and keeps all measurements"
+_ADVICE = {
+    "results": "run tula profile, which measures it again",
+    "recommendation.json": "run tula recommend, which writes it again",
+    "trainings.json": "run tula recommend --trainings N --save, which writes it again",
+    "evaluations": "run tula evaluate --fresh, which writes it again",
+    "jobs": _JOB_ADVICE,
+    "spec.yaml": JOB_FILE_ADVICE,
+    "job_file.json": JOB_FILE_ADVICE,
+    "variant.json": JOB_FILE_ADVICE,
+}
+"""What to do about a damaged file, by its name or the name of its folder. No advice may cost anything that was measured."""
 
 
 def make_damaged_error(path: Path, why: str) -> BadMeasurements:
-    """Return the error for a damaged file; its hint names the command that writes the file again."""
-    command = COMMANDS_THAT_REWRITE.get(path.name) or COMMANDS_THAT_REWRITE.get(path.parent.name)
-    advice = f"{command}, which writes it again" if command else "the same command again"
-    return BadMeasurements(f"{path} is damaged: {why}", f"delete that file and run {advice}")
+    """Return the error for a damaged file; its hint names the command that writes the file again, if there is one."""
+    advice = None if path.is_dir() else _ADVICE.get(path.name) or _ADVICE.get(path.parent.name)
+    return BadMeasurements(f"{path} is damaged: {why}", advice or _MOVE_ADVICE)
 
 
 class RecordReader(Protocol):
@@ -327,15 +364,13 @@ def read_text(path: Path) -> str:
     """Return the text of a file without surrounding whitespace; empty if there is no such file.
 
     Raises:
-        BadMeasurements: it is not text.
+        BadMeasurements: it is not a regular file.
         TulaError: it cannot be read.
     """
     try:
-        return read_content(path).decode().strip()
+        return read_content(path).decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
-    except UnicodeDecodeError:
-        raise make_damaged_error(path, "it is not text") from None
 
 
 def list_files(folder: Path, pattern: str = "*.json") -> list[Path]:

@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 from tula_cli.errors import SpecError, require_list
 from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.parsed_spec import read_stored_values
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, Variant
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.merge import apply_overrides, flatten_mapping
-from tula_cli.spec.old_keys import drop_removed_values
 from tula_cli.spec.signature import compute_measurement_signature
-from tula_cli.spec.yaml_text import read_yaml
 from tula_cli.words import describe_node_type, make_relative_path
 
 _HARDWARE_SECTIONS = ("name", "cluster", "pricing", "search", "baseline", "export")
@@ -298,7 +297,7 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     stored = run.read_spec()
     if not overrides:
         return stored
-    changed = _load_with_overrides(run.path / "spec.yaml", stored, overrides)
+    changed = _load_with_overrides(run.path, stored, overrides)
     if changed.types or compute_measurement_signature(changed) != compute_measurement_signature(stored):
         raise SpecError(
             f"--set {' --set '.join(overrides)} changes settings on which the measurements of {run.id} depend",
@@ -307,17 +306,17 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     return changed
 
 
-def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) -> JobSpec:
+def _load_with_overrides(run: Path, stored: JobSpec, overrides: Sequence[str]) -> JobSpec:
     """Load a run's settings with overrides, so that `--set train.ramp=decay` means the same as in its job file.
 
     The run's file contains every default, and that of `train.ramp_nodes` depends on the ramp: it is derived again.
     """
-    content = drop_removed_values(read_yaml(path))
+    content = read_stored_values(run)
     default = "auto" if stored.train.ramp == "decay" else "same"
     if content.get("train", {}).get("ramp_nodes") == default:
         del content["train"]["ramp_nodes"]
     apply_overrides(content, overrides, {})
-    return validate_job(content, source=" --set ".join((str(path), *overrides)))
+    return validate_job(content, source=" --set ".join((str(run / "spec.yaml"), *overrides)))
 
 
 def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | None:

@@ -1,20 +1,26 @@
-"""The job of a run as JSON next to its YAML, which takes a hundred times as long to read; it is used while both agree.
+"""The job of a run as JSON next to its YAML, which takes a hundred times as long to read.
 
-Only the standard library and similarly light modules are imported, because listing hundreds of runs reads nothing else
-of their jobs.
+The JSON is used while both agree, and if a crash has damaged the YAML. An edited YAML counts.
+
+Only the standard library and similarly light modules are imported at first, because listing hundreds of runs reads
+nothing else of their jobs.
 """
 
+import contextlib
 import hashlib
 import json
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.run import files, owner
 from tula_cli.run.format import require_current_format, require_known_format, write_format
+
+if TYPE_CHECKING:
+    from tula_cli.spec.job import JobSpec
 
 _YAML_FILE, _JSON_FILE = "spec.yaml", "spec.json"
 
@@ -54,11 +60,124 @@ def read_parsed_spec(run: Path) -> ParsedSpec | None:
     """
     require_known_format(run)
     try:
+        parsed = _read_spec_json(run)
+        yaml = files.read_content(run / _YAML_FILE)
+    except (FileNotFoundError, BadMeasurements):
+        return None  # the caller finds out why
+    return parsed if parsed is not None and parsed.digest == _compute_digest(yaml) else None
+
+
+def _read_spec_json(run: Path) -> ParsedSpec | None:
+    """Return the job of a run as its JSON holds it, whatever the YAML holds; None if the JSON is missing or damaged.
+
+    Raises:
+        TulaError: the file system does not answer, or the run belongs to another user.
+    """
+    try:
         content = json.loads(files.read_content(run / _JSON_FILE))
         parsed = ParsedSpec(content["digest"], content["spec"])
-        return parsed if parsed.digest == _compute_digest(files.read_content(run / _YAML_FILE)) else None
     except (FileNotFoundError, KeyError, ValueError, TypeError, RecursionError, BadMeasurements):
-        return None  # the caller parses the YAML instead
+        return None
+    return parsed if isinstance(parsed.spec, dict) else None
+
+
+# --- The job in full
+
+
+@dataclass(frozen=True)
+class SpecDamage:
+    """A damaged spec.yaml whose job is known from the JSON beside it."""
+
+    error: BadMeasurements
+    spec: "JobSpec"
+
+
+def read_stored_spec(run: Path) -> "JobSpec":
+    """Return the job of a run.
+
+    Raises:
+        OtherFormat: the run is in a format of another version of tula.
+        BadMeasurements: the job is damaged.
+        TulaError: a file cannot be read.
+    """
+    from tula_cli.spec.load import validate_job
+    from tula_cli.spec.old_keys import drop_removed_values
+
+    parsed = read_parsed_spec(run)
+    if parsed is not None:
+        with contextlib.suppress(SpecError):  # damaged: the YAML is used instead
+            return validate_job(drop_removed_values(parsed.spec), source=str(run / _JSON_FILE))
+    values = read_stored_values(run)
+    try:
+        return validate_job(values, source=str(run / _YAML_FILE))
+    except SpecError as error:
+        raise _make_damaged_job_error(run, error) from None
+
+
+def read_stored_values(run: Path) -> dict[str, Any]:
+    """Return the job of a run as plain values that were not validated.
+
+    Raises:
+        BadMeasurements: the job is damaged.
+    """
+    from tula_cli.spec.old_keys import drop_removed_values
+    from tula_cli.spec.yaml_text import read_yaml
+
+    if (damage := find_spec_damage(run)) is not None:
+        return damage.spec.model_dump(mode="json")
+    try:
+        values: Mapping[str, Any] = drop_removed_values(read_yaml(run / _YAML_FILE))
+    except SpecError as error:
+        raise _make_damaged_job_error(run, error) from None
+    return dict(values)
+
+
+def find_spec_damage(run: Path) -> SpecDamage | None:
+    """Return the damage of a run's spec.yaml that no edit explains: it is no text, truncated or unreadable.
+
+    None if it is intact or was edited, or if the JSON beside it is of no use.
+    """
+    path, stored = run / _YAML_FILE, _read_spec_json(run)
+    if stored is None:
+        return None
+    try:
+        content = files.read_content(path)
+        error = files.make_damaged_error(path, "it is truncated" if content else "it is empty")
+    except FileNotFoundError:
+        return None
+    except BadMeasurements as read_error:
+        content, error = b"", read_error
+    if _compute_digest(content) == stored.digest:
+        return None
+    from tula_cli.spec.load import dump_yaml, validate_job
+    from tula_cli.spec.old_keys import drop_removed_values
+
+    try:
+        spec = validate_job(drop_removed_values(stored.spec), source=str(run / _JSON_FILE))
+    except SpecError:
+        return None
+    if b"\0" in content or not _is_text(content):
+        return SpecDamage(files.make_damaged_error(path, "it is not text"), spec)
+    return SpecDamage(error, spec) if dump_yaml(spec).encode().startswith(content) else None
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _make_damaged_job_error(run: Path, error: SpecError) -> BadMeasurements:
+    problems = "".join(f"; {problem}" for problem in error.problems)
+    return BadMeasurements(
+        f"the job that run {run.name} has stored cannot be read: {error.message}{problems}",
+        f"if you edited spec.yaml, undo the change; otherwise {files.JOB_FILE_ADVICE}",
+    )
+
+
+# --- Runs
 
 
 def list_run_folders(root: Path) -> list[Path]:

@@ -1,9 +1,8 @@
 """The state of a run directory at one moment; each file is read at most once."""
 
-import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,10 +14,12 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.run import messages
 from tula_cli.run.damage import list_curve_warnings, warn_damaged_record
 from tula_cli.run.files import list_files, list_names, read_record, read_text
+from tula_cli.run.parsed_spec import find_spec_damage
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.results import Comparison, RateSearch
+from tula_cli.run.records.results import Comparison, JobFile, RateSearch, Variant
 from tula_cli.run.records.scripts import ResumeTestResult
 from tula_cli.run.records.tasks import TASK, BaseTask, CheckTask, JobTask, ProbeTask, Task, TrainTask
 from tula_cli.run.training_run import TrainingRun
@@ -54,13 +55,13 @@ class Snapshot:
 
     Args:
         path: the run directory; missing records are None or empty.
-        skip_damaged: whether damaged records are left out and reported by `record_warnings` and `training_warnings`;
-            else they raise an error.
+        strict: whether a damaged record raises an error; else it is left out, and `record_warnings` and
+            `training_warnings` report it.
     """
 
-    def __init__(self, path: Path, *, skip_damaged: bool = False) -> None:
+    def __init__(self, path: Path, *, strict: bool = False) -> None:
         self.path = path
-        self.skip_damaged = skip_damaged
+        self.strict = strict
         self._records: dict[Path, Any] = {}
         self._errors: dict[Path, BadMeasurements] = {}
 
@@ -128,6 +129,25 @@ class Snapshot:
         foreign_jobs = [messages.copy_of_run(original=str(job.folder)) for job in self._jobs_of_another_run[:1]]
         return [*damaged, *foreign_jobs]
 
+    @property
+    def damaged_tasks(self) -> list[BadMeasurements]:
+        """Errors of the tasks that cannot be read."""
+        _ = self._all_tasks
+        return [error for path, error in self._errors.items() if path.parent == self.path / "tasks"]
+
+    def require_readable(self, job_ids: Collection[str]) -> None:
+        """Check the records of jobs: without one of its records, a job would seem to be over.
+
+        Raises:
+            BadMeasurements: one of them is damaged.
+        """
+        _ = self.jobs, self._all_tasks, self.attempts
+        folders = [self.path / name for name in ("jobs", "tasks", "attempts")]
+        beginnings = tuple(f"{id_}{separator}" for id_ in job_ids for separator in ".-")
+        for path, error in self._errors.items():
+            if path.parent in folders and path.name.startswith(beginnings):
+                raise error
+
     @cached_property
     def attempts(self) -> list[Attempt]:
         """The attempts of all tasks, oldest first."""
@@ -189,6 +209,16 @@ class Snapshot:
         return self._readable[1]
 
     @cached_property
+    def job_file(self) -> JobFile | None:
+        """Where the settings of the run come from."""
+        return self._read(self.path / "job_file.json", JobFile)
+
+    @cached_property
+    def variant(self) -> Variant | None:
+        """The part of its job that the run measures; None if the job has no variants."""
+        return self._read(self.path / "variant.json", Variant)
+
+    @cached_property
     def recommendation(self) -> Recommendation | None:
         return self._read(self.path / "recommendation.json", Recommendation)
 
@@ -200,6 +230,11 @@ class Snapshot:
     def compared_cells(self) -> dict[str, str]:
         """Method, batch and seed of each training of the comparison, by its signature."""
         return {} if self.comparison is None else {cell.signature: cell.description for cell in self.comparison.cells}
+
+    @cached_property
+    def failures(self) -> list[Failure]:
+        """The readable failures of ranks."""
+        return self._read_folder("failures", Failure)[0]
 
     @cached_property
     def resume_test_results(self) -> list[ResumeTestResult]:
@@ -217,24 +252,21 @@ class Snapshot:
 
     @cached_property
     def record_warnings(self) -> list[Diagnostic]:
-        """Warnings about damaged records, except those of jobs and trainings.
-
-        Only results are checked unless damaged records are skipped.
-        """
-        _ = self.results
-        if self.skip_damaged:
-            _ = self.tasks, self.attempts, self.recommendation, self.comparison, self.resume_test_results
+        """Warnings about damaged records, except those of jobs and trainings; the remaining records are shown."""
+        if self.strict:
+            return Snapshot(self.path).record_warnings
+        _ = self.job_file, self.variant, self.results, self.tasks, self.attempts, self.recommendation, self.comparison
+        _ = self.failures, self.resume_test_results
         elsewhere = (self.path / "jobs", self.path / "train")
-        return [
-            warn_damaged_record(self.path, path, error)
-            for path, error in self._errors.items()
-            if not any(map(path.is_relative_to, elsewhere))
-        ]
+        errors = {path: error for path, error in self._errors.items() if not any(map(path.is_relative_to, elsewhere))}
+        if (damage := find_spec_damage(self.path)) is not None:
+            errors[self.path / "spec.yaml"] = damage.error
+        return [warn_damaged_record(self.path, path, error) for path, error in errors.items()]
 
     @cached_property
     def training_warnings(self) -> list[Diagnostic]:
         """Warnings about trainings whose rows, weights or records are damaged; the remaining ones are shown."""
-        snapshot = self if self.skip_damaged else Snapshot(self.path, skip_damaged=True)
+        snapshot = Snapshot(self.path) if self.strict else self
         signatures = dict.fromkeys(task.signature for task in snapshot.train_tasks)
         begun_trainings = set(list_names(snapshot.path / "train")) if signatures else ()
         trainings = [snapshot.get_training(signature) for signature in signatures if signature in begun_trainings]
@@ -246,6 +278,11 @@ class Snapshot:
             if path.is_relative_to(snapshot.path / "train")
         ]
         return [*of_records, *(warning for training in trainings for warning in list_curve_warnings(training))]
+
+    @property
+    def damage_warnings(self) -> list[Diagnostic]:
+        """Warnings about everything in the run that is damaged, and about jobs of the run of which this is a copy."""
+        return [*self.job_warnings, *self.record_warnings, *self.training_warnings]
 
     # --- Logs of the scheduler
 
@@ -275,23 +312,24 @@ class Snapshot:
 
     def _read_folder(self, folder: str, kind: type[T] | TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
         """Return the readable records of a folder, and the errors of the others."""
-        records: list[T] = []
         paths = list_files(self.path / folder)
-        for path in paths:
-            with contextlib.suppress(BadMeasurements):
-                if (record := self._read(path, kind)) is not None:
-                    records.append(record)
+        records = [record for path in paths if (record := self._read_if_readable(path, kind)) is not None]
         return records, [self._errors[path] for path in paths if path in self._errors]
 
     def _read(self, path: Path, kind: type[T] | TypeAdapter[T]) -> T | None:
+        record = self._read_if_readable(path, kind)
+        if path in self._errors and self.strict:
+            raise self._errors[path]
+        return record
+
+    def _read_if_readable(self, path: Path, kind: type[T] | TypeAdapter[T]) -> T | None:
+        """Return a record, or None if it is missing or damaged; the error of a damaged one is kept."""
         if path not in self._records:
+            self._records[path] = None
             try:
                 self._records[path] = read_record(path, kind)
             except BadMeasurements as error:
                 self._errors[path] = error
-                if not self.skip_damaged:
-                    raise
-                self._records[path] = None
         record: T | None = self._records[path]
         return record
 

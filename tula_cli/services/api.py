@@ -196,25 +196,24 @@ class Run:
     def probes(self) -> dict[str | None, list[Result]]:
         """Return the results of the probes by node type; the key is None if the job names no node types.
 
-        Raises:
-            BadMeasurements: a result is damaged.
+        A damaged result is left out, with a Python warning.
         """
-        return {run.type: run.read_results() for run in self._runs}
+        snapshots = {run.type: run.read_snapshot() for run in self._runs}
+        for warning in (warning for snapshot in snapshots.values() for warning in snapshot.record_warnings):
+            warnings.warn(warning.text, stacklevel=2)
+        return {name: snapshot.results for name, snapshot in snapshots.items()}
 
     def results(self) -> "pd.DataFrame":
         """Return one row per probe; `RESULT_COLUMNS` and docs/reference/tables.md have the columns with their units.
 
-        Columns of integers are Int64, even if values are missing.
-
-        Raises:
-            BadMeasurements: a result is damaged.
+        Columns of integers are Int64, even if values are missing. A damaged result is left out, with a Python warning.
         """
         return make_frame(
             [_make_result_row(name, result) for name, results in self.probes().items() for result in results]
         )
 
     def recommendation(self) -> Recommendation | None:
-        """Return the recommendation that `tula.train` uses, or None if there is none yet."""
+        """Return the recommendation that `tula.train` uses, or None if there is none yet or it is damaged."""
         return find_recommendation(self.directories)
 
     def weights(self, signature: str) -> Path | None:

@@ -85,7 +85,7 @@ def measure_space_of_runs(
     for run in runs:
         size, changed = measure_size_and_time(run.path)
         if older is None or now() - changed >= older:
-            snapshots[run.path] = run.read_snapshot()
+            snapshots[run.path] = run.read_snapshot(strict=True)
             run_spaces.append(_measure_space_of_run(run, size, changed, keep_best=keep_best, compared=compared))
     paths = [run_space.path for run_space in run_spaces if run_space.holdings]
     reason_by_path = dict(

@@ -372,11 +372,11 @@ def compare_runs(before: Run, after: Run) -> RunDifference:
 
     Raises:
         SpecError: both are the same run.
-        BadMeasurements: a record is damaged.
+        BadMeasurements: the record of a copy of the code is damaged.
     """
     if before.path.resolve() == after.path.resolve():
         raise SpecError(f"A and B are the same run: {before.path.resolve()}", "name two runs, or a run and its copy")
-    snapshots = before.read_snapshot(), after.read_snapshot()
+    snapshots = before.read_snapshot(), after.read_snapshot(strict=True)
     measured = [[result for result in each.results if isinstance(result, Measured)] for each in snapshots]
     difference = RunDifference(
         before=_make_overview(before, measured[0]),

@@ -1,16 +1,19 @@
 """`tula evaluate`: evaluate the weights of a training on a test set."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.options import EvaluationRequest
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
+from tula_cli.run.damage import describe_checkpoint_problem
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import is_regular_file
 from tula_cli.run.format import require_current_format
@@ -18,7 +21,7 @@ from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, RateSearchTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.events import EvaluationPlanned, Note, Work
+from tula_cli.services.events import EvaluationPlanned, Note, WarningEvent, Work
 from tula_cli.services.status import compute_micro_batch
 from tula_cli.services.waiting import (
     DetachedJobs,
@@ -40,6 +43,7 @@ class PreparedEvaluation:
     run: Run
     task: EvaluateTask
     known_record: EvaluationRecord | None  # stored result of this evaluation; None if there is none
+    warnings: tuple[Diagnostic, ...]  # about damaged records of the run
 
 
 def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> PreparedEvaluation:
@@ -62,7 +66,9 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     files = run.get_training(trained.signature)
     name, path = _find_weights(files, request.weights)
     is_training_checkpoint = name in (BEST, LAST)
-    if not (path.is_dir() or is_regular_file(path)):
+    if is_training_checkpoint:
+        _require_sound_checkpoint(files, name, path)
+    elif not (path.is_dir() or is_regular_file(path)):
         raise SpecError(f"{path} is not a weights file", "choose other weights with --weights")
     stat = path.stat()
     identity = (
@@ -78,17 +84,22 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
         weights=name, path=str(path), samples=int(path.stem) if is_training_checkpoint else None, local_batch=compute_micro_batch(trained),
         code=trained.code,
     )  # fmt: skip
-    return PreparedEvaluation(run, task, None if request.fresh else files.read_evaluation(key))
+    known_record = None if request.fresh else files.read_evaluation(key)
+    return PreparedEvaluation(run, task, known_record, tuple(run.read_snapshot().record_warnings))
 
 
 def _find_training(runs: Sequence[Run], request: EvaluationRequest) -> tuple[Run, TrainTask]:
     """Return the requested training, as its newest task, and the run that contains it."""
     trainings: list[tuple[float, int, Run, TrainTask]] = []
+    damaged: list[BadMeasurements] = []
     for number, run in enumerate(select_runs(runs, request.node_type)):
         snapshot = run.read_snapshot()
         submitted = {job.id: job.submitted_at for job in snapshot.jobs}
         trainings += [(submitted.get(task.job, 0.0), number, run, task) for task in snapshot.train_tasks]
+        damaged += snapshot.damaged_tasks
     signatures = list(dict.fromkeys(task.signature for *_, task in trainings))
+    if damaged and (not signatures if request.training is None else request.training not in signatures):
+        raise damaged[0]
     if not signatures:
         paths = words.join_words(words.make_relative_path(run.path) for run in runs)
         raise BadMeasurements(
@@ -131,6 +142,25 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
             "use --weights last for the newest weights",
         )
     return LAST, newest[0].absolute()
+
+
+def _require_sound_checkpoint(files: TrainingRun, name: str, path: Path) -> None:
+    """Check the structure of a checkpoint of a training before a job is submitted that would fail on it.
+
+    Raises:
+        BadMeasurements: it is damaged; the hint names other weights that are not.
+    """
+    why = describe_checkpoint_problem(path)
+    if not why:
+        return
+    sound = next((other for other in files.list_checkpoints() if not describe_checkpoint_problem(other)), None)
+    alternative = (
+        "" if sound is None else f"; to evaluate other weights of the training: --weights {shlex.quote(str(sound))}"
+    )
+    raise BadMeasurements(
+        f"the {name} weights of training {files.signature} are damaged: {path}: {why}",
+        f"restore the file from a copy of the run{alternative}",
+    )
 
 
 def _require_weights(path: Path, requested: str | Path) -> None:
@@ -183,6 +213,7 @@ def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Wo
         SchedulerError: the scheduler refused the job.
     """
     run, task = evaluation.run, evaluation.task
+    yield from map(WarningEvent, evaluation.warnings)
     if run.type is not None:
         yield Note(f"node type {run.type}")
     if evaluation.known_record is not None:

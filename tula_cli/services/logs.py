@@ -1,5 +1,6 @@
 """`tula logs`: the logs of jobs by attempt; for a failed attempt, the output of its first failing rank comes first."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -11,11 +12,12 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.rank_processes import count_ranks_of_supervisor
-from tula_cli.errors import SpecError
+from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.host.failures import find_root_failure
 from tula_cli.plugins import suggest_nearest
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import make_read_error, open_file, read_lines, read_lines_back
+from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.tasks import BaseTask, Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.backend import get_backend
@@ -119,10 +121,24 @@ def read_logs(
         sleep(get_backend("local").poll[0])
 
 
+def _read_task(run: RunDir, task_id: str) -> Task | None:
+    """Return a task; None if there is none, or it is damaged: its logs are shown all the same."""
+    with contextlib.suppress(BadMeasurements):
+        return run.read_task(task_id)
+    return None
+
+
+def _read_attempt(run: RunDir, task_id: str, number: int) -> Attempt | None:
+    """Return an attempt; None if there is none, or it is damaged: its logs are shown all the same."""
+    with contextlib.suppress(BadMeasurements):
+        return run.read_attempt(task_id, number)
+    return None
+
+
 def describe_log_origin(run: RunDir, line: LogLine) -> str:
     """Return the heading for the first line from a log: its file and attempt, and the outcome of the attempt."""
     where = words.make_relative_path(line.file)
-    attempt = run.read_attempt(line.task, line.attempt) if line.task else None
+    attempt = _read_attempt(run, line.task, line.attempt) if line.task else None
     if line.failure:
         failure = find_root_failure(run.read_failures(line.task, line.attempt))
         assert failure is not None
@@ -145,13 +161,13 @@ def describe_missing_output(run: RunDir, query: LogQuery) -> str:
         subject = f"job {query.job} has" if query.job else "the jobs have"
         return f"{subject} not written {'a log' if query.rank is None else f'lines of rank {query.rank}'} yet"
     newest = logs[-1]
-    attempt = run.read_attempt(newest.task, newest.attempt)
+    attempt = _read_attempt(run, newest.task, newest.attempt)
     ended = attempt is not None and attempt.ended_at is not None
     words = f"{newest.task or newest.file.name} has {'ended without output' if ended else 'not written a line yet'}"
     with_output = [
         log for log in _LogReader(run, LogQuery()).list_attempt_logs() if log.task and log.file.stat().st_size
     ]
-    task = run.read_task(with_output[-1].task) if with_output else None
+    task = _read_task(run, with_output[-1].task) if with_output else None
     return words if task is None else f"{words}. The newest job with output: tula logs --job {task.job}"
 
 
@@ -203,7 +219,7 @@ class _LogReader:
 
     def _read_task(self, log: _AttemptLog) -> Task | None:
         if log.task not in self._tasks:
-            self._tasks[log.task] = self.run.read_task(log.task) if log.task else None
+            self._tasks[log.task] = _read_task(self.run, log.task) if log.task else None
         return self._tasks[log.task]
 
     def skip_to_end(self, logs: Iterable[_AttemptLog]) -> None:
@@ -286,10 +302,8 @@ def make_rate_limited_check(
 
 def find_run_written_last(runs: Iterable[Run], job: str | None) -> Run | None:
     """Return the run that wrote a log last, among those that have the job; None if there is none."""
-    runs_with_job = [run for run in runs if job is None or job in _list_job_ids(run.read_snapshot())]
-    return max(
-        runs_with_job, key=lambda run: max((log.stat().st_mtime for log in run.list_logs()), default=0.0), default=None
-    )
+    having = [run for run in runs if job is None or job in _list_job_ids(run.read_snapshot())]
+    return max(having, key=lambda run: max((log.stat().st_mtime for log in run.list_logs()), default=0.0), default=None)
 
 
 def _list_job_ids(snapshot: Snapshot) -> list[str]:

@@ -344,7 +344,10 @@ def list_observations_from_trainings(
     probed_job = next((task.spec for task in records.probe_tasks), run.spec)
     from tula_cli.run.code import find_measured_snapshot  # imported here: only runs with trainings need it
 
-    snapshot = find_measured_snapshot(run)
+    try:
+        snapshot = find_measured_snapshot(run)
+    except BadMeasurements as error:
+        return TrainingObservations((), (f"all trainings: {error.message}",))
     observations: list[TrainedSteps] = []
     left_out: list[str] = []
     configurations: list[TrainedConfiguration] = []
@@ -460,7 +463,8 @@ def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrai
 
 def list_trainings_with_noise(run: RunDir) -> list[TrainingRun]:
     """Return the trainings of a run that measure their gradient noise."""
-    trainings = [run.get_training(signature) for signature in run.list_train_signatures()]
+    snapshot = run.read_snapshot()
+    trainings = [snapshot.get_training(signature) for signature in run.list_train_signatures()]
     return [
         training
         for training in trainings
@@ -591,4 +595,4 @@ def list_measurement_warnings(measurements: TypeMeasurements) -> Iterator[Diagno
     for attempt in snapshot.attempts:
         if attempt.disturbed_by:
             yield messages.probe_disturbed(task=attempt.task, trainings=attempt.disturbed_by)
-    yield from (*measurements.estimator.warnings, *snapshot.job_warnings, *snapshot.training_warnings)
+    yield from (*measurements.estimator.warnings, *snapshot.damage_warnings)

@@ -9,7 +9,15 @@ from typing import Any
 from tula_cli.cluster.inspection import NotInspectable
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.cluster.slurm import first_job
-from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SpecError, TulaError
+from tula_cli.errors import (
+    BadMeasurements,
+    Infeasible,
+    JobFailed,
+    OutOfMemoryAtMinimum,
+    SpecError,
+    TulaError,
+    UnreadableFile,
+)
 from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.models.cost import compute_max_cost
 from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT
@@ -547,7 +555,7 @@ def make_dry_run(
     Raises:
         Infeasible: no configuration is feasible.
     """
-    variants = _prepare_runs(runs)
+    variants = yield from _prepare_runs(runs)
     inspections = {variant.type: inspect_variant(variant, submission.inspect) for variant in variants}
     settled = {
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
@@ -568,10 +576,20 @@ def make_dry_run(
     return dry_runs
 
 
-def _prepare_runs(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs to measure, with the billing of their site, after checking that jobs may be submitted in them."""
+def _prepare_runs(runs: Sequence[Run]) -> Work[list[Run]]:
+    """Return the runs to measure, with the billing of their site, after checking that jobs may be submitted in them.
+
+    Raises:
+        OtherFormat: a run has an older format.
+        UnreadableFile: a result may be intact, but cannot be read: it is not measured again.
+    """
     for run in runs:
         require_current_format(run.path)
+        snapshot = run.read_snapshot()
+        for error in snapshot.damaged:
+            if isinstance(error, UnreadableFile):
+                raise error
+        yield from map(WarningEvent, (*snapshot.job_warnings, *snapshot.record_warnings))
     return [bill_run_by_site(run) for run in runs]
 
 
@@ -595,7 +613,7 @@ def run_profile(
         JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
         SchedulerError: the scheduler refused a job.
     """
-    runs = _prepare_runs(runs)
+    runs = yield from _prepare_runs(runs)
     return (yield from _ProfilingSession(runs, submission, largest).run())
 
 

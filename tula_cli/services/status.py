@@ -490,8 +490,13 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
     Args:
         now: Unix time.
         only: include only these jobs and their training; None for all.
+
+    Raises:
+        BadMeasurements: a record of one of the jobs in `only` is damaged.
     """
-    files_snapshot = run.read_snapshot(skip_damaged=only is None)
+    files_snapshot = run.read_snapshot()
+    if only is not None:
+        files_snapshot.require_readable(only)
     results = {result.id: result for result in files_snapshot.results}
     pace = compute_mean_probe_seconds(files_snapshot.results, files_snapshot.attempts)
     tasks = [task for task in files_snapshot.tasks if only is None or task.job in only]
@@ -858,7 +863,7 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
     failures: dict[str, TulaError] = {}
     for run in runs:
         try:
-            launcher, files_snapshot = launcher_for(run), run.read_snapshot()
+            launcher, files_snapshot = launcher_for(run), run.read_snapshot(strict=True)
             states = launcher.states(files_snapshot, files_snapshot.jobs)
         except TulaError as error:
             failures[f"all jobs of {run.type}" if run.type else "all jobs"] = error

@@ -170,19 +170,15 @@ def plan_training(
 
 
 def _list_finished_elsewhere(run: Run, plan: TrainPlan) -> tuple[Summary, ...]:
-    """Return the finished trainings with the settings of this one, but other nodes or another batch.
-
-    Damaged records are skipped: they do not concern this training.
-    """
-    summaries = []
+    """Return the finished trainings with the settings of this one, but other nodes or another batch."""
+    summaries, snapshot = [], run.read_snapshot()
     for signature in () if plan.finished else run.list_train_signatures():
-        with contextlib.suppress(BadMeasurements):
-            summary = run.get_training(signature).read_summary()
-            if summary is None or signature == plan.task.signature:
-                continue
-            nodes, batch, code = summary.nodes, summary.start_batch, plan.code.identity
-            if compute_train_signature(run.spec, nodes=nodes, batch=batch, code=code) == signature:
-                summaries.append(summary)
+        summary = snapshot.get_training(signature).read_summary()
+        if summary is None or signature == plan.task.signature:
+            continue
+        nodes, batch, code = summary.nodes, summary.start_batch, plan.code.identity
+        if compute_train_signature(run.spec, nodes=nodes, batch=batch, code=code) == signature:
+            summaries.append(summary)
     return tuple(summaries)
 
 
@@ -250,16 +246,16 @@ def _warn_shortened_ramp(run: Run, task: TrainTask, size: int) -> list[Diagnosti
 
 def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
     """Return the current code, also if the run was measured with other code; warn if a training is left unfinished."""
-    spec = run.spec
+    spec, snapshot = run.spec, run.read_snapshot()
     code = choose_code(run, spec, Path.cwd(), keep=False)
     signature = compute_train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     for digest in run.read_code_digests() - {code.digest}:
         earlier = compute_train_signature(spec, nodes=nodes, batch=batch, code=add_weights_digest(digest, code.weights))
-        samples = run.get_training(earlier).find_newest_samples()
+        samples = snapshot.get_training(earlier).find_newest_samples()
         if (
             samples
-            and not run.get_training(signature).find_newest_samples()
-            and run.get_training(earlier).read_summary() is None
+            and not snapshot.get_training(signature).find_newest_samples()
+            and snapshot.get_training(earlier).read_summary() is None
         ):
             warning = messages.earlier_training_unfinished(
                 training=earlier, samples=samples, code=str(get_user_code(spec, Path.cwd()))
@@ -375,6 +371,7 @@ def prepare_training(
     """
     run = choose_run_to_train(runs, request.node_type)
     require_current_format(run.path)
+    yield from map(WarningEvent, run.read_snapshot().damage_warnings)
     if run.type is not None:
         yield Note(f"node type {run.type}")
     nodes = parse_nodes(request.nodes) if isinstance(request.nodes, str) else request.nodes
@@ -460,8 +457,9 @@ def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
     """Return a warning if an interrupted training differs from this new one only in settings."""
     if run.get_training(task.signature).read_newest_task() is not None:
         return []
+    snapshot = run.read_snapshot()
     for signature in run.list_train_signatures():
-        training = run.get_training(signature)
+        training = snapshot.get_training(signature)
         newest, samples = training.read_newest_task(), training.find_newest_samples()
         if (
             newest is None

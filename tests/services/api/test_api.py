@@ -12,6 +12,7 @@ from typing import Any
 import make_runs as make
 import pandas as pd
 import pytest
+from make_damages import write_checkpoint
 from make_results import Truth, footprint, measured
 
 import tula_cli as tula
@@ -455,7 +456,7 @@ def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce
     run = tula.Run.open(next(Path("tula-runs").glob("toy-*")))
     path = run.directories[0].get_training(summary.signature).get_checkpoint_path(64)
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"PK")
+    write_checkpoint(path)
     result = tula.evaluate(run, weights="last", nodes=2)
     assert result is not None
     assert (result.metrics["top1"], result.samples, result.nodes) == (91.5, 64, 2)

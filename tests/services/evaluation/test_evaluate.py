@@ -6,6 +6,7 @@ from typing import Any
 
 import make_runs as make
 import pytest
+from make_damages import write_checkpoint
 from make_results import inspected
 from make_runs import FakeLauncher
 
@@ -33,7 +34,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def add_training(run: RunDir, name: str, *checkpoints: int, best: int | None = None, at: float = 0.0) -> TrainTask:
-    """Add a training that was submitted `at` seconds after the start of all, with empty files for its checkpoints."""
+    """Add a training that was submitted `at` seconds after the start of all, with its checkpoints."""
     task = TrainTask(
         id=f"train-{name}-1", job=f"train-{name}", spec=run.read_spec(), workdir="/data", nodes=2, signature=name, attempt=1,
         ladder=(Rung(batch=64),), workers="auto", code="c0de",
@@ -43,7 +44,7 @@ def add_training(run: RunDir, name: str, *checkpoints: int, best: int | None = N
     files = run.get_training(name)
     for samples in checkpoints:
         files.get_checkpoint_path(samples).parent.mkdir(parents=True, exist_ok=True)
-        files.get_checkpoint_path(samples).write_bytes(b"")
+        write_checkpoint(files.get_checkpoint_path(samples))
     if best is not None:
         (files.path / "best").symlink_to(f"checkpoints/{best:012d}.pt")
     return task

@@ -184,7 +184,7 @@ def gather_material(
     """
     parts = [
         RunMaterial(
-            run, run.read_snapshot(skip_damaged=True), status.get_run_status(run, launcher_for(run.spec), now=now)
+            run, run.read_snapshot(), status.get_run_status(run, launcher_for(run.spec), now=now)
         )
         for run in list_runs_with_data(runs)
     ]
@@ -269,7 +269,7 @@ def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
 
 
 def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMaterial]:
-    comparison = run_material.run.read_comparison()
+    comparison = run_material.look.comparison
     compared = frozenset[str]() if comparison is None else comparison.signatures
     tasks = run_material.snapshot.train_tasks
     unchanged = frozenset[str]() if comparison is None else comparison.signatures_of_job

@@ -352,7 +352,7 @@ def export_run(
                 last_note = now
                 yield Note("; ".join(map(_describe_count, sessions)))
             sleep(interval)
-        yield from (WarningEvent(damage) for run in runs for damage in run.read_snapshot().training_warnings)
+        yield from (WarningEvent(damage) for run in runs for damage in run.read_snapshot().damage_warnings)
     except KeyboardInterrupt:
         raise Interruption("interrupted; the next export sends the missing values") from None
     finally:

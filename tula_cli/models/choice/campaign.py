@@ -19,7 +19,7 @@ import numpy as np
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.choice.candidates import Candidates, Floats, Ints, find_pareto_front
-from tula_cli.query import Query
+from tula_cli.query import QuantityName, Query
 from tula_cli.run.frames import make_frame
 from tula_cli.run.records.recommendations import Prediction
 
@@ -438,7 +438,7 @@ class Campaign:
 
     trainings: int  # trainings of all jobs
     max_nodes: int  # maximum nodes in use at a time
-    minimises: str  # name in QUANTITIES
+    minimises: QuantityName
     deadline_hours: float | None  # limit for all trainings; None without a limit
     budget: float | None  # limit for all trainings; None without a limit
     hours: float  # hours until the last training finishes
@@ -473,7 +473,7 @@ class PlanRequest:
     """The request for a plan: query, limits and settings of all its trainings."""
 
     query: Query  # objective and limits
-    minimises: str  # name in QUANTITIES
+    minimises: QuantityName
     nodes: int  # maximum nodes in use at a time
     currency: str  # currency of the costs
     warnings: Sequence[Diagnostic] = ()  # about the measurements

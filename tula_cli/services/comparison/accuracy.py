@@ -218,7 +218,7 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
     Args:
         jobs: status of the run's jobs, for cells that are not finished.
     """
-    states, snapshot = {job.id: job for job in jobs}, run.read_snapshot(skip_damaged=True)
+    states, snapshot = {job.id: job for job in jobs}, run.read_snapshot()
     took = compute_mean_hours_by_row(snapshot, comparison)
     hours = {row: estimate_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
     spec = run.spec
@@ -529,7 +529,7 @@ def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
     Args:
         run: the run, for the node type of the choice.
     """
-    comparison = run.read_comparison()
+    comparison = run.read_snapshot().comparison
     if comparison is None:
         return None
     from tula_cli.services.comparison.rows import make_row_of_job

@@ -103,7 +103,7 @@ def list_unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]
         SchedulerError: the scheduler does not answer.
     """
     jobs = [job for id_ in job_ids if (job := run.find_job(id_)) is not None]
-    states = launcher.states(run.read_snapshot(strict=True), jobs)
+    states = launcher.query_states(run.read_snapshot(strict=True), jobs)
     for state in states.values():
         if state.silent:
             raise SchedulerError(state.reason, "nothing was submitted; run the same command again later")

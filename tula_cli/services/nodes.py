@@ -343,7 +343,7 @@ def watch_node_check(
     started, (pause, longest), hopeless = clock(), POLL_INTERVALS, 0
     some_since: float | None = None
     while not _is_check_over(run, task):
-        state = launcher.states(run.read_snapshot(strict=True), [job])[job.id]
+        state = launcher.query_states(run.read_snapshot(strict=True), [job])[job.id]
         yield state
         if state.state == "ended":
             return

@@ -864,7 +864,7 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
     for run in runs:
         try:
             launcher, files_snapshot = launcher_for(run), run.read_snapshot(strict=True)
-            states = launcher.states(files_snapshot, files_snapshot.jobs)
+            states = launcher.query_states(files_snapshot, files_snapshot.jobs)
         except TulaError as error:
             failures[f"all jobs of {run.type}" if run.type else "all jobs"] = error
             continue

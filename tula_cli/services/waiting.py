@@ -180,7 +180,7 @@ def warn_new_jobs(
     if spec.cluster.kind == "slurm" and (names := list_overriding_variables(os.environ)):
         yield WarningEvent(messages.environment_not_passed(variables=names))
     submitted = [job for job in run.read_jobs() if job.id in jobs]
-    for id_, state in launcher.states(run.read_snapshot(strict=True), submitted).items():
+    for id_, state in launcher.query_states(run.read_snapshot(strict=True), submitted).items():
         if state.hopeless:
             yield WarningEvent(messages.job_will_not_start(job=id_, reason=state.reason))
     tasks = {task.job: task for task in run.read_tasks()}

@@ -269,7 +269,7 @@ def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
 
 
 def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMaterial]:
-    comparison = run_material.look.comparison
+    comparison = run_material.snapshot.comparison
     compared = frozenset[str]() if comparison is None else comparison.signatures
     tasks = run_material.snapshot.train_tasks
     unchanged = frozenset[str]() if comparison is None else comparison.signatures_of_job

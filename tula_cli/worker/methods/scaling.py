@@ -53,7 +53,7 @@ class Scaling(Plain):
         spec, batch = configuration.spec, configuration.batch
         # A probe requests refreshes itself, unless every step refreshes and a refresh is part of the step time.
         by_itself = configuration.refresh or spec.ags.resolved().refreshes_each_step
-        arguments = self.settings(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
+        arguments = self.make_arguments(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", IdentityWarning)  # `remarks` reports it
             return TulaOptimizer(

@@ -9,13 +9,14 @@ import pytest
 from make_results import inspected
 from make_runs import FakeLauncher
 
-from tula_cli.errors import BadMeasurements, Diverged, Infeasible, JobFailed, OutOfMemoryAtMinimum
+from tula_cli.errors import BadMeasurements, Diverged, Infeasible, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.models.cost import compute_max_cost
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.tasks import ProbeTask, make_probe_id
+from tula_cli.run.records.jobs import Job
+from tula_cli.run.records.tasks import ProbeTask, TrainTask, make_probe_id
 from tula_cli.services import profile
 from tula_cli.services.events import JobsProgress, WarningEvent
 from tula_cli.services.plans import ProfilePlan
@@ -245,8 +246,7 @@ def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:
         and not sweep.reasons
         and batches(sweep) == {1: (32, 64, 128, 256, 512), 2: (16,), 4: (8, 64, 256)}
     )
-    for task in sweep.tasks:
-        run.write_task(task)
+    submit_all(run, sweep, FakeLauncher())
     assert batches(profile.plan_probes(Run(run.path, short), inspection())) == batches(sweep), (
         "a search goes on as it has begun"
     )
@@ -254,8 +254,7 @@ def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:
 
 def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) -> None:
     plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
-    for task in plan.tasks:
-        rounds.write_task(task)
+    submit_all(rounds, plan, FakeLauncher())
     make_runs.add_measured(rounds, 1, 32)
     again = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     assert batches(again) == {1: (128, 512), 4: (8,)} and not profile.is_measured(rounds, plan)
@@ -267,6 +266,33 @@ def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) 
     assert batches(profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection(), repeat_failed=False)) == {
         1: (256,)
     }
+
+
+class _NoScheduler(FakeLauncher):
+    """Refuses every job."""
+
+    def submit(self, run: RunDir, task: ProbeTask | TrainTask) -> Job:
+        raise SchedulerError("squeue does not answer", "nothing was submitted")
+
+
+def test_probes_that_were_not_submitted_are_planned_again(rounds: RunDir) -> None:
+    run = Run(rounds.path, rounds.read_spec())
+    plan = profile.plan_probes(run, inspection())
+    with pytest.raises(SchedulerError):
+        profile.submit_probes(rounds, plan, _NoScheduler())
+    assert not rounds.read_tasks()
+    rounds.write_task(plan.tasks[0])  # the command was killed before it submitted the job
+    again = profile.plan_probes(run, inspection())
+    assert (batches(again), again.reasons) == (batches(plan), plan.reasons)
+
+
+def test_a_later_round_that_was_not_submitted_leaves_the_tasks_of_the_round_before(rounds: RunDir) -> None:
+    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    submit_all(rounds, plan, FakeLauncher())
+    before = rounds.read_tasks()
+    with pytest.raises(SchedulerError):
+        profile.submit_probes(rounds, plan_after(plan), _NoScheduler({"probe-n001": "ended"}))
+    assert rounds.read_tasks() == before
 
 
 def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
@@ -335,8 +361,7 @@ def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> N
 
 def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
     plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
-    for task in plan.tasks:
-        rounds.write_task(task)
+    submit_all(rounds, plan, FakeLauncher())
     for local in (32, 128, 512):
         make_runs.add_measured(rounds, 1, local)
     make_runs.add_failed(rounds, 4, 8)

@@ -91,6 +91,12 @@ class Snapshot:
         return self.select_tasks(ProbeTask)
 
     @property
+    def submitted_probe_tasks(self) -> list[ProbeTask]:
+        """The tasks that measure and whose job was submitted, by their ids."""
+        submitted = {job.id for job in self._readable_jobs[0]}
+        return [task for task in self.probe_tasks if task.job in submitted]
+
+    @property
     def train_tasks(self) -> list[TrainTask]:
         """The tasks of all attempts of all trainings, by their ids."""
         return self.select_tasks(TrainTask)

@@ -429,7 +429,7 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: LimitByNodes, 
     """
     if spec.search.strategy != "auto":
         return spec
-    tasks = run.read_snapshot().probe_tasks if run is not None and run.exists else []
+    tasks = run.read_snapshot().submitted_probe_tasks if run is not None and run.exists else []
     begun_strategies = [task.spec.search.strategy for task in tasks]
     begun_strategies = [name for name in begun_strategies if name in ("sweep", "adaptive")]
     if begun_strategies:

@@ -386,6 +386,15 @@ def test_a_dry_run_of_train_submits_nothing(cluster):
     assert cluster.launcher.submitted == []
 
 
+def test_a_dry_run_of_a_training_that_runs_says_that_it_follows_it(cluster):
+    command = ("train", "job.yaml", "--nodes", 1, "--batch", 64)
+    assert "submits nothing" not in tula(*command, "--dry-run").out
+    cluster.launcher = Here("hangs")
+    assert tula(*command, "--no-wait", "--yes").code == 0
+    (job,) = cluster.launcher.submitted
+    assert f"{job} is pending or running: tula train follows it and submits nothing" in tula(*command, "--dry-run").out
+
+
 # --- waiting
 
 

@@ -564,7 +564,11 @@ def test_what_slurm_cannot_be_asked_for_is_named_with_a_way_out(write, text, pat
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("minutes=2h", "HH:MM:SS"),
+        ("minutes=2h", "MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"),
+        ("minutes='1-99:99'", "as in SLURM, got '1-99:99'"),
+        ("minutes='1:60'", "as in SLURM, got '1:60'"),
+        ("minutes=99999999999", "at most a year"),
+        ("minutes='366-01'", "at most a year"),
         ("minutes=0", "at least 1"),
         ("minutes=UNLIMITED", "as in SLURM, got 'UNLIMITED'"),
         ('python="apptainer exec \'image python"', "must be a command"),
@@ -574,6 +578,23 @@ def test_what_slurm_cannot_be_asked_for_is_named_with_a_way_out(write, text, pat
 def test_what_no_job_can_be_started_with_is_refused(write, text, words):
     path = f"cluster.{text.partition('=')[0]}"
     assert words in problems(write(ON_SLURM % ""), f"cluster.{text}")[path]
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        ("optimizer.lr=1e30", "1000000"),
+        ("train.reference_batch=1000000000000000000000000", "1000000000"),
+        ("train.accumulate=100000000", "1000000"),
+        ("search.nodes=[100000000]", "1000000"),
+        ("search.min_batch=100000000000000", "1000000000"),
+        ("search.max_minutes=1e9", "527040"),
+        ("cluster.gpus_per_node=5000", "1000"),
+    ],
+)
+def test_numbers_that_no_cluster_has_are_refused(write, text, most):
+    ((path, words),) = problems(write(ON_SLURM % ""), text).items()
+    assert path.startswith(text.partition("=")[0]) and "of at most" in words and most in words.replace(",", "")
 
 
 def test_gpus_in_a_form_of_ones_own_need_tula_to_ask_for_none(write):

@@ -1,10 +1,12 @@
 """`tula train`."""
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun, make_edit_check
 from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_inspector, make_submission
+from tula_cli.errors import SchedulerError
 from tula_cli.options import Timeout, TrainRequest, Wait
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
 
     from tula_cli.run.directory import Run
     from tula_cli.run.records.results import Summary
-    from tula_cli.services.plans import TrainPlan
     from tula_cli.services.train import PreparedTraining
     from tula_cli.services.waiting import Submission
 
@@ -90,8 +91,15 @@ def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Sum
 
 def _show_dry_run(screen: Screen, training: "PreparedTraining", submission: "Submission") -> None:
     from tula_cli.cluster.chains import list_nodes_of_chain_jobs
+    from tula_cli.cluster.launcher import list_unfinished_jobs
 
-    plan: TrainPlan = training.plan
-    scripts = [submission.launcher_for(training.run.spec).render_script(training.run, plan.task)]
-    shown = show_train.render_train_plan(plan, links=list_nodes_of_chain_jobs(plan.task), scripts=scripts)
+    plan, run = training.plan, training.run
+    launcher = submission.launcher_for(run.spec)
+    scripts = [launcher.render_script(run, plan.task)]
+    is_running = False
+    with contextlib.suppress(SchedulerError):  # a silent scheduler does not prevent a dry run
+        is_running = bool(list_unfinished_jobs(run, launcher, [plan.task.job]))
+    shown = show_train.render_train_plan(
+        plan, links=list_nodes_of_chain_jobs(plan.task), scripts=scripts, is_running=is_running
+    )
     screen.answer({"plan": plan, "scripts": scripts}, shown)

@@ -176,7 +176,9 @@ def _collect_adaptive_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
 
 def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
     """Return all probes that were submitted or have a result, as (nodes, local batch)."""
-    submitted = {(task.nodes, size) for task in run.read_snapshot().submitted_probe_tasks for size in task.local_batches}
+    submitted = {
+        (task.nodes, size) for task in run.read_snapshot().submitted_probe_tasks for size in task.local_batches
+    }
     return submitted | {
         (result.nodes, result.local_batch) for result in run.read_results() if _has_final_result(result)
     }

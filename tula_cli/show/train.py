@@ -36,10 +36,10 @@ PERCENT_METRICS = ("top1", "top5")
 
 
 def render_train_plan(
-    plan: "TrainPlan", *, links: Sequence[int] = (), scripts: Sequence[str] = ()
+    plan: "TrainPlan", *, links: Sequence[int] = (), scripts: Sequence[str] = (), is_running: bool = False
 ) -> Iterator["RenderableType"]:
-    """Yield the nodes, number of jobs, expected time and cost of a training."""
-    yield from _render_training_plan(plan)
+    """Yield the nodes, number of jobs, expected time and cost of a training, which may be pending or running already."""
+    yield from _render_training_plan(plan, is_running=is_running)
     if plan.finished:
         return
     if len(links) > 1:
@@ -143,7 +143,7 @@ def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
         yield f"  {format_count(size.nodes)}: {parts}"
 
 
-def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
+def _render_training_plan(plan: "TrainPlan", *, is_running: bool) -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import describe_why_not_splittable
     from tula_cli.spec.job import describe_train_length
     from tula_cli.spec.scripts.placeholders import get_program_name
@@ -168,7 +168,9 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         return
     for other in plan.finished_elsewhere:
         yield f"already trained on {format_count(other.nodes)} with batch {other.start_batch} (train-{other.signature}): this is another training"
-    if plan.resumes is not None:
+    if is_running:
+        yield f"{task.job} is pending or running: tula train follows it and submits nothing"
+    elif plan.resumes is not None:
         yield f"resumes from the checkpoint at {plan.resumes} samples"
     if plan.rehearses:
         minutes, nodes = f"{task.spec.get_measuring_minutes():g} min", task.resume_test_nodes

@@ -20,6 +20,11 @@ _SIZE_UNITS = {"": 1} | {
     for suffix, base in (("", 1000), ("I", 1024))
 }
 
+MAX_MINUTES = 366 * 24 * 60
+"""A year; longer limits are typing errors."""
+_MINUTES_FORMATS = "a number of minutes, or MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS as in SLURM"
+_MINUTES_PATTERN = r"^\s*([0-9]{1,15}(:[0-5]?[0-9]){0,2}|[0-9]{1,9}-([01]?[0-9]|2[0-3])(:[0-5]?[0-9]){0,2})\s*$"
+
 _MIN_MEMORY_BYTES = 1000**2
 """Bytes; a smaller size indicates a forgotten unit."""
 _MAX_MEMORY_BYTES = 2**60
@@ -67,21 +72,28 @@ def parse_size(value: object) -> object:
 
 
 def parse_minutes(value: object) -> object:
-    """Convert SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS to minutes, rounded up; numbers are minutes."""
+    """Convert SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS to minutes, rounded up; numbers are minutes.
+
+    Raises:
+        ValueError: the text is not one of these (at most 23 hours after days, 59 minutes after hours, 59 seconds), or
+            is longer than a year.
+    """
     if isinstance(value, bool):
-        raise ValueError(
-            f"must be a number of minutes, or HH:MM:SS or D-HH:MM:SS as in SLURM, got {str(value).lower()}"
-        )
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value.strip())
-    if match is None:
-        raise ValueError(f"must be a number of minutes, or HH:MM:SS or D-HH:MM:SS as in SLURM, got {value!r}")
-    days, *parts = (int(part) if part else 0 for part in match.groups())
-    if match[1] is None and match[4] is None:  # without days two parts are minutes and seconds
-        parts = [0, *parts[:2]]
-    hours, minutes, seconds = parts
-    return (days * 24 + hours) * 60 + minutes + -(-seconds // 60)
+        raise ValueError(f"must be {_MINUTES_FORMATS}, got {str(value).lower()}")
+    if isinstance(value, str):
+        if re.fullmatch(_MINUTES_PATTERN, value) is None:
+            raise ValueError(f"must be {_MINUTES_FORMATS}, got {value!r}")
+        days, dash, clock = value.strip().rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        if not dash and len(parts) < 3:  # without days, the first of one or two parts is minutes
+            parts = [0, *parts]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        total: object = (int(days or 0) * 24 + hours) * 60 + minutes + -(-seconds // 60)
+    else:
+        total = value
+    if isinstance(total, int | float) and total > MAX_MINUTES:
+        raise ValueError(f"must be at most a year ({MAX_MINUTES} minutes), got {_shorten_value(value)}")
+    return total
 
 
 def convert_to_typed_text(value: object) -> object:
@@ -218,8 +230,8 @@ _WRITTEN_SIZE = {
 }
 _WRITTEN_MINUTES = {
     "anyOf": [
-        {"type": "integer", "minimum": 1},
-        {"type": "string", "pattern": r"^\s*([0-9]+-)?[0-9]+(:[0-9]+){0,2}\s*$"},
+        {"type": "integer", "minimum": 1, "maximum": MAX_MINUTES},
+        {"type": "string", "pattern": _MINUTES_PATTERN},
     ]
 }
 
@@ -228,7 +240,11 @@ Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1), WithJsonSc
 Arguments = Annotated[dict[str, Any], AfterValidator(require_plain_data)]
 Line = Annotated[str, AfterValidator(require_one_line)]
 Command = Annotated[Line, AfterValidator(require_shell_words)]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=10**15)]
+Batch = Annotated[int, Field(ge=1, le=10**9)]  # samples of a global batch
+GpusPerNode = Annotated[int, Field(ge=1, le=1000)]  # GPUs, or processes on the CPU
+Nodes = Annotated[int, Field(ge=1, le=10**6)]
+LearningRate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

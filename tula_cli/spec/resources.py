@@ -11,10 +11,10 @@ from tula_cli.spec.backend import BACKENDS, Backend, get_backend
 from tula_cli.spec.kinds import (
     Arguments,
     Command,
+    GpusPerNode,
     Line,
     Minutes,
     NonNegativeFloat,
-    Positive,
     PositiveFloat,
     Section,
     Size,
@@ -38,7 +38,7 @@ class Cluster(Section):
 
     # local (this machine), slurm, or package.module:attribute of a user-defined scheduler
     kind: Annotated[str, AfterValidator(_check_kind), _WRITTEN_KIND] = "local"
-    gpus_per_node: Positive = 1  # Number of ranks per node: one per GPU, or processes on the CPU
+    gpus_per_node: GpusPerNode = 1  # Number of ranks per node: one per GPU, or processes on the CPU
     device: Literal["auto", "cuda", "cpu"] = "auto"  # Device of the ranks; auto: the GPU if there is one, else the CPU
     memory_per_gpu: Size | None = None  # Memory limit of each rank, which tula enforces; null: the memory of the device
     # Communication pattern that the time model assumes; it does not change how trainings synchronise

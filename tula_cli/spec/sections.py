@@ -8,7 +8,20 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from tula_cli.plugins import is_import_string, suggest_name, suggest_nearest
-from tula_cli.spec.kinds import Arguments, Line, Method, NonNegativeFloat, Positive, PositiveFloat, Section
+from tula_cli.spec.kinds import (
+    MAX_MINUTES,
+    Arguments,
+    Batch,
+    GpusPerNode,
+    LearningRate,
+    Line,
+    Method,
+    Nodes,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 from tula_cli.spec.methods import DEFAULT_METHOD, TrainingMethod, get_training_method
 
 # --- Values of `train`
@@ -21,8 +34,8 @@ class RampStage(Section):
     """One stage of a batch-size ramp (`train.ramp`): a smaller batch at the beginning of a training."""
 
     epochs: PositiveFloat  # Duration of the stage in epochs; may be fractional
-    batch: Positive  # Global batch size of the stage
-    nodes: Positive | None = None  # Number of nodes, at most that of the training; null: set by train.ramp_nodes
+    batch: Batch  # Global batch size of the stage
+    nodes: Nodes | None = None  # Number of nodes, at most that of the training; null: set by train.ramp_nodes
 
 
 Stages = Literal["auto", "noise", "decay"] | Annotated[list[RampStage], Field(min_length=1)]
@@ -248,7 +261,7 @@ class Optimizer(Section):
     """Any class of torch.optim, or an import string."""
 
     name: str = "SGD"  # A class of torch.optim, or package.module:callable
-    lr: PositiveFloat  # Learning rate, tuned for train.reference_batch
+    lr: LearningRate  # Learning rate, tuned for train.reference_batch
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # Momentum; null: not passed to the optimizer
     weight_decay: NonNegativeFloat = 0.0  # Weight decay
     # Further arguments of the optimizer, for example {nesterov: true}. If betas is not set, method ramp with Adam-like
@@ -357,7 +370,7 @@ class Train(Section):
     # ddp: each GPU holds a copy of the model (DistributedDataParallel). fsdp: parameters, gradients and optimizer
     # states are sharded over the GPUs (FSDP2). This needs less memory, but causes 1.5 times the network traffic.
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    accumulate: Positive = 1  # Micro-batches per optimizer step
+    accumulate: Annotated[int, Field(ge=1, le=1_000_000)] = 1  # Micro-batches per optimizer step
     # Clip gradients to this norm; null: no clipping. If not set, 1 with methods ramp and auto if the optimizer is SGD
     # and the loss a cross-entropy, otherwise no clipping.
     max_grad_norm: PositiveFloat | None = None
@@ -365,7 +378,7 @@ class Train(Section):
     activation_checkpointing: bool = False
     # Seconds between checkpoints. auto: the optimal interval for the measured save time (Young and Daly).
     checkpoint_every: Literal["auto"] | PositiveFloat = "auto"
-    reference_batch: Positive = 128  # Global batch for which optimizer.lr was tuned
+    reference_batch: Batch = 128  # Global batch for which optimizer.lr was tuned
     # How the large batch is trained: a built-in method, or package.module:attribute of your own method. Default for
     # scripts: lrs with lr_scaling: sqrt if the command has {lr} or {lr_factor}, otherwise lbt.
     method: Method = DEFAULT_METHOD
@@ -500,11 +513,11 @@ EXTRA_TIMINGS = 3
 class Search(Section):
     """Which configurations are measured, and how."""
 
-    nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # Numbers of nodes to search
+    nodes: Annotated[list[Nodes], Field(min_length=1)] = [2, 4, 8, 16]  # Numbers of nodes to search
     # Numbers of GPUs per node to search; null: only cluster.gpus_per_node
-    gpus_per_node: Annotated[list[Positive], Field(min_length=1)] | None = None
-    min_batch: Positive = 32  # Smallest global batch; tula considers min_batch x 2^k
-    max_batch: Positive | None = None  # Largest global batch; null: limited only by memory and dataset size
+    gpus_per_node: Annotated[list[GpusPerNode], Field(min_length=1)] | None = None
+    min_batch: Batch = 32  # Smallest global batch; tula considers min_batch x 2^k
+    max_batch: Batch | None = None  # Largest global batch; null: limited only by memory and dataset size
     # Which configurations are measured. full: all. partial: the fewest and the most nodes, each with the smallest and
     # the largest batch. sweep: all batches on the fewest nodes, the smallest batch on all other numbers of nodes, and
     # the middle and the largest batch on the most nodes. adaptive: tula chooses them in rounds from earlier results.
@@ -514,14 +527,14 @@ class Search(Section):
     # and the timing, which lasts at least min_seconds and until the standard error of the mean step time is below 1 %.
     min_steps: Annotated[int, Field(ge=5)] = 10
     # Minimum duration of the timed steps in seconds, so that GPU clocks and power become stable
-    min_seconds: NonNegativeFloat = 2.0
+    min_seconds: Annotated[NonNegativeFloat, Field(le=60 * MAX_MINUTES)] = 2.0
     # Maximum duration in seconds of the warm-up, and of the timed steps (at least 5 steps are timed)
-    max_seconds: PositiveFloat = 60.0
+    max_seconds: Annotated[PositiveFloat, Field(le=60 * MAX_MINUTES)] = 60.0
     # Maximum node-hours of all probes and resume tests together; null: no limit
     max_node_hours: PositiveFloat | None = None
     # Maximum duration of one profiling job in minutes. tula requests 2 more minutes from the scheduler (and includes
     # them in costs), so that it can stop the job itself and record the reason.
-    max_minutes: PositiveFloat = 20.0
+    max_minutes: Annotated[PositiveFloat, Field(le=MAX_MINUTES)] = 20.0
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "Search":

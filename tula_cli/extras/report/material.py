@@ -183,9 +183,7 @@ def gather_material(
         TulaError: a record of the run cannot be read.
     """
     parts = [
-        RunMaterial(
-            run, run.read_snapshot(), status.get_run_status(run, launcher_for(run.spec), now=now)
-        )
+        RunMaterial(run, run.read_snapshot(), status.get_run_status(run, launcher_for(run.spec), now=now))
         for run in list_runs_with_data(runs)
     ]
     stored = find_recommendation(runs)

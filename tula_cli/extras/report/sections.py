@@ -833,7 +833,9 @@ HOW_TO_COMPARE = "nothing was compared yet. Run tula compare to train the job wi
 
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
     """Yield the sections of the comparison on each node type, or a single empty one if nothing was compared."""
-    compared_parts = [(part, comparison) for part in material.parts if (comparison := part.snapshot.comparison) is not None]
+    compared_parts = [
+        (part, comparison) for part in material.parts if (comparison := part.snapshot.comparison) is not None
+    ]
     if not compared_parts:
         yield Section("comparison", "Methods and batches", missing=HOW_TO_COMPARE)
     for part, comparison in compared_parts:

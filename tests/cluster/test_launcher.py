@@ -108,7 +108,7 @@ def submitted(run, task, launcher=None):
 
 
 def state(run, job):
-    return SlurmLauncher().states(run.read_snapshot(), [job])[job.id]
+    return SlurmLauncher().query_states(run.read_snapshot(), [job])[job.id]
 
 
 # --- what is submitted
@@ -436,7 +436,7 @@ def test_all_jobs_of_a_run_are_asked_for_at_once(slurm, run):
     jobs = [submitted(run, probes(run, nodes=1)), submitted(run, training(run, hours=0.1))]
     before = len(slurm.calls("squeue"))
     slurm.set(jobs[0].scheduler_id, "RUNNING")
-    states = SlurmLauncher().states(run.read_snapshot(), jobs)
+    states = SlurmLauncher().query_states(run.read_snapshot(), jobs)
     assert [states[job.id].state for job in jobs] == ["running", "pending"]
     assert len(slurm.calls("squeue")) == before + 1
 
@@ -689,7 +689,7 @@ def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
 
 def test_a_local_job_of_another_machine_is_not_started_again_here(run):
     job = make.job("train-x").model_copy(update={"host": "elsewhere"})
-    assert cluster_local.LocalLauncher().states(run.read_snapshot(), [job])[job.id].state == "running"
+    assert cluster_local.LocalLauncher().query_states(run.read_snapshot(), [job])[job.id].state == "running"
 
 
 def test_a_local_job_that_cannot_be_started_says_why_in_a_line(run):

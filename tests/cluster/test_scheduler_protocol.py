@@ -350,13 +350,13 @@ def test_a_training_on_it_is_a_chain_that_is_found_again_and_cancelled(tmp_path:
     )
     run.write_job(job)
     assert launcher.submit(run, task) == job, "what waits is taken as it is"
-    state = launcher.states(run.read_snapshot(), [job])[job.id]
+    state = launcher.query_states(run.read_snapshot(), [job])[job.id]
     assert (state.state, state.reason) == ("pending", "all nodes are taken")
     script = launcher.render_script(run, task)
     assert f"-m tula_cli.cluster.job_main {OWN}" in script and "train-s-1" in script
     launcher.cancel(run, job)
     assert {site.state(id_) for id_ in job.links} == {"ended"} and site.state(blocker) == "running"
-    assert launcher.states(run.read_snapshot(), [job])[job.id].state == "ended"
+    assert launcher.query_states(run.read_snapshot(), [job])[job.id].state == "ended"
     next(value, None)
 
 

@@ -237,7 +237,7 @@ def elsewhere(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
             with run.open_log(run.get_log_path(name, 1)):
                 pass
             monkeypatch.setattr(local.time, "time", lambda: run.get_log_path(name, 1).stat().st_mtime + silent)
-        state = local.LocalLauncher().states(run.read_snapshot(), [job])[name]
+        state = local.LocalLauncher().query_states(run.read_snapshot(), [job])[name]
         return state.state, state.reason
 
     return told

@@ -147,7 +147,7 @@ def test_what_waits_for_a_run_that_was_moved_is_over(run, tmp_path, monkeypatch)
     moved = RunDir(tmp_path / "moved")
 
     def state(run):
-        return submit.SlurmLauncher().states(run.read_snapshot(), run.read_jobs())[job]
+        return submit.SlurmLauncher().query_states(run.read_snapshot(), run.read_jobs())[job]
 
     assert state(run).state == "pending"
     was = run.path

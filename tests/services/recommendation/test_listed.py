@@ -125,7 +125,7 @@ def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forecast = Estimator.fit(MANY, run.read_results())
-    fitting = set(forecast.configurations())
+    fitting = set(forecast.list_configurations())
     monkeypatch.setattr(search, "_MAX_COMPARED_CONFIGURATIONS", 10**6)
     whole = search._select_compared_configurations(forecast, fitting)
     monkeypatch.setattr(search, "_MAX_COMPARED_CONFIGURATIONS", 9)

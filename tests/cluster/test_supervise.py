@@ -646,7 +646,7 @@ def test_of_several_ranks_the_killed_one_is_reported_and_not_those_that_lost_it(
         raise SystemExit(1)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    monkeypatch.setattr(RankStart, "argv", lambda _: command)
+    monkeypatch.setattr(RankStart, "make_command_line", lambda _: command)
     monkeypatch.setattr(task_records, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)

@@ -646,7 +646,7 @@ def test_what_became_of_a_run_can_be_asked_where_there_is_no_sbatch(slurm, run):
         slurm.without(command)
     with pytest.raises(SchedulerError, match="sbatch was not found"):
         cluster_launcher.make_launcher(run.read_spec())
-    assert cluster_launcher.make_launcher(run.read_spec(), submits=False).states(run.read_snapshot(), [job])
+    assert cluster_launcher.make_launcher(run.read_spec(), submits=False).query_states(run.read_snapshot(), [job])
 
 
 CONTRADICTING = ["ARRAY_INX", "CLUSTERS", "CORE_SPEC", "CPUS_PER_GPU", "ERROR", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GRES", "INPUT", "JOB_NAME", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "OVERCOMMIT", "PARTITION", "REQUEUE", "SIGNAL", "THREAD_SPEC", "TIMELIMIT", "TRES_PER_TASK", "WAIT"]  # fmt: skip

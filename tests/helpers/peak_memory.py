@@ -38,7 +38,7 @@ def measured(spec: JobSpec, batch: Any, size: int) -> int:
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = get_method(spec).base(spec, list(model.parameters()))
+    optimizer = get_method(spec).build_base_optimizer(spec, list(model.parameters()))
     call = zoo.make_model_call(spec, model, zoo.build_loss(spec))
     if spec.train.method == "ags":
         factors = SmallBatch(refresh=1)

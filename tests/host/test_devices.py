@@ -59,7 +59,7 @@ def test_inherited_device_files_are_closed_and_nothing_else(stand_in: Path) -> N
         devices.DEVICE_FILES[:] = [re.escape(sys.argv[1])]
         device, other = os.open(sys.argv[1], os.O_RDONLY), os.open(sys.argv[2], os.O_RDONLY)
         again = os.dup(device)
-        devices.close_inherited()
+        devices.close_inherited_device_files()
         print([os.path.exists(f"/proc/self/fd/{fd}") for fd in (0, 1, 2, other, device, again)])
     """
     with stand_in.open() as as_stdin:

@@ -76,7 +76,9 @@ def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: S
     launcher = SlurmLauncher()
     job = submitted(run)
     assert len(job.links) == 3
-    assert "PartitionDown: will not start" in until(lambda: launcher.query_states(run.read_snapshot(), [job])[job.id].reason)
+    assert "PartitionDown: will not start" in until(
+        lambda: launcher.query_states(run.read_snapshot(), [job])[job.id].reason
+    )
     (run.path / "jobs" / f"{job.id}.json").unlink()  # the command line was killed before it wrote it
     again = submitted(run)
     assert again.links == job.links
@@ -96,7 +98,9 @@ def test_a_folder_that_the_nodes_do_not_see_is_reported(on_slurm: SlurmCluster) 
     hidden = RunDir.create(on_slurm.local / "tula-runs", make.spec(cluster=cluster("main")))
     launcher, job = SlurmLauncher(), submitted(hidden, "main")
     reason = until(
-        lambda: (text := launcher.query_states(hidden.read_snapshot(), [job])[job.id].reason) and "waits" in text and text
+        lambda: (
+            (text := launcher.query_states(hidden.read_snapshot(), [job])[job.id].reason) and "waits" in text and text
+        )
     )
     assert "No such file or directory" in reason and str(hidden.path) in reason
     scheduler.cancel_jobs(job.ids)

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -148,6 +149,11 @@ def make_relative_path(path: Path) -> str:
     """Return a path relative to the working directory if it lies inside it, else unchanged."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def quote_path(path: Path) -> str:
+    """Return a path as `make_relative_path` does, quoted for a command that the user can copy into a shell."""
+    return shlex.quote(make_relative_path(path))
 
 
 def format_percent(share: float | None) -> str:

@@ -967,8 +967,18 @@ def test_init_writes_all_keys_if_asked(cluster):
     for name, options in {"short.yaml": (), "full.yaml": ("--full",)}.items():
         assert tula("init", "-o", name, *options).code == 0
     short, full = Path("short.yaml").read_text(), Path("full.yaml").read_text()
-    assert full.endswith((ROOT / "templates/job.yaml").read_text())
+    assert full.endswith((ROOT / "templates/job.yaml").read_text().replace("job.yaml", "full.yaml"))
     assert len(short.splitlines()) <= 40 and yaml.safe_load(short) == yaml.safe_load(full)
+
+
+@pytest.mark.parametrize("source", [(), ("slurm",), ("--from-command", "python train.py -b 8 --lr 0.1 --epochs 3")])
+def test_init_shows_commands_with_the_name_of_the_file_that_a_shell_reads(here, source):
+    (here / "train.py").write_text("import torch.distributed\n")
+    answer = tula("init", *source, "-o", "my job.yaml", "--full")
+    text = (here / "my job.yaml").read_text()
+    assert "tula check 'my job.yaml'" in answer.out
+    assert "tula check 'my job.yaml'" in text and "job.yaml, " not in text.replace("'my job.yaml'", "")
+    assert ("made up" in text) == (source == ()), "only the example has a price"
 
 
 def test_init_says_which_method_the_job_has_and_why(cluster):

@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import re
+import shlex
 import signal
 import sys
 import warnings
@@ -382,16 +383,17 @@ def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
     from tula_cli.plugins import suggest_nearest
 
     word, *rest = [argument for argument in arguments if not argument.startswith("-")]
-    argument = rest[0] if rest else ""
+    argument = shlex.quote(rest[0]) if rest else ""
     if word in COMMAND_HINTS:
         return SpecError(
             f"there is no command {word}", " ".join(COMMAND_HINTS[word].format(argument, argument).split())
         )
     # os.path, because Path.exists raises PermissionError in another user's folder.
     run_folders = (os.path.join(folder, word, "spec.yaml") for folder in ("", ROOT))  # noqa: PTH118
+    quoted = shlex.quote(word)
     if word.endswith((".yaml", ".yml")) or any(map(os.path.exists, run_folders)):
         return SpecError(
-            f"{word} is not a command", f"{_TRAIN_HINT.format(word, word)}; tula status {word} shows its run"
+            f"{word} is not a command", f"{_TRAIN_HINT.format(quoted, quoted)}; tula status {quoted} shows its run"
         )
     hint = suggest_nearest(word, COMMANDS)
     return SpecError(f"there is no command {word}", hint or "tula --help lists the commands")

@@ -1,6 +1,7 @@
 """`tula init` and `tula check`."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ def init(
         make_job_from_command,
         make_job_from_sbatch,
         make_job_from_template,
+        name_file_in_comments,
         shorten_job_file,
         warn_missing_file,
     )
@@ -99,7 +101,7 @@ def init(
     gpus = devices.count_gpus()
     if command is None and script is None:
         text = make_job_from_template(kind, offered, gpus=gpus)
-        lines: list[str] = [f"wrote {output}; next: tula check {output}"]
+        lines: list[str] = [f"wrote {output}; next: tula check {shlex.quote(str(output))}"]
         data: dict[str, object] = {}
         spec = validate_job(parse_yaml(text, source=str(output)), source=str(output))
         method, line = spec.train.method, describe_training_method(spec)
@@ -119,7 +121,8 @@ def init(
         default, reason = get_default_train(made.recognised.script["command"])
         method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
         screen.warn_all((*made.warnings, *warn_missing_file(made.recognised.script["command"])))
-    write_atomic(output, add_schema(text if full else shorten_job_file(text), output), mode=MODE_FOR_ALL)
+    text = name_file_in_comments(text if full else shorten_job_file(text), output)
+    write_atomic(output, add_schema(text, output), mode=MODE_FOR_ALL)
     if kind == "slurm" and script is None:
         screen.note(show_check.describe_site(offered))
     screen.note(f"train.method is {method}: {get_training_method(method).summary.partition(';')[0]}.")
@@ -327,7 +330,9 @@ def _test_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
         screen.warn(finding.contradiction)
     screen.answer(show_check.make_resume_test_data(finding), show_check.render_resume_test(finding))
     finding.require_found(str(job))
-    finding.require_resumable(str(job), f"correct how the script resumes, and run tula check --rehearse {job} again")
+    finding.require_resumable(
+        str(job), f"correct how the script resumes, and run tula check --rehearse {shlex.quote(str(job))} again"
+    )
 
 
 def _list_value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str]) -> dict[str, show_screen.Origin]:

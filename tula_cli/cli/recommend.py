@@ -1,6 +1,7 @@
 """`tula recommend`."""
 
 import itertools
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -178,4 +179,6 @@ def _require_measurements(
         follow_work(screen, add_observed_probes(jobs[0], observed, chosen.find_settings_origin(jobs[0])))
     for runs in jobs:
         if not any(run.exists for run in runs):
-            raise BadMeasurements(f"{chosen.job} has no measurements yet", f"run tula profile {chosen.job} first")
+            raise BadMeasurements(
+                f"{chosen.job} has no measurements yet", f"run tula profile {shlex.quote(str(chosen.job))} first"
+            )

@@ -149,6 +149,6 @@ def answer_detached(
     started = [job for job in detached_jobs.jobs if job not in detached_jobs.under_way]
     sentences = [f"started {', '.join(started)}"] if started else []
     sentences += [f"already running: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
-    named = " ".join(f"--run {words.make_relative_path(run.path)}" for run in runs)
+    named = " ".join(f"--run {words.quote_path(run.path)}" for run in runs)
     line = f"{'; '.join(sentences)}; tula status {named} shows the progress"
     screen.answer({"jobs": list(detached_jobs.jobs), **data}, [line])

@@ -84,6 +84,20 @@ def add_schema(text: str, job: Path) -> str:
     return f"# yaml-language-server: $schema={get_schema_path('job').as_posix()}\n{text}"
 
 
+def name_file_in_comments(text: str, path: Path) -> str:
+    """Return a job file whose comments show commands with its path, quoted for the shell, in place of job.yaml."""
+    if not str(path).isprintable():
+        return text
+    return re.sub(
+        r"^#.*",
+        lambda line: re.sub(
+            r"(tula (?:check|profile)) job\.yaml", lambda command: f"{command[1]} {shlex.quote(str(path))}", line[0]
+        ),
+        text,
+        flags=re.MULTILINE,
+    )
+
+
 # --- From a command
 
 TEMPLATES: Mapping[str, str] = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
@@ -273,9 +287,19 @@ def _count_gpus(cluster_site: Site | None) -> int:
 
 
 def _read_search_section(kind: str) -> str:
-    """Return the template's text from section `search` on; it is the same for jobs with and without a script."""
+    """Return the template's text from section `search` on, without the made-up price of the example."""
     text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
-    return text[text.index("\nsearch:") + 1 :]
+    return re.sub(
+        r"^pricing:\n(?:  .*\n)+", _COMMENTED_PRICING, text[text.index("\nsearch:") + 1 :], flags=re.MULTILINE
+    )
+
+
+_COMMENTED_PRICING = """\
+# pricing: {kind: node_hour, price: 2.5, currency: USD} # if absent, cost is counted in node-hours
+#   kind: node_hour # or gpu_hour, or gb_hour (GB of reserved GPU memory)
+#   spot: {discount: 0.6, interruptions_per_day: 0.5} # cheaper nodes that the provider may reclaim: share of the price
+#     that is saved, and interruptions of one node per day
+"""
 
 
 def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") -> str:

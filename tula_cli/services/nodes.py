@@ -231,7 +231,7 @@ def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
         return Interruption(
             "interrupted", "run the same command again to submit the job, or to follow it if it is already queued"
         )
-    hint = f"run the same command again to follow the job; tula cancel {words.make_relative_path(run.path)} stops it"
+    hint = f"run the same command again to follow the job; tula cancel {words.quote_path(run.path)} stops it"
     return Interruption(f"interrupted; {task.job} continues", hint)
 
 

@@ -61,7 +61,7 @@ from tula_cli.services.waiting import (
 )
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_train_signature
-from tula_cli.words import format_count, format_moment, make_relative_path
+from tula_cli.words import format_count, format_moment, quote_path
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.baseline import Gain
@@ -489,5 +489,5 @@ def require_stopped(run: RunDir, task: TrainTask) -> None:
     if newest is not None and task.attempt > newest.attempt:
         raise SchedulerError(
             f"training {task.signature} is still running on {format_count(newest.nodes)}, so it cannot resume on other nodes",
-            f"run tula cancel {make_relative_path(run.path)} to save a checkpoint and stop the training, then run the same command to resume it",
+            f"run tula cancel {quote_path(run.path)} to save a checkpoint and stop the training, then run the same command to resume it",
         )

@@ -167,7 +167,7 @@ def _list_reported_failures(run: RunDir) -> set[str]:
 
 def make_interruption_of_jobs(runs: Sequence[Run]) -> Interruption:
     """Return the error to raise on Ctrl-C while jobs of some runs are submitted or running."""
-    cancels = "; ".join(f"tula cancel {words.make_relative_path(run.path)}" for run in runs)
+    cancels = "; ".join(f"tula cancel {words.quote_path(run.path)}" for run in runs)
     return Interruption(
         "interrupted; the jobs continue", f"run the same command again to follow the jobs; {cancels} stops them"
     )

@@ -166,7 +166,8 @@ def describe_proposal(job_proposal: "JobFileProposal", path: Path) -> tuple[dict
     named = {"script.command": "{out} in script.command"}  # the only optional part of the command is its output folder
     optional = [named.get(key.key, key.key) for key in job_proposal.missing if not key.required]
     lines += [f"Not found in the command (optional): {', '.join(optional)}"] * bool(optional)
-    after = f"tula check {path}" if job_proposal.complete else "add the required keys, then run tula check " + str(path)
+    command = f"tula check {shlex.quote(str(path))}"
+    after = command if job_proposal.complete else f"add the required keys, then run {command}"
     data: dict[str, object] = {
         "recognised": {flag: {"value": was, "placeholder": name} for flag, (was, name) in spans.items()},
         "understood": {

@@ -32,7 +32,7 @@ def render_observations(reports: Sequence["ObservedReport"]) -> Iterator["Render
         yield "or measure the script now: tula init --from-command '...'"
     else:
         yield "next: to choose nodes and batch size from these jobs, run tula init --from-command '...',"
-        yield f"then tula recommend job.yaml --observed {reports[-1].script}"
+        yield f"then tula recommend job.yaml --observed {shlex.quote(reports[-1].script)}"
 
 
 def render_installation(folder: Path, root: Path) -> Iterator[str]:
@@ -41,7 +41,7 @@ def render_installation(folder: Path, root: Path) -> Iterator[str]:
     yield ""
     yield f"With this line, tula observes every training with torch and writes to {root}."
     yield "To turn this off, set TULA_OBSERVE=0."
-    yield f"Read the observations with tula observe --report --folder {root}."
+    yield f"Read the observations with tula observe --report --folder {shlex.quote(str(root))}"
 
 
 def _render_report(report: "ObservedReport") -> Iterator["RenderableType"]:

@@ -199,7 +199,7 @@ def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, subm
             tried |= {cell.signature for cell in plan.missing}
             plan = trainings.update_plan(run, plan, tried)
     except KeyboardInterrupt:
-        hint = f"run the same command to follow them; tula cancel {words.make_relative_path(run.path)} stops them"
+        hint = f"run the same command to follow them; tula cancel {words.quote_path(run.path)} stops them"
         message = "interrupted; finished trainings are kept, and running ones continue"
         raise Interruption(message, hint) from None
 

@@ -231,6 +231,18 @@ def test_a_job_that_ended_without_a_word_is_lost(run):
     assert job.elapsed == 25, "nobody knows how long it lived after its last result"
 
 
+def test_an_attempt_that_its_killed_supervisor_left_open_counts_until_it_last_wrote(run):
+    name = make.add_training(run)
+    run.write_attempt(make.attempt(f"{name}-1", start=START))
+    os.utime(run.path / f"attempts/{name}-1.001.json", (START, START))
+    log = run.get_log_path(f"{name}-1", 1)
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("step 1\n")
+    os.utime(log, (START + 1800, START + 1800))
+    job = only_job(run, now=START + 6000)
+    assert (job.state, job.elapsed, job.node_hours) == ("lost", 1800, job.nodes / 2)
+
+
 @pytest.mark.parametrize(("kind", "state"), [("local", "failed"), ("slurm", "queued")])
 def test_after_a_faulty_device_only_a_chain_goes_on(tmp_path, kind, state):
     run = RunDir.create(tmp_path / kind, make.spec(cluster={"kind": kind}))

@@ -474,6 +474,14 @@ def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
     assert "recommended: 2 nodes, batch 128 (local 64)" in text
 
 
+def test_an_evaluation_leaves_out_a_top5_that_a_few_classes_always_have():
+    fields = {"samples": None, "test": True, "size": 9, "dataset": "d", "weights": "best", "signature": "ab12cd34"}
+    for top5, shown in ((100.0, False), (99.0, True)):
+        evaluated = types.SimpleNamespace(**fields, metrics={"top1": 91.5, "top5": top5})
+        text = printed(show_train.render_evaluation(evaluated))
+        assert "top1 91.50 %" in text and ("top5" in text) == shown
+
+
 def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     row = {"kind": "stage", "time": START, "samples": 640, "epoch": 0.5, "batch": 32, "stage": 2, "stages": 4}
     train = make.add_training(run, rows=[*make.metrics(), {**row, "batch": 16, "stage": 1}, {**row, "beta2": 0.998}])

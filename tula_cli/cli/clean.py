@@ -10,7 +10,7 @@ import typer
 
 from tula_cli.cli.options import Yes
 from tula_cli.cli.runs import find_named_runs, format_run_ids
-from tula_cli.errors import BadMeasurements, Pending, SpecError, TulaError
+from tula_cli.errors import BadMeasurements, Pending, SpecError
 from tula_cli.options import ROOT, Root
 from tula_cli.show import clean as show_clean
 from tula_cli.show.screen import Screen
@@ -87,10 +87,6 @@ def clean(
     if not _confirm_deletion(screen, yes=yes):
         return screen.answer(show_clean.make_clean_data(run_spaces, None), ["nothing was deleted"])
     done = service.remove_files(run_spaces)
-    if done.problems and not done.files:
-        raise TulaError(
-            f"cannot delete the files: {'; '.join(done.problems)}", "resolve the cause, and run the same command again"
-        )
     for problem in done.problems:
         screen.warn(f"cannot delete all files of {problem}")
     return screen.answer(show_clean.make_clean_data(run_spaces, done), show_clean.describe_cleaned(done))

@@ -13,7 +13,7 @@ from pathlib import Path
 from tula_cli.cluster.local import LocalLauncher
 from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.errors import TulaError
+from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run import format as run_format
 from tula_cli.run.clean import (
@@ -201,8 +201,11 @@ def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
     """Remove the removable files of `run_spaces`; runs with jobs submitted in the meantime are left unchanged.
 
     If interrupted, the same call removes the remaining files.
+
+    Raises:
+        TulaError: no file could be removed; a `CannotWrite` of one class if that is why for all runs.
     """
-    files, size, problems = 0, 0, []
+    files, size, problems, errors = 0, 0, [], set()
     for run_space in run_spaces:
         if not run_space.holdings:
             continue
@@ -213,6 +216,12 @@ def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
                     files, size = files + 1, size + holding.size
         except TulaError as error:
             problems.append(f"{run_space.id}: {error.message}")
+            errors.add(type(error) if isinstance(error, CannotWrite) else TulaError)
+    if problems and not files:
+        error_class = errors.pop() if len(errors) == 1 else TulaError
+        raise error_class(
+            f"cannot delete the files: {'; '.join(problems)}", "resolve the cause, and run the same command again"
+        )
     return CleanResult(files, size, tuple(problems))
 
 

@@ -244,6 +244,8 @@ def get_job_status(
     if scheduler.released and state in ("failed", "diverged", "lost"):
         reason = f"{reason}; {scheduler.released}"
     end = now if state in ("running", "suspended") else progress.measured_at
+    if state in ("lost", "failed"):
+        attempts = [_end_at_last_sign_of_life(snapshot, attempt) for attempt in attempts]
     elapsed, nodes = _sum_elapsed_seconds(attempts, end=end), {task.id: task.nodes for task in tasks}
     newest = tasks[-1]
     remaining = _estimate_remaining_seconds(progress, training, pace=pace) if state in ACTIVE_STATES else None
@@ -397,6 +399,12 @@ def adjust_to_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> lis
             attempt = attempt.model_copy(update={"started_at": written})
         adjusted.append(attempt)
     return adjusted
+
+
+def _end_at_last_sign_of_life(snapshot: Snapshot, attempt: Attempt) -> Attempt:
+    """Return an attempt; one that its killed supervisor left open ends when its log was last written, as on resuming."""
+    last_sign = None if attempt.ended_at is not None else snapshot.find_last_sign_of_life(attempt)
+    return attempt if last_sign is None else attempt.model_copy(update={"ended_at": last_sign})
 
 
 def _belongs_to_submission(attempt: Attempt, job: Job) -> bool:

@@ -183,9 +183,13 @@ def describe_row(row: "Prediction") -> str:
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:
-    """Describe metrics by their values, without a top-5 accuracy of 100 %, which five classes or fewer always have."""
-    shown = {name: value for name, value in metrics.items() if (name, value) != ("top5", 100.0)}
-    return ", ".join(f"{name} {format_number(value, 4)}" for name, value in shown.items())
+    """Describe metrics by their values, those of `select_shown_metrics`."""
+    return ", ".join(f"{name} {format_number(value, 4)}" for name, value in select_shown_metrics(metrics).items())
+
+
+def select_shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics without a top-5 accuracy of 100 %, which five classes or fewer always have."""
+    return {name: value for name, value in metrics.items() if (name, value) != ("top5", 100.0)}
 
 
 def format_or_dash(value: float | None) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.show.status import describe_changes, describe_scaling, make_branches_table
-from tula_cli.show.tables import describe_cost, describe_metrics, make_table
+from tula_cli.show.tables import describe_cost, describe_metrics, make_table, select_shown_metrics
 from tula_cli.words import (
     choose_time_unit,
     compute_perplexity,
@@ -73,7 +73,7 @@ def render_seeds(report: "SeedsReport") -> Iterator["RenderableType"]:
         hours, cost = (None, None) if row.summary is None else (row.summary.actual_hours, row.summary.actual_cost)
         result = row.problem or "not finished"
         if row.summary is not None:
-            result = ", ".join(f"{name} {format_number(value, 4)}" for name, value in row.summary.metrics.items())
+            result = describe_metrics(row.summary.metrics)
         table.add_row(
             str(row.seed), str(row.nodes), str(row.batch), format_number(hours), format_number(cost), row.signature, result
         )  # fmt: skip
@@ -215,7 +215,7 @@ def render_evaluation(evaluated: "EvaluationRecord") -> Iterator[str]:
     yield f"{_describe_weights(evaluated.weights)} of training {evaluated.signature}{at} on {on}"
     yield ", ".join(
         f"{name} {format_number(value, 4)}{' %' * (name in PERCENT_METRICS)}"
-        for name, value in evaluated.metrics.items()
+        for name, value in select_shown_metrics(evaluated.metrics).items()
     )
     if not evaluated.test:
         yield "the best epoch was chosen on these samples, so the result is optimistic; set dataset.test to use a separate test set"

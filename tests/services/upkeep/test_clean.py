@@ -18,7 +18,7 @@ from tula_cli.cli import app
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.queue import NO_ANSWER
-from tula_cli.errors import NotYours, OtherFormat, Pending, SpecError
+from tula_cli.errors import NotYours, OtherFormat, Pending, SpecError, TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run import clean as run_holdings
 from tula_cli.run import owner
@@ -337,12 +337,13 @@ def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
     folder = trained(run, 100, 200, 300)
     item = found(run)
     slurm_job(run)
-    done = service.remove_files([item])
-    assert done.files == 0 and "was submitted for this run in the meantime" in done.problems[0]
+    with pytest.raises(TulaError, match="was submitted for this run in the meantime"):
+        service.remove_files([item])
     assert len(names(folder)) == 3 and not (run.path / "lock").exists()
     item = found(run, ask=says())
     assert run.lock.acquire() == ""
-    assert "another tula command" in service.remove_files([item]).problems[0]
+    with pytest.raises(TulaError, match="another tula command"):
+        service.remove_files([item])
     (run.path / "lock/owner").write_text("a-machine:1\n")
     os.utime(run.path / "lock", (0, 0))
     assert service.remove_files([item]).files == 2, "of a command that was killed an hour ago"
@@ -397,7 +398,7 @@ def test_files_that_cannot_be_deleted_are_an_error(run: RunDir, monkeypatch: pyt
     monkeypatch.setattr(run_holdings, "remove_file", refuse)
     monkeypatch.setattr(Path, "mkdir", refuse)
     code, out, err = tula("--yes")
-    assert (code, out) == (1, "") and f"cannot delete the files: {run.id}: cannot write" in err
+    assert (code, out) == (14, "") and f"cannot delete the files: {run.id}: cannot write" in err
 
 
 def test_json_tells_what_was_freed(run: RunDir) -> None:

@@ -205,6 +205,8 @@ def test_a_curve_without_a_knee_is_refused():
 def test_an_unknown_argument_is_an_error_of_the_function_that_was_called():
     with pytest.raises(TypeError, match=r"^check\(\) got an unexpected keyword argument 'memory'"):
         tula.check("job.yaml", memory="16GiB")
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'deadline'; did you mean deadline_hours\?"):
+        tula.recommend("job.yaml", deadline="2h")
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "3 months", "minutes"])

@@ -90,7 +90,12 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
             try:
                 given = call.__signature__.bind(*args, **kwargs).arguments  # type: ignore[attr-defined]
             except TypeError as error:  # raised again with the name of the function instead of its arguments' class
-                raise TypeError(f"{function.__name__}() {error}") from None
+                from tula_cli.plugins import suggest_nearest
+
+                names = [field.name for field in plain]
+                unknown = next((name for name in kwargs if name not in names), None)
+                hint = "" if unknown is None else suggest_nearest(unknown, names)
+                raise TypeError(f"{function.__name__}() {error}{hint and f'; {hint}'}") from None
             for parameter, option in list_fields(arguments):
                 if parameter.name not in given:
                     continue

@@ -886,7 +886,7 @@ def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path 
     """Compare two runs, A and B: `tula diff`. Nothing is written.
 
     Args:
-        before: run A: a run, the path of its folder, or its name under `root`.
+        before: run A: a run, the path of its folder or job file, or its name under `root`.
         after: run B, given like `before`.
         root: folder that contains the runs.
 
@@ -911,6 +911,8 @@ def _open_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun,
     if not isinstance(named, str | Path):
         raise SpecError(f"{named!r} is not a run", "give a run, the path of its folder, or its name")
     path = Path(named)
+    if path.is_file():
+        return _find_measured_run(path, root).directories
     inside = root / path
     return Run.open(path if path.exists() or not inside.is_dir() else inside).directories
 

@@ -18,6 +18,7 @@ from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.services.diff import RunDifference, choose_run, compare_runs
 from tula_cli.show.diff import render_difference
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import dump_yaml
 
 BEFORE = Truth(jitter=0.02)
 PLACES = [(nodes, local) for nodes in (1, 2, 4) for local in (64, 128)]
@@ -253,6 +254,9 @@ def test_python_takes_names_folders_and_runs(runs, tmp_path):
     add(other)
     by_name = tula.diff(first.id, tula.Run.open(other.path), root=tmp_path / "a")
     assert by_name.same and by_name.before.path == first.path
+    job = tmp_path / "job.yaml"
+    job.write_text(dump_yaml(first.read_spec()))
+    assert tula.diff(job, other.path, root=tmp_path / "a").before.path == first.path
     with pytest.raises(SpecError, match="are the same run"):
         tula.diff(first.path, str(first.path) + "/")
     with pytest.raises(SpecError, match="there is no run"):

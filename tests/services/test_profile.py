@@ -280,19 +280,20 @@ def test_probes_that_were_not_submitted_are_planned_again(rounds: RunDir) -> Non
     plan = profile.plan_probes(run, inspection())
     with pytest.raises(SchedulerError):
         profile.submit_probes(rounds, plan, _NoScheduler())
-    assert not rounds.read_tasks()
-    rounds.write_task(plan.tasks[0])  # the command was killed before it submitted the job
     again = profile.plan_probes(run, inspection())
     assert (batches(again), again.reasons) == (batches(plan), plan.reasons)
 
 
-def test_a_later_round_that_was_not_submitted_leaves_the_tasks_of_the_round_before(rounds: RunDir) -> None:
-    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
-    submit_all(rounds, plan, FakeLauncher())
-    before = rounds.read_tasks()
+def test_a_later_round_that_was_not_submitted_is_planned_again(rounds: RunDir) -> None:
+    run = Run(rounds.path, rounds.read_spec())
+    first = profile.plan_probes(run, inspection())
+    submit_all(rounds, first, FakeLauncher())
+    measure(rounds, first)
+    plan = profile.plan_probes(run, inspection())
+    assert plan.tasks
     with pytest.raises(SchedulerError):
-        profile.submit_probes(rounds, plan_after(plan), _NoScheduler({"probe-n001": "ended"}))
-    assert rounds.read_tasks() == before
+        profile.submit_probes(rounds, plan, _NoScheduler({task.job: "ended" for task in first.tasks}))
+    assert batches(profile.plan_probes(run, inspection())) == batches(plan)
 
 
 def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:

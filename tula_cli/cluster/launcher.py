@@ -12,7 +12,7 @@ from tula_cli.cluster.batch_launcher import BatchLauncher
 from tula_cli.cluster.local import LocalLauncher
 from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
-from tula_cli.errors import SchedulerError, TulaError
+from tula_cli.errors import SchedulerError
 from tula_cli.run.code import take_snapshot
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
@@ -126,21 +126,14 @@ def list_attachable_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]
 def submit_task(run: RunDir, launcher: Launcher, task: Task) -> None:
     """Store a task and submit its job, under `lock_submission`; an earlier cancellation of the job no longer applies.
 
-    If the job is not submitted, the task as it was before is restored, or removed if there was none, because the next
-    plan would count it as started.
+    The task remains if the submission fails, because a scheduler that does not answer may have accepted the job.
 
     Raises:
         SchedulerError: the scheduler refused the job.
     """
-    earlier = run.read_task(task.id)
     run.remove_cancellation(task.job)
     run.write_task(task)
-    try:
-        job = launcher.submit(run, task)
-    except TulaError:
-        run.restore_task(task.id, earlier)
-        raise
-    run.write_job(job)
+    run.write_job(launcher.submit(run, task))
 
 
 def submit_missing(run: RunDir, launcher: Launcher, tasks: Sequence[Task], code: Source) -> list[str]:

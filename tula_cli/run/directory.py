@@ -240,14 +240,6 @@ class RunDir:
     def write_task(self, task: Task) -> None:
         write_and_announce(self.path, f"tasks/{task.id}.json", task)
 
-    def restore_task(self, task_id: str, earlier: Task | None) -> None:
-        """Write the earlier version of a task whose job was not submitted; remove the task if there was none."""
-        if earlier is not None:
-            self.write_task(earlier)
-            return
-        (self.path / f"tasks/{task_id}.json").unlink(missing_ok=True)
-        announce_change(self.path)
-
     def read_task(self, task_id: str) -> Task | None:
         return read_record(self.path / f"tasks/{task_id}.json", TASK)
 

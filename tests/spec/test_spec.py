@@ -565,10 +565,9 @@ def test_what_slurm_cannot_be_asked_for_is_named_with_a_way_out(write, text, pat
     ("text", "words"),
     [
         ("minutes=2h", "MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"),
-        ("minutes='1-99:99'", "as in SLURM, got '1-99:99'"),
-        ("minutes='1:60'", "as in SLURM, got '1:60'"),
+        ("minutes='1:2:3:4'", "as in SLURM, got '1:2:3:4'"),
+        ("minutes='365-48:01:00'", "at most a year"),
         ("minutes=99999999999", "at most a year"),
-        ("minutes='366-01'", "at most a year"),
         ("minutes=0", "at least 1"),
         ("minutes=UNLIMITED", "as in SLURM, got 'UNLIMITED'"),
         ('python="apptainer exec \'image python"', "must be a command"),
@@ -583,11 +582,9 @@ def test_what_no_job_can_be_started_with_is_refused(write, text, words):
 @pytest.mark.parametrize(
     ("text", "most"),
     [
-        ("optimizer.lr=1e30", "1000000"),
-        ("train.reference_batch=1000000000000000000000000", "1000000000"),
+        ("train.reference_batch=1000000000000000000000000", "9.2"),
         ("train.accumulate=100000000", "1000000"),
         ("search.nodes=[100000000]", "1000000"),
-        ("search.min_batch=100000000000000", "1000000000"),
         ("search.max_minutes=1e9", "527040"),
         ("cluster.gpus_per_node=5000", "1000"),
     ],

@@ -17,7 +17,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from tula_cli.plugins import is_import_string
 from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, adapt_to_sharded_model
-from tula_cli.spec.kinds import Batch, Nodes, Section, find_null_character
+from tula_cli.spec.kinds import Nodes, Positive, Section, find_null_character
 from tula_cli.spec.merge import merge_mappings
 from tula_cli.spec.methods import DEFAULT_METHOD, DEFAULT_METHOD_REASON
 from tula_cli.spec.old_keys import replace_old_keys
@@ -65,7 +65,7 @@ class Baseline(Section):
     """Today's configuration, with which `tula recommend` and `tula train` compare the chosen one."""
 
     nodes: Nodes | None = None  # Number of nodes; null: the fewest of search.nodes
-    batch: Batch | None = None  # Global batch; null: train.reference_batch, or for a script script.reference.batch
+    batch: Positive | None = None  # Global batch; null: train.reference_batch, or for a script script.reference.batch
 
 
 class JobSpec(Section):

@@ -23,7 +23,7 @@ _SIZE_UNITS = {"": 1} | {
 MAX_MINUTES = 366 * 24 * 60
 """A year; longer limits are typing errors."""
 _MINUTES_FORMATS = "a number of minutes, or MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS as in SLURM"
-_MINUTES_PATTERN = r"^\s*([0-9]{1,15}(:[0-5]?[0-9]){0,2}|[0-9]{1,9}-([01]?[0-9]|2[0-3])(:[0-5]?[0-9]){0,2})\s*$"
+_MINUTES_PATTERN = r"^\s*([0-9]{1,9}-)?[0-9]{1,15}(:[0-9]{1,9}){0,2}\s*$"
 
 _MIN_MEMORY_BYTES = 1000**2
 """Bytes; a smaller size indicates a forgotten unit."""
@@ -75,8 +75,7 @@ def parse_minutes(value: object) -> object:
     """Convert SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS to minutes, rounded up; numbers are minutes.
 
     Raises:
-        ValueError: the text is not one of these (at most 23 hours after days, 59 minutes after hours, 59 seconds), or
-            is longer than a year.
+        ValueError: the text is not one of these, or is longer than a year.
     """
     if isinstance(value, bool):
         raise ValueError(f"must be {_MINUTES_FORMATS}, got {str(value).lower()}")
@@ -240,11 +239,9 @@ Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1), WithJsonSc
 Arguments = Annotated[dict[str, Any], AfterValidator(require_plain_data)]
 Line = Annotated[str, AfterValidator(require_one_line)]
 Command = Annotated[Line, AfterValidator(require_shell_words)]
-Positive = Annotated[int, Field(ge=1, le=10**15)]
-Batch = Annotated[int, Field(ge=1, le=10**9)]  # samples of a global batch
+Positive = Annotated[int, Field(ge=1, le=2**63 - 1)]  # numpy computes with 64 bits
 GpusPerNode = Annotated[int, Field(ge=1, le=1000)]  # GPUs, or processes on the CPU
 Nodes = Annotated[int, Field(ge=1, le=10**6)]
-LearningRate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -11,9 +11,7 @@ from tula_cli.plugins import is_import_string, suggest_name, suggest_nearest
 from tula_cli.spec.kinds import (
     MAX_MINUTES,
     Arguments,
-    Batch,
     GpusPerNode,
-    LearningRate,
     Line,
     Method,
     Nodes,
@@ -34,7 +32,7 @@ class RampStage(Section):
     """One stage of a batch-size ramp (`train.ramp`): a smaller batch at the beginning of a training."""
 
     epochs: PositiveFloat  # Duration of the stage in epochs; may be fractional
-    batch: Batch  # Global batch size of the stage
+    batch: Positive  # Global batch size of the stage
     nodes: Nodes | None = None  # Number of nodes, at most that of the training; null: set by train.ramp_nodes
 
 
@@ -261,7 +259,7 @@ class Optimizer(Section):
     """Any class of torch.optim, or an import string."""
 
     name: str = "SGD"  # A class of torch.optim, or package.module:callable
-    lr: LearningRate  # Learning rate, tuned for train.reference_batch
+    lr: PositiveFloat  # Learning rate, tuned for train.reference_batch
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # Momentum; null: not passed to the optimizer
     weight_decay: NonNegativeFloat = 0.0  # Weight decay
     # Further arguments of the optimizer, for example {nesterov: true}. If betas is not set, method ramp with Adam-like
@@ -378,7 +376,7 @@ class Train(Section):
     activation_checkpointing: bool = False
     # Seconds between checkpoints. auto: the optimal interval for the measured save time (Young and Daly).
     checkpoint_every: Literal["auto"] | PositiveFloat = "auto"
-    reference_batch: Batch = 128  # Global batch for which optimizer.lr was tuned
+    reference_batch: Positive = 128  # Global batch for which optimizer.lr was tuned
     # How the large batch is trained: a built-in method, or package.module:attribute of your own method. Default for
     # scripts: lrs with lr_scaling: sqrt if the command has {lr} or {lr_factor}, otherwise lbt.
     method: Method = DEFAULT_METHOD
@@ -516,8 +514,8 @@ class Search(Section):
     nodes: Annotated[list[Nodes], Field(min_length=1)] = [2, 4, 8, 16]  # Numbers of nodes to search
     # Numbers of GPUs per node to search; null: only cluster.gpus_per_node
     gpus_per_node: Annotated[list[GpusPerNode], Field(min_length=1)] | None = None
-    min_batch: Batch = 32  # Smallest global batch; tula considers min_batch x 2^k
-    max_batch: Batch | None = None  # Largest global batch; null: limited only by memory and dataset size
+    min_batch: Positive = 32  # Smallest global batch; tula considers min_batch x 2^k
+    max_batch: Positive | None = None  # Largest global batch; null: limited only by memory and dataset size
     # Which configurations are measured. full: all. partial: the fewest and the most nodes, each with the smallest and
     # the largest batch. sweep: all batches on the fewest nodes, the smallest batch on all other numbers of nodes, and
     # the middle and the largest batch on the most nodes. adaptive: tula chooses them in rounds from earlier results.

@@ -212,7 +212,7 @@ def test_a_sampler_gives_the_order_of_every_epoch() -> None:
     for epoch in range(2):
         expected = token_jobs.rare_first(train.samples, epoch, 3, times=2)
         batches = MicroBatchSampler(len(train), ramp=Ramp.from_constant_batch(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=2,
-                          start=Position(epoch=epoch), order=train.order)  # fmt: skip
+                          start=Position(epoch=epoch), order=train.make_epoch_order)  # fmt: skip
         assert [index for _, index in itertools.chain(*itertools.islice(batches, 4))] == expected
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from tula_cli.spec.kinds import Batch, LearningRate, Line, Positive, Section, require_shell_words
+from tula_cli.spec.kinds import Line, Positive, PositiveFloat, Section, require_shell_words
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import advise_key
 from tula_cli.spec.scripts.placeholders import (
@@ -83,8 +83,8 @@ class Length(Section):
 class Reference(Section):
     """The batch and learning rate for which the script was tuned."""
 
-    batch: Batch  # Global batch size
-    lr: LearningRate | None = None  # Learning rate at this batch; required if the command has {lr}
+    batch: Positive  # Global batch size
+    lr: PositiveFloat | None = None  # Learning rate at this batch; required if the command has {lr}
 
 
 class Resume(Section):

@@ -531,9 +531,12 @@ def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_s
 
 
 def _compute_spread(by_batch: Mapping[int, Sequence[Save]], unit: Literal["steps", "samples"]) -> float:
-    """Return the ratio of the longest and the shortest interval between checkpoints at different batches."""
+    """Return the ratio of the longest and the shortest interval between checkpoints at different batches.
+
+    It is infinite if a script counts no steps or samples between checkpoints.
+    """
     medians: list[float] = [statistics.median(getattr(save, unit) for save in saves) for saves in by_batch.values()]
-    return max(medians) / min(medians)
+    return max(medians) / min(medians) if min(medians) > 0 else math.inf
 
 
 def _find_whole_epochs(saves: list[Save], dataset_size: int | None) -> int | None:

@@ -447,9 +447,9 @@ class RunDir:
         return read_record(self.path / f"rates/{key}.json", RateSearch)
 
     def write_comparison(self, comparison: Comparison) -> None:
-        """Replace the comparison; the signatures of the trainings of earlier ones are kept."""
+        """Replace the comparison; the signatures of earlier trainings that did not train the job unchanged are kept."""
         previous = self.read_comparison()
-        earlier = () if previous is None else tuple(sorted(previous.signatures))
+        earlier = () if previous is None else tuple(sorted(previous.signatures - previous.signatures_of_job))
         write_record(self.path / "comparison.json", comparison.model_copy(update={"earlier": earlier}))
 
     def read_comparison(self) -> Comparison | None:

@@ -107,7 +107,10 @@ def open_runs_by_job(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> l
 
 def list_distinct_runs(runs: Sequence[RunDir]) -> list[RunDir]:
     """Return the runs in their order, those that are named several times only once."""
-    return list({run.path.resolve(): run for run in reversed(runs)}.values())[::-1]
+    distinct: dict[Path, RunDir] = {}
+    for run in runs:
+        distinct.setdefault(run.path.resolve(), run)
+    return list(distinct.values())
 
 
 def _open_each(runs: Sequence[RunDir], overrides: Sequence[str]) -> list[Run]:
@@ -282,7 +285,10 @@ def find_settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]
     if job is not None:
         return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
     stored_file = run.read_job_file()
-    return stored_file and JobFile(path=stored_file.path, overrides=(*stored_file.overrides, *overrides))
+    if stored_file is None:
+        return None
+    kept = (override for override in stored_file.overrides if override not in overrides)
+    return JobFile(path=stored_file.path, overrides=(*kept, *overrides))
 
 
 def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:

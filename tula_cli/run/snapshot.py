@@ -331,10 +331,10 @@ class Snapshot:
     def _read_if_readable(self, path: Path, kind: type[T] | TypeAdapter[T]) -> T | None:
         """Return a record, or None if it is missing or damaged; the error of a damaged one is kept."""
         if path not in self._records:
-            self._records[path] = None
             try:
                 self._records[path] = read_record(path, kind)
             except BadMeasurements as error:
+                self._records[path] = None
                 self._errors[path] = error
         record: T | None = self._records[path]
         return record

@@ -358,9 +358,8 @@ def list_observations_from_trainings(
         ):
             continue
         rows = run.get_training(name).read_sampled_metrics()
-        configurations += _list_trained_configurations(
-            run, steps_here, until=rows[-1].get("time", 0.0) if rows else 0.0
-        )
+        if any(row["kind"] == "step" for row in rows):
+            configurations += _list_trained_configurations(run, steps_here, until=rows[-1].get("time", 0.0))
         training_observations = stretches.list_observations_from_training(
             steps_here,
             rows,

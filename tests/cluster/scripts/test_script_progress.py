@@ -448,6 +448,36 @@ def test_checkpoints_between_two_polls_are_counted_one_by_one(run: RunDir) -> No
     assert run.get_training("x").read_script_saves().saves == result
 
 
+def test_files_that_are_saved_beside_the_checkpoint_are_not_checkpoints(run: RunDir) -> None:
+    training, attempt = ScriptTraining(run, task(run, "train-x-1", 16)), planned(run, STARTED)
+    begun = {step: STARTED + 0.1 * step for step in (11, 21, 31)}
+    out = training.output_folder
+    best = out / "best.pt"
+    saves(out, begun[31] + 0.2)
+    best.touch()
+
+    def saved(step: int) -> dict[str, object]:
+        names = [str(best)] if step == 21 else [f"{out}/state.json", str(best)]
+        return {**row("gap", step, begun[step] + 0.5), "saved": dict.fromkeys(names, begun[step])}
+
+    tells(run, "train-x-1", *map(saved, begun), step=33, samples=528.0, stepped_at=begun[31] + 10)
+    training.record_save(attempt, command())
+    result = run.get_training("x").read_script_saves().saves
+    assert [save.steps for save in result] == [10, 20]
+
+
+def test_a_checkpoint_of_another_library_is_not_counted_by_what_torch_saves(run: RunDir) -> None:
+    training, attempt = ScriptTraining(run, task(run, "train-x-1", 16)), planned(run, STARTED)
+    begun = {step: STARTED + 0.1 * step for step in (11, 21, 31)}
+    metrics = training.output_folder / "metrics.pt"
+    saves(training.output_folder, begun[31] + 0.2)
+    metrics.touch()
+    rows = [{**row("gap", step, begun[step] + 0.5), "saved": {str(metrics): begun[step]}} for step in begun]
+    tells(run, "train-x-1", *rows, step=33, samples=528.0, stepped_at=begun[31] + 10)
+    training.record_save(attempt, command())
+    assert [save.steps for save in run.get_training("x").read_script_saves().saves] == [30]
+
+
 def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
     planned(run, STARTED)

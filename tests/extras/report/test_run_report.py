@@ -267,6 +267,8 @@ def test_a_row_of_an_earlier_comparison_is_not_the_training(tmp_path: Path) -> N
     assert "ab12cd34" not in " ".join(section(report(run), "training").text)
     compare("ab12cd34", method="ramp")
     assert section(report(run), "training").text[0].startswith("Training ab12cd34"), "it trains the job unchanged"
+    compare("c0c0c0c0", method="lars")
+    assert section(report(run), "training").text[0].startswith("Training ab12cd34"), "also after another comparison"
 
 
 # --- gradients and methods

@@ -998,17 +998,26 @@ def _list_earlier_saves(
 ) -> list[tuple[float, int, float | None]]:
     """Return when an attempt saved checkpoints like one of `saved_at`, with the steps and samples as of rank 0.
 
-    These are the calls of torch.save with its path, except for numbers in it and an ending such as .tmp, or with what
-    the step that wrote it has saved. A script that saves in another way has none.
+    These are the calls of torch.save with its path, except for numbers in it and an ending such as .tmp. If there are
+    none, they are those with a name that the step of the checkpoint saved and that has since been renamed. Other files
+    that the same step saved, such as best weights, and checkpoints saved in another way do not count.
     """
     rows = [row for row in attempt.read_rows(0) if row["kind"] == "gap" and row.get("saved")]
     names = next(([*row["saved"]] for row in rows if row["time"] >= saved_at), [])
-    prefixes = tuple(map(_remove_numbers, [str(checkpoint), *names]))
+    paths = [_remove_numbers(str(checkpoint))]
+    if not any(_is_path_or_part(name, paths) for name in names):
+        paths = [_remove_numbers(name) for name in names if not Path(name).exists()]
     return [
         (max(times), row["step"] - 1, row["before"])
         for row in rows
-        if (times := [when for name, when in row["saved"].items() if _remove_numbers(name).startswith(prefixes)])
+        if (times := [when for name, when in row["saved"].items() if _is_path_or_part(name, paths)])
     ]
+
+
+def _is_path_or_part(name: str, paths: Iterable[str]) -> bool:
+    """Return whether a saved file is one of `paths`, in one that is a folder, or one with an ending such as .tmp."""
+    name = _remove_numbers(name)
+    return any(name.startswith(path) and name[len(path) :][:1] in ("", "/", ".", "~") for path in paths)
 
 
 def _get_plan_write_time(attempt: ScriptAttempt) -> float:

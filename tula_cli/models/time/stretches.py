@@ -128,10 +128,10 @@ def get_configuration(steps: TrainedSteps) -> TrainedConfiguration:
 def find_newest_trainings(
     trainings: Iterable[TrainedConfiguration],
 ) -> dict[tuple[int, int], TrainedConfiguration]:
-    """Return the newest training by nodes and local batch."""
+    """Return the newest training by nodes and local batch; one that has the length of the job and is finished, if any."""
     return {
         (training.nodes, training.local_batch): training
-        for training in sorted(trainings, key=lambda training: training.until)
+        for training in sorted(trainings, key=lambda training: (training.hours is not None, training.until))
     }
 
 

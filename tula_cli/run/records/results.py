@@ -329,11 +329,13 @@ class Comparison(Record):
     """Trainings of the first round, then full trainings of all rows, some of which may be dropped."""
     created_at: float  # Unix time
     job_row: str = ""  # name of the row that trains the job unchanged
-    earlier: tuple[str, ...] = ()  # signatures of the trainings of earlier comparisons of the run
+    earlier: tuple[
+        str, ...
+    ] = ()  # signatures of other trainings of earlier comparisons than those of the job unchanged
 
     @property
     def signatures(self) -> frozenset[str]:
-        """Signatures of the trainings of this comparison and of earlier ones of the run."""
+        """Signatures of the trainings of this comparison, and of those of earlier ones that changed the job."""
         return frozenset((*self.earlier, *(cell.signature for cell in self.cells)))
 
     @property

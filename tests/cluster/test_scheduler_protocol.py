@@ -386,7 +386,7 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
         ("no_such_module:Queue", {}, "there is no module 'no_such_module'"),
         (OWN, {"hom": "x"}, "unexpected keyword argument 'hom'"),
         (OWN, {}, "missing 1 required positional argument: 'home'"),
-        ("collections:OrderedDict", {}, "has no absent, ask, cancel, ended_how"),
+        ("collections:OrderedDict", {}, "has no cancel, describe_why_absent, find_end_reason"),
         (":TinyQueue", {}, "does not start with the full name"),
         (".queue:TinyQueue", {}, "does not start with the full name"),
     ],

@@ -44,8 +44,8 @@ def test_a_cpu_needs_a_memory_limit_so_that_the_search_never_fills_the_machine()
 
 
 def test_a_batch_below_one_sample_per_gpu_is_infeasible() -> None:
-    with pytest.raises(Infeasible, match="has less than one sample for each of 1024 GPUs"):
-        profile.make_largest_batch_bounds(spec_of(cluster={"gpus_per_node": 1024}), GPU)
+    with pytest.raises(Infeasible, match="has less than one sample for each of 1000 GPUs"):
+        profile.make_largest_batch_bounds(spec_of(cluster={"gpus_per_node": 1000}), GPU)
 
 
 def test_each_plan_starts_from_the_results_so_far(tmp_path: Path) -> None:

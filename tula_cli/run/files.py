@@ -238,9 +238,7 @@ def make_read_error(path: Path, error: OSError) -> TulaError:
         return not_yours_error or UnreadableFile(message, f"make it readable: chmod u+r {shlex.quote(str(path))}")
     if isinstance(error, NotADirectoryError):
         file = next((parent for parent in path.parents if parent.is_file()), path.parent)
-        return UnreadableFile(
-            f"{message}: {file} is a file", f"{_make_other_folder_hint(path)}, or move that file away"
-        )
+        return TulaError(f"{message}: {file} is a file", f"{_make_other_folder_hint(path)}, or move that file away")
     return UnreadableFile(message, _MOVE_ADVICE)
 
 

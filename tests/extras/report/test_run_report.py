@@ -382,8 +382,9 @@ def test_a_damaged_result_leaves_what_does_not_rest_on_it(tmp_path: Path) -> Non
     run = reports.trained(reports.answered(reports.probed(tmp_path)))
     (run.path / "results/probe-n001-l000064.json").write_text("{")
     document = report(run)
-    assert "scaling" in missing(document) and "training" not in missing(document)
-    assert "The values are those of the stored recommendation" in " ".join(section(document, "choice").text)
+    assert set(missing(document)) == {"comparison"}
+    assert "Left out: " in section(document, "measured").text[1]
+    assert "probe-n001-l000064.json is damaged" in section(document, "measured").text[1]
 
 
 # --- what holds of every report

@@ -342,7 +342,7 @@ def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, v
 def test_a_relaunch_goes_on_as_was_found(run: RunDir, setting: Any, verdict: Any, goes_on: str) -> None:
     job = spec(resume=RESUME | {"batch": setting})
     keep(run, verdict, job)
-    assert ScriptTraining(run, train_task(job)).resume_verdict == goes_on
+    assert ScriptTraining(run, train_task(job)).allowed_resume_batch == goes_on
 
 
 def test_records_go_through_their_files(run: RunDir) -> None:

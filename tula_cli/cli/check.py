@@ -115,7 +115,7 @@ def init(
                 command or "", kind, offered, gpus=gpus, cores=len(os.sched_getaffinity(0)), answers=answers
             )
 
-        made = _ask_missing_facts(screen, make)
+        made = _prompt_for_missing_settings(screen, make)
         text = made.text
         data, lines = show_check.describe_proposal(made, output)
         default, reason = get_default_train(made.recognised.script["command"])
@@ -142,7 +142,9 @@ def _read_script(path: Path) -> str:
         ) from None
 
 
-def _ask_missing_facts(screen: Screen, make: "Callable[[dict[str, str]], JobFileProposal]") -> "JobFileProposal":
+def _prompt_for_missing_settings(
+    screen: Screen, make: "Callable[[dict[str, str]], JobFileProposal]"
+) -> "JobFileProposal":
     """Return the job, asking on a terminal for facts that the command does not state; an error without a terminal."""
     from tula_cli.services.init import LENGTH_QUESTION
     from tula_cli.spec.scripts.launchers import UnknownFact

@@ -85,7 +85,7 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if program.endswith(".py") or "{" in program or shutil.which(program):  # shutil.which also accepts a path
         return ()
     problem = f"script.command: the program {program} does not exist on this machine"
-    return _raise_if_local(
+    return _report_inspection_problem(
         spec,
         problem,
         "install the program, activate its environment, or give its path in script.command",
@@ -113,10 +113,10 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     why = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
     problem = f"script.command: {python} cannot import torch: {why}"
     hint = "activate the environment that has torch, or give the path of that environment's Python in script.command"
-    return _raise_if_local(spec, problem, hint, "; the Python of the nodes must be able to import torch")
+    return _report_inspection_problem(spec, problem, hint, "; the Python of the nodes must be able to import torch")
 
 
-def _raise_if_local(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tuple[str, ...]:
+def _report_inspection_problem(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tuple[str, ...]:
     """Raise an error if a job runs on this machine, which has a problem; else return it as a warning about the nodes."""
     if spec.cluster.backend.has_queue:
         return (f"{problem}{on_nodes}",)

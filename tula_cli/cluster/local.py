@@ -147,7 +147,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
         return SchedulerState("running", f"waiting or ended on {job.host}; only commands on {job.host} see which")
     if attempts[-1].ended_at is not None:
         return SchedulerState("ended", f"on {job.host}, according to its files")
-    heard = snapshot.find_last_sign_of_life(attempts[-1])
+    heard = snapshot.get_last_log_time(attempts[-1])
     if heard is not None and time.time() - heard > MAX_SILENCE:
         return SchedulerState("ended", f"on {job.host}, without a heartbeat since {format_moment(heard)}")
     return SchedulerState("running", f"on {job.host}, according to its files")

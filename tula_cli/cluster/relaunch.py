@@ -212,7 +212,7 @@ def make_next_attempt(task: TrainTask, failure: Failure, decision: Relaunch | Re
 
 
 def resize_to_allocation(run: RunDir, task: TrainTask, granted: int) -> TrainTask:
-    """Return the task on the nodes that its job was granted; a different number makes it a new, recorded attempt."""
+    """Return the task on the nodes that its job was granted, recorded as a new attempt if their number differs."""
     resized = task.with_granted_nodes(granted)
     if resized.nodes == task.nodes:
         return task

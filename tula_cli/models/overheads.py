@@ -44,10 +44,10 @@ class OverheadModel:
             nodes, local_batch, batch: shape (n,).
         """
         probes = [probe for probe in self.probes if probe.overheads.eval_batch is not None]
-        near = probes or self.probes
+        evaluated_probes = probes or self.probes
         nearest_probe = find_nearest(
-            compute_ratios([probe.local_batch for probe in near], local_batch),
-            compute_ratios([probe.nodes for probe in near], nodes),
+            compute_ratios([probe.local_batch for probe in evaluated_probes], local_batch),
+            compute_ratios([probe.nodes for probe in evaluated_probes], nodes),
         )
         saves: dict[int, list[float]] = {}
         for probe in self.probes:
@@ -56,10 +56,12 @@ class OverheadModel:
         save_medians = {count: statistics.median(seconds) for count, seconds in saves.items()}
         return OverheadColumns(
             startup=_select_nearest(_pool_shorter_startups(self._startups), nodes) + self.shutdown,
-            eval_batch=np.array([probe.overheads.eval_batch for probe in near], dtype=float)[nearest_probe]
+            eval_batch=np.array([probe.overheads.eval_batch for probe in evaluated_probes], dtype=float)[nearest_probe]
             if probes
             else None,
-            eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in near])[nearest_probe],
+            eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in evaluated_probes])[
+                nearest_probe
+            ],
             checkpoint=_select_nearest(save_medians, nodes) if saves else None,
             refresh=refresh.compute_refresh_seconds(
                 self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch

@@ -37,16 +37,16 @@ def list_tracked_files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
         TulaError: git takes too long.
     """
     top = _run_git(folder, "rev-parse", "--show-toplevel").rstrip("\n")
-    return (Path(top), _list_tracked_files(Path(top))) if top else None
+    return (Path(top), _list_git_files(Path(top))) if top else None
 
 
-def _list_tracked_files(top: Path) -> dict[Path, bool]:
+def _list_git_files(top: Path) -> dict[Path, bool]:
     files: dict[Path, bool] = {}
     for options, tracked in ((["--others", "--exclude-standard"], False), (["--cached"], True)):
         for name in filter(None, _run_git_ls_files(top, *options).split("\0")):
             path = top / name
             if (path / ".git").exists():  # a submodule, or another checkout
-                files.update(_list_tracked_files(path))
+                files.update(_list_git_files(path))
             else:
                 files[path] = tracked
     return files

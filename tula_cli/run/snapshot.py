@@ -170,7 +170,7 @@ class Snapshot:
         """Return the attempts of a job that started at `since` (Unix time) or later, oldest first."""
         return [attempt for attempt in self._attempts_by_job.get(job_id, []) if attempt.started_at >= since]
 
-    def find_last_sign_of_life(self, attempt: Attempt) -> float | None:
+    def get_last_log_time(self, attempt: Attempt) -> float | None:
         """Return when an attempt last wrote to its log (Unix time of the file system); None if it has no log yet."""
         try:
             return (self.path / f"logs/{attempt.task}.{attempt.number:03d}.log").stat().st_mtime

@@ -210,14 +210,14 @@ class StepComparison:
     only: tuple[int, int]  # numbers of configurations tried only in A, and only in B
 
     @property
-    def timed(self) -> tuple[StepDifference, ...]:
+    def rows_measured_in_both(self) -> tuple[StepDifference, ...]:
         """Configurations that were measured in both runs."""
         return tuple(row for row in self.rows if row.ratio is not None)
 
     @property
     def changed(self) -> tuple[StepDifference, ...]:
         """Configurations whose step times differ by more than noise."""
-        return tuple(row for row in self.timed if row.beyond_noise)
+        return tuple(row for row in self.rows_measured_in_both if row.beyond_noise)
 
     @property
     def ratio(self) -> float | None:
@@ -409,7 +409,9 @@ def _make_headline_lines(difference: RunDifference) -> tuple[str, ...]:
     """Return the summary of the differences, one line per item."""
     pace, causes = _describe_step_time_change(difference.steps), list(_list_causes(difference))
     if not causes and not difference.steps.changed:
-        equal = "the same job, code and environment" if difference.steps.timed else "the same job and code"
+        equal = (
+            "the same job, code and environment" if difference.steps.rows_measured_in_both else "the same job and code"
+        )
         return (f"nothing differs: {equal}; {pace or 'neither run has measurements'}",)
     lines = [pace] if pace else []
     if causes:
@@ -424,9 +426,9 @@ def _make_headline_lines(difference: RunDifference) -> tuple[str, ...]:
 
 
 def _describe_step_time_change(steps: StepComparison) -> str:
-    if not steps.timed:
+    if not steps.rows_measured_in_both:
         return "no configuration was measured in both runs" * bool(steps.rows or any(steps.only))
-    count = format_count(len(steps.timed), "configuration")
+    count = format_count(len(steps.rows_measured_in_both), "configuration")
     if not steps.changed or steps.ratio is None:
         return f"step times are equal within noise ({count})"
     slower = sum((row.ratio or 1) > 1 for row in steps.changed)

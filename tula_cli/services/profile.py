@@ -150,14 +150,14 @@ def _choose_batches(
         spec,
         list(results_by_id.values()),
         inspection=inspection,
-        **_collect_adaptive_inputs(run, results_by_id),
+        **_collect_adaptive_search_inputs(run, results_by_id),
     )
     fresh = _limit_round_to_cap(spec, fresh, spent=node_hours_of_other_types + count_measured_node_hours(run))
     picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
     return group_probes_by_nodes(settled | failed | picked), fresh
 
 
-def _collect_adaptive_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
+def _collect_adaptive_search_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
     """Return the inputs of an adaptive search other than probes, as arguments of `choose_next_round`."""
     if not run.exists:
         return {}

@@ -133,7 +133,7 @@ def _read_sound_records(paths: Iterable[Path], damaged: list[str], types: _Types
     records = []
     for path in paths:
         try:
-            record = _read_plain_record(path, types)
+            record = _read_record_as_dict(path, types)
         except BadMeasurements as error:
             damaged.append(error.message)
             continue
@@ -142,7 +142,7 @@ def _read_sound_records(paths: Iterable[Path], damaged: list[str], types: _Types
     return records
 
 
-def _read_plain_record(path: Path, types: _Types) -> dict[str, Any] | None:
+def _read_record_as_dict(path: Path, types: _Types) -> dict[str, Any] | None:
     """Return a record whose fields have the types, or None if the file does not exist.
 
     Raises:

@@ -403,7 +403,7 @@ def adjust_to_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> lis
 
 def _end_at_last_sign_of_life(snapshot: Snapshot, attempt: Attempt) -> Attempt:
     """Return an attempt; one that its killed supervisor left open ends when its log was last written, as on resuming."""
-    last_sign = None if attempt.ended_at is not None else snapshot.find_last_sign_of_life(attempt)
+    last_sign = None if attempt.ended_at is not None else snapshot.get_last_log_time(attempt)
     return attempt if last_sign is None else attempt.model_copy(update={"ended_at": last_sign})
 
 

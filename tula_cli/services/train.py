@@ -134,7 +134,7 @@ def plan_training(
     check_divisibility(batch, compute_batch_divisor(spec, nodes))
     code = _choose_code_to_train(run, None if sizes else nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch) and not sizes
-    rungs = sizes[-1].ladder if sizes else _list_fallback_rungs(estimator, spec, nodes, batch, market)
+    rungs = sizes[-1].ladder if sizes else _list_oom_fallbacks(estimator, spec, nodes, batch, market)
     task = _make_train_task(spec, nodes, batch, code, rungs, sizes=sizes)
     newest = run.get_training(task.signature).read_newest_task()
     warnings: list[Diagnostic] = []
@@ -307,7 +307,7 @@ def _fit_estimator_if_measured(run: Run, recommended: Recommendation | None) -> 
     return None
 
 
-def _list_fallback_rungs(
+def _list_oom_fallbacks(
     estimator: Estimator | None, spec: JobSpec, nodes: int, batch: int, market: Market
 ) -> tuple[Rung, ...]:
     """Return the batch and its out-of-memory fallbacks, with predictions if there are measurements."""

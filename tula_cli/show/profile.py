@@ -54,7 +54,7 @@ def render_plan(
     from tula_cli.services.plans import ProfilePlan
 
     yield from (
-        _render_settled_plan(profile_plan)
+        _render_final_plan(profile_plan)
         if isinstance(profile_plan, ProfilePlan)
         else render_unsettled_plan(profile_plan)
     )
@@ -90,7 +90,7 @@ def _render_added_probes(plan: "ProfilePlan") -> Iterator[str]:
     yield from [plan.certainty] * bool(plan.certainty)
 
 
-def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
+def _render_final_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     if not plan.missing:
         yield f"all {format_count(plan.total, 'probe')} already have results"
         yield from [plan.certainty] * bool(plan.certainty)

@@ -258,7 +258,7 @@ def _convert_diagnostic_to_data(diagnostic: Diagnostic) -> dict[str, Any]:
 
 
 def _list_diagnostics(value: Any) -> list[dict[str, Any]]:
-    """Return the diagnostics in a field of a dataclass, which is one of them or a sequence."""
+    """Return the diagnostics in the value of a field, one or a sequence, as plain data."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     return [_convert_diagnostic_to_data(inner) for inner in values if isinstance(inner, Diagnostic)]
 

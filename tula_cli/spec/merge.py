@@ -35,11 +35,11 @@ def merge_sources(
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             _assign_value(merged, key, environ[variable], origins, source=variable)
     apply_overrides(merged, overrides, origins)
-    _remove_other_schedulers(merged, origins, {str(site_file) for site_file in sites} - {str(path)})
+    _remove_unused_scheduler_settings(merged, origins, {str(site_file) for site_file in sites} - {str(path)})
     return merged, origins
 
 
-def _remove_other_schedulers(merged: dict[str, Any], origins: dict[str, str], sites: Collection[str]) -> None:
+def _remove_unused_scheduler_settings(merged: dict[str, Any], origins: dict[str, str], sites: Collection[str]) -> None:
     """Remove settings of a scheduler that the job does not use, if only site files have given them."""
     cluster = merged.get("cluster")
     if not isinstance(cluster, dict):

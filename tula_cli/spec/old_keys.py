@@ -226,7 +226,7 @@ def _complete_train(train: Mapping[str, Any], *, is_of_other_metric: bool) -> di
 
 def replace_old_path(path: str) -> str:
     """Return the path of a key, `a.b.c`, with the new name of a renamed key."""
-    path_in_job = _get_path_in_job(path)
+    path_in_job = _strip_node_type_prefix(path)
     for old, new in RENAMED_KEYS.items():
         if f"{path_in_job}.".startswith(f"{old}."):
             return f"{path.removesuffix(path_in_job)}{new}{path_in_job.removeprefix(old)}"
@@ -235,14 +235,14 @@ def replace_old_path(path: str) -> str:
 
 def advise_key(path: str) -> str:
     """Return advice for a key `a.b.c` that no longer exists; empty if there is none."""
-    path_in_job = _get_path_in_job(path)
+    path_in_job = _strip_node_type_prefix(path)
     if path_in_job in RENAMED_KEYS:
         return f"it was renamed to {RENAMED_KEYS[path_in_job]}, which is also set"
     return REMOVED_KEYS.get(path_in_job, "")
 
 
-def _get_path_in_job(path: str) -> str:
-    """Return a path without node_types.NAME, below which keys are the same as in the job; a name may have dots."""
+def _strip_node_type_prefix(path: str) -> str:
+    """Return the path of a key without its prefix node_types.NAME, if it has one; NAME may contain dots."""
     parts = path.split(".")
     if parts[0] != "node_types":
         return path

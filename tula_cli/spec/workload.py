@@ -21,7 +21,7 @@ class Workload:
 
     @property
     def settings(self) -> frozenset[str]:
-        """The settings that the workload accepts, by the names of a script's placeholders."""
+        """Names of the settings that the workload accepts; those of a script are its placeholders."""
         return frozenset({"lr", "seed", "epochs"})
 
     @property

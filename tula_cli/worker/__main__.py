@@ -154,7 +154,7 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
         local_batch=_find_current_local_batch(task, run),
         shortage=get_shortage(error),
         # Samples are the same on every node; any other SpecError may be due to this node, such as a missing folder.
-        permanent=isinstance(error, SpecError) and _is_sent_by_loader(error),
+        permanent=isinstance(error, SpecError) and _is_data_loader_error(error),
         failed_at=time.time(),
     )
     with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ def _find_last_error_line(error: Exception) -> str:
     """Return the class, message and hint of an error; of an error that a loader process has sent, those of the original."""
     lines = str(error).strip().splitlines()
     original, hint = "", error.hint if isinstance(error, TulaError) else ""
-    if _is_sent_by_loader(error):  # torch keeps only the text of the original error
+    if _is_data_loader_error(error):  # torch keeps only the text of the original error
         original = find_user_exception(str(error))
         hints = [line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)]
         hint = hints[-1] if hints and isinstance(error, TulaError) else ""
@@ -190,7 +190,7 @@ def _find_last_error_line(error: Exception) -> str:
     )
 
 
-def _is_sent_by_loader(error: Exception) -> bool:
+def _is_data_loader_error(error: Exception) -> bool:
     return _LOADER_ERROR_PREFIX.match(str(error)) is not None
 
 

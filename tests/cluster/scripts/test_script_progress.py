@@ -572,7 +572,7 @@ def test_a_script_that_resumes_by_itself_is_counted_from_what_it_has_loaded(alon
     assert (kept.resumes_from, kept.lost) == ("{out}/epoch-*/state.json", (480,))
     message = next(row for row in alone.get_training("x").read_newest_metrics() if row["kind"] == "warning")["message"]
     assert "resumed by itself" in message and 'resume: {checkpoint: "{out}/epoch-*/state.json"}' in message
-    assert training.resume_verdict == "same" and training.newest_checkpoint() == out / "epoch-1" / "state.json", (
+    assert training.allowed_resume_batch == "same" and training.newest_checkpoint() == out / "epoch-1" / "state.json", (
         "the next start, too"
     )
 
@@ -598,7 +598,7 @@ def test_a_script_that_loads_nothing_of_its_training_begins_anew(
     alone: RunDir, load: tuple[dict[str, object], ...]
 ) -> None:
     training, base = second_start(alone, *load)
-    assert base == (0, 0) and training.resume_verdict == "none" and training.newest_checkpoint() is None
+    assert base == (0, 0) and training.allowed_resume_batch == "none" and training.newest_checkpoint() is None
 
 
 def begun(run: RunDir, samples: int | None, *, dataset: int = 800) -> None:

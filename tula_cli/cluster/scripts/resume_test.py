@@ -330,7 +330,7 @@ class ResumeTest(ScriptProgram):
             observation = observation.model_copy(
                 update={"saved_steps": killed.steps, "saved_samples": saved, **find_learning_rates(rows, killed.steps)}
             )
-        ending = _describe_ending(attempt, failure, killed=killed is not None and killed.killed)
+        ending = _make_outcome_fields(attempt, failure, killed=killed is not None and killed.killed)
         if not steps and "why" not in ending:
             ending["why"] = find_last_script_line(self.run.get_log_path(self.task.id, command.attempt))
         return observation.model_copy(update=ending)
@@ -403,8 +403,8 @@ def _count_samples_of_length(task: ResumeTestTask, length: Length, size: int | N
     return None if size is None else count_script_samples(script, size)
 
 
-def _describe_ending(attempt: ScriptAttempt, failure: Failure | None, *, killed: bool) -> dict[str, Any]:
-    """Return fields for how a start ended, and for a failed one its outcome and error line."""
+def _make_outcome_fields(attempt: ScriptAttempt, failure: Failure | None, *, killed: bool) -> dict[str, Any]:
+    """Return the fields that record how an attempt of the script ended, with outcome and error line if it failed."""
     if killed:
         return {"ended": "killed"}
     if failure is None:

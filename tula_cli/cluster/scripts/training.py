@@ -378,10 +378,10 @@ class TrainingMonitor(ScriptMonitor):
 
     def find_reason_to_kill(self) -> Failure | None:
         """Return why the ranks must be killed: also if their first steps contradict the settings, or are late."""
-        return self._first_step_failure or super().find_reason_to_kill() or self._find_missing_first_step()
+        return self._first_step_failure or super().find_reason_to_kill() or self._check_first_step_timeout()
 
-    def _find_missing_first_step(self) -> Failure | None:
-        """Return why the training is killed because no rank takes a step in time, or None."""
+    def _check_first_step_timeout(self) -> Failure | None:
+        """Return the failure of a training of which no rank has finished its first step within the limit, or None."""
         if time.monotonic() - self._began <= self._first_step_limit:
             return None
         has_heartbeat = any(self.attempt.read_heartbeat(rank) is not None for rank in range(self.command.ranks))
@@ -479,13 +479,14 @@ class ScriptTraining(ScriptProgram):
 
     @property
     def _resumes_at_any_batch(self) -> bool:
-        return self.resume_verdict in ("epoch", "any")
+        return self.allowed_resume_batch in ("epoch", "any")
 
     @cached_property
-    def resume_verdict(self) -> Verdict:
-        """With which batch the script may resume from a checkpoint: as in the spec, else as a resume test found.
+    def allowed_resume_batch(self) -> Verdict:
+        """The batch with which the script may resume from a checkpoint: that of the spec, or the result of a resume test.
 
-        "none" if a resume test found the checkpoint unusable, whatever the spec says; "same" without a resume test.
+        It is "none" if a resume test found the checkpoint unusable, and "same" if the spec asks for a resume test and
+        there was none.
         """
         resume, code = self.resume_settings, self.run.read_code(self.task.code)
         if resume is None:
@@ -517,7 +518,7 @@ class ScriptTraining(ScriptProgram):
         if not self._resumes_at_any_batch:
             tasks_of_same_batch = {task.id for task in self.training.read_tasks() if task.batch == self.task.batch}
             attempts = [attempt for attempt in attempts if attempt.task in tasks_of_same_batch]
-        if resume is None or self.resume_verdict == "none" or not attempts:
+        if resume is None or self.allowed_resume_batch == "none" or not attempts:
             return None, []
         began = min(attempt.started_at for attempt in attempts)
         useless = self.training.read_script_saves().left_out
@@ -639,7 +640,7 @@ class ScriptTraining(ScriptProgram):
 
     def record_start(self, command: LeaderCommand) -> None:
         """Record the start of an attempt, with warnings about its checkpoints."""
-        if self.resume_verdict == "none" and get_script(self.task.spec).resume is not None:
+        if self.allowed_resume_batch == "none" and get_script(self.task.spec).resume is not None:
             message = "according to the resume test, the script cannot resume from its own checkpoint, so it starts from the beginning after each interruption"
             self._add_row("warning", 0, message=message)
         for message in self._describe_damaged_checkpoints():

@@ -283,7 +283,12 @@ class ScriptMonitor(RankMonitor):
             return reason
         for rank in self.ranks:
             beat = self.attempt.read_heartbeat(rank)
-            if beat is None or not self._is_silent(beat) or self._has_written_result(rank) or self._is_any_rank_alive():
+            if (
+                beat is None
+                or not self._is_heartbeat_stale(beat)
+                or self._has_written_result(rank)
+                or self._is_any_rank_alive()
+            ):
                 continue
             message = (
                 f"stopped, because no step finished for {time.time() - beat.alive_at:.0f} s"
@@ -298,9 +303,9 @@ class ScriptMonitor(RankMonitor):
     def _is_any_rank_alive(self) -> bool:
         """Return whether any rank on any node is alive; ranks that wait while it evaluates or saves are not stuck."""
         beats = [self.attempt.read_heartbeat(rank) for rank in range(self.command.ranks)]
-        return any(beat is not None and (beat.lost is not None or not self._is_silent(beat)) for beat in beats)
+        return any(beat is not None and (beat.lost is not None or not self._is_heartbeat_stale(beat)) for beat in beats)
 
-    def _is_silent(self, beat: Heartbeat) -> bool:
+    def _is_heartbeat_stale(self, beat: Heartbeat) -> bool:
         return time.time() - beat.alive_at > max(self.program.silence, SILENT_STEPS * beat.seconds)
 
     def _has_written_result(self, rank: int) -> bool:

@@ -252,7 +252,7 @@ class _WatchedJob:
         self.record_node_hours(over=False)
 
     def record_node_hours(self, *, over: bool) -> None:
-        """Record the node-hours of the job; until it is over, its maximum, as this process may be killed."""
+        """Record the node-hours of the job; while it runs, those of its time limit, because this process may be killed."""
         if not self.id:
             return
         hours = self.earlier + (self.seconds / 3600 if over else MINUTES / 60)

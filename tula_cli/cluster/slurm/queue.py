@@ -331,7 +331,7 @@ def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | N
     restarts = int(restart_count) if restart_count.isdigit() else 0
     if restart is not None and restart < restarts:
         # Requeued since: the job itself did not end that allocation.
-        return _find_outcome_of_rows(_list_rows_of_run(job_id, restart)) or "preempted"
+        return _get_job_outcome(_list_rows_of_run(job_id, restart)) or "preempted"
     state = _parse_state_name(record.get("JobState", ""))
     if state in PENDING or (state in RUNNING and state != "COMPLETING"):
         return None
@@ -342,7 +342,7 @@ def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | N
     # DerivedExitCode of an earlier run is kept when a job is requeued.
     if record.get("DerivedExitCode") == OOM_KILLED and not restarts:
         return "host_oom"
-    return _find_outcome_of_rows(_list_rows_of_run(job_id, restart))
+    return _get_job_outcome(_list_rows_of_run(job_id, restart))
 
 
 def _read_controller_record(job_id: str) -> dict[str, str]:
@@ -367,7 +367,7 @@ def _list_rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
     return runs[run_index] if 0 <= run_index < len(runs) else []
 
 
-def _find_outcome_of_rows(rows: list[list[str]]) -> OutcomeClass | None:
+def _get_job_outcome(rows: list[list[str]]) -> OutcomeClass | None:
     """Return why a job was ended; for a failed job, storage or out-of-memory if exit codes show it, else None."""
     if not rows:
         return None

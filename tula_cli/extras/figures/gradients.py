@@ -62,7 +62,7 @@ def build_gradient_figures(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
     for quantity in EPOCH_QUANTITIES:
         drawn = of_steps.pop(quantity.key, None)
         yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs) if drawn is None else [drawn]
-    yield from _build_eigenvalue_figure(curves)
+    yield from _build_curvature_figure(curves)
     for quantity in CURVATURE_QUANTITIES:
         yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature)
     yield from of_steps.values()
@@ -91,8 +91,8 @@ def _add_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Seri
     return replace(series, low=low, high=high)
 
 
-def _build_eigenvalue_figure(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
-    """Yield the largest eigenvalue of the Hessian together with the gradient norm on the same samples."""
+def _build_curvature_figure(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
+    """Yield the figure of the largest eigenvalue of the Hessian and of the gradient norm, if they were recorded."""
     named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
     several = len({curve.name for curve in curves}) > 1
     series = [

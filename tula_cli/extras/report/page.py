@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from tula_cli.extras.report import formats, svg
 from tula_cli.extras.report.formats import list_figure_rows
-from tula_cli.extras.report.svg import remove_control_characters, render_svg, require_matplotlib
+from tula_cli.extras.report.svg import render_svg, replace_invalid_xml_characters, require_matplotlib
 from tula_cli.extras.report.values import build_table
 from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Section, Table
 from tula_cli.words import format_count
@@ -136,7 +136,7 @@ def render_page(document: Document) -> str:
 
 def escape_text(words: str) -> str:
     """Escape text for HTML."""
-    return html.escape(remove_control_characters(words))
+    return html.escape(replace_invalid_xml_characters(words))
 
 
 def _render_head(document: Document) -> Iterator[str]:

@@ -68,7 +68,7 @@ def build_choice_section(material: Material) -> Section:
     return replace(
         section,
         text=tuple(_describe_choice(material, recommendation)),
-        facts=tuple(_list_choice_facts(recommendation)),
+        facts=tuple(_list_recommendation_facts(recommendation)),
         tables=(build_configurations_table(rows, choice, recommendation.currency),),
     )
 
@@ -93,7 +93,7 @@ def _describe_choice(material: Material, recommendation: Recommendation) -> Iter
         )
 
 
-def _list_choice_facts(recommendation: Recommendation) -> Iterator[Fact]:
+def _list_recommendation_facts(recommendation: Recommendation) -> Iterator[Fact]:
     values = {
         "objective": recommendation.criteria,
         "price": recommendation.price,

@@ -55,7 +55,7 @@ _LINE_LENGTH = 50  # maximum characters per line of text in a drawing
 _MAX_PLOTTED_VALUE = 1e200  # axes overflow at larger values
 
 
-def remove_control_characters(text: str) -> str:
+def replace_invalid_xml_characters(text: str) -> str:
     """Replace characters that are invalid in XML or HTML (control characters, lone surrogates) by U+FFFD."""
     return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
@@ -64,7 +64,7 @@ def wrap_text(text: str, length: int = _LINE_LENGTH, *, most: int = 2) -> str:
     """Wrap a text to at most `most` lines of `length` characters; a longer text ends in an ellipsis."""
     if 3 * sum(letter.isupper() or not letter.isascii() for letter in text) > len(text):
         length = length // 2  # capitals and letters of other scripts are wider
-    lines = textwrap.wrap(remove_control_characters(text), max(length, 1))
+    lines = textwrap.wrap(replace_invalid_xml_characters(text), max(length, 1))
     return "\n".join(lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: length - 1]}…"])
 
 
@@ -296,7 +296,7 @@ def render_svg(figure: Figure, *, prefix: str = "", style_indices: Mapping[str, 
         _draw_figure(figure, style_indices or {}).savefig(written, format="svg", metadata=metadata)
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix or figure.key) or "figure"
     root, _, content = written.getvalue().partition("<svg")[2].partition(">")
-    title, description = html.escape(remove_control_characters(figure.title)), html.escape(describe_figure(figure))
+    title, description = html.escape(replace_invalid_xml_characters(figure.title)), html.escape(describe_figure(figure))
     return (
         f'<svg class="figure" role="img" aria-labelledby="{name}-title {name}-desc"{root}>'
         f'<title id="{name}-title">{title}</title><desc id="{name}-desc">{description}</desc>'
@@ -327,7 +327,7 @@ def describe_figure(figure: Figure) -> str:
     names = ", ".join(series.name for series in figure.series if series.name)
     axes = f"{figure.y_label} against {figure.x_label}" + f": {names}" * bool(names)
     sentences = [axes, *(mark.text for mark in figure.marks), figure.caption]
-    return remove_control_characters(". ".join(text for text in sentences if text))
+    return replace_invalid_xml_characters(". ".join(text for text in sentences if text))
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def make_run_payload(run: Run, snapshot: Snapshot, *, active: bool, artifacts: t
     moments = [job.submitted_at for job in snapshot.jobs] + [result.measured_at for result in measured]
     environment = _list_environment(measured[0].environment) if measured else {}
     counts = {"probes/measured": len(measured), "probes/in_all": len(snapshot.results)}
-    answer_numbers = {} if answer is None else _list_answer_numbers(answer)
+    answer_numbers = {} if answer is None else _collect_recommendation_metrics(answer)
     return RunPayload(
         TrackerRun("run", "run", run.id, min(moments, default=0.0)),
         "running" if active else "finished",
@@ -108,7 +108,7 @@ def _list_answer_words(answer: Recommendation) -> dict[str, str]:
     return {f"recommendation.{key}": text for key, text in texts.items() if text}
 
 
-def _list_answer_numbers(answer: Recommendation) -> dict[str, Any]:
+def _collect_recommendation_metrics(answer: Recommendation) -> dict[str, Any]:
     names = (
         "nodes",
         "batch",

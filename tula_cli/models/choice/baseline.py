@@ -354,10 +354,10 @@ class Gain:
 
 
 def compute_gain(headline: Headline | None, summary: Summary, *, length: str) -> Gain | None:
-    """Compare a finished training with the baseline of its recommendation.
+    """Return the time and cost that a finished training saved compared with the baseline of its recommendation.
 
-    None if there is no forecast of the baseline, if it was trained itself, or if the training had another `length` than
-    the forecast or ended before its last epoch.
+    None if there is no forecast of the baseline, if the training used the configuration of the baseline, or if it had
+    another `length` than the forecast or ended before its last epoch.
     """
     if headline is None or headline.baseline is None or summary.ended or headline.length not in ("", length):
         return None

@@ -226,7 +226,7 @@ class StepTimeDrift:
         return prediction.step_low <= step_time <= prediction.step_high
 
     def check_epoch(self, step_time: float | None, *, epoch: int) -> Diagnostic | None:
-        """Return the warning after an epoch; None if there is nothing new.
+        """Return a warning if the step time has been out of the predicted interval for two epochs, or back in it; else None.
 
         Args:
             step_time: seconds; None if too few steps were timed.
@@ -296,7 +296,7 @@ _SLOWER_CAUSES: dict[StepPart, str] = {"compute": "the nodes compute more slowly
 _FASTER_CAUSES: dict[StepPart, str] = {"compute": "the nodes compute faster", "network": "the network is faster", "input": "data loading is faster"}  # fmt: skip
 
 
-def compute_median_parts(samples: Sequence[StepParts]) -> StepParts:
+def compute_median_step_parts(samples: Sequence[StepParts]) -> StepParts:
     """Return the median of each part over samples, of which there must be at least one."""
 
     def compute_median_part(name: str) -> float | None:
@@ -322,7 +322,7 @@ def describe_level_change(level: "Level", task: TrainTask, seconds_left: Callabl
     """
     first_after, pricing, prediction = level.after[0], task.spec.pricing, task.prediction
     parts_before, after = (
-        compute_median_parts([sample.parts for sample in samples]) for samples in (level.before, level.after)
+        compute_median_step_parts([sample.parts for sample in samples]) for samples in (level.before, level.after)
     )
     remaining, at_first = seconds_left(after.step), seconds_left(parts_before.step)
     return StepChange(

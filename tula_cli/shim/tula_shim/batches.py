@@ -114,7 +114,7 @@ class DeliveredBatches:
             samples = _get_at_path(batch, path) if path is not None else None
         return samples
 
-    def pop_delivered(self) -> dict[int, list[float]]:
+    def pop_batch_counts(self) -> dict[int, list[float]]:
         """Return the batches delivered since the last call; they count even if no backward pass of torch was seen."""
         self.count_backward()
         taken, self.pending = self.pending, {}

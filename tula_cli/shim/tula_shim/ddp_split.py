@@ -52,12 +52,12 @@ class DdpSplit:
         """Start timing each backward pass that reduces gradients."""
         self._watching = "sync"
 
-        def ready(_: object) -> None:
+        def mark_sync_done(_: object) -> None:
             self._last = mark()
 
         for module in self.list_modules():
             self._handles.append(module.register_forward_pre_hook(self._before_forward))
-            self._handles += [p.register_hook(ready) for p in module.parameters() if p.requires_grad]
+            self._handles += [p.register_hook(mark_sync_done) for p in module.parameters() if p.requires_grad]
 
     def watch_norms(self) -> None:
         """Start recording the norms of each bucket before and after its reduction."""

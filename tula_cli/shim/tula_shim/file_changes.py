@@ -76,11 +76,11 @@ class FileChangeRecorder:
             return
 
         @functools.wraps(serialize)
-        def serializing(tensors: Any, filename: Any, *arguments: Any, **named: Any) -> Any:
+        def serialize_and_record(tensors: Any, filename: Any, *arguments: Any, **named: Any) -> Any:
             self.record_change(filename, resolve=True)
             return serialize(tensors, filename, *arguments, **named)
 
-        module.serialize_file = serializing  # type: ignore[attr-defined]
+        module.serialize_file = serialize_and_record  # type: ignore[attr-defined]
 
     def _record_open(self, path: Any, _: object, flags: int) -> None:
         if flags & WRITING and not os.path.isdir(path):  # noqa: PTH112 - tempfile opens the folder (O_TMPFILE) to create a file in it

@@ -160,7 +160,7 @@ class Recorder:
             self._start_training()
         self.step += 1
         self._write_notes()
-        counts = self.delivered.pop_delivered()
+        counts = self.delivered.pop_batch_counts()
         if samples is not None:
             self._reported_samples = (self._reported_samples or 0) + samples
         self.pulse.record_step(self.step, self.count_samples())

@@ -336,7 +336,7 @@ def _count_processes_per_node(
     return world // machines
 
 
-def _add_counts(
+def _set_process_counts(
     launch: Launch, launcher: str, machines: int, processes: int, nodes: Option | None, each: Option | None
 ) -> Launch:
     """Return a launch with its numbers of nodes and processes, and the options that gave them."""
@@ -378,7 +378,7 @@ def _parse_launch(
         others = [word for option in options if option.meaning not in launcher_words for word in option.words]
         program = (*start, *map(fill_placeholders, _ACCELERATE_OPTIONS.split()), *others, remaining_words[0])
         launch = Launch(program, tuple(remaining_words[1:]), "node")
-        return _add_counts(launch, launcher.name, machines, processes, nodes, each or total)
+        return _set_process_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
         machines = max(1, parse_count_option(total, PROCESSES_QUESTION, known_facts) // processes) if total else 1
         start = (
@@ -391,7 +391,7 @@ def _parse_launch(
     hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
     flag = _find_local_rank_flag(known_facts.folder / remaining_words[0].text) if hands_on else ""
     rank_option = (fill_placeholders(f"{flag}={{local_rank}}"),) if flag else ()
-    return _add_counts(
+    return _set_process_counts(
         Launch(program, (*rank_option, *remaining_words[1:])), launcher.name, machines, processes, nodes, each
     )
 
@@ -465,9 +465,9 @@ def _parse_srun_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> L
     if launch.launcher:  # the launcher starts the processes, and srun starts the launcher once per node
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
     if not (each or tasks) and known_facts.tasks_per_node:
-        return _add_counts(launch, "srun", machines, known_facts.tasks_per_node, nodes, None)
+        return _set_process_counts(launch, "srun", machines, known_facts.tasks_per_node, nodes, None)
     per_node = _count_processes_per_node(each, tasks, machines, known_facts, missing="srun's --ntasks-per-node")
-    return _add_counts(launch, "srun", machines, per_node, nodes, each or tasks)
+    return _set_process_counts(launch, "srun", machines, per_node, nodes, each or tasks)
 
 
 _SLURM_SHORT_OPTIONS = {
@@ -541,7 +541,7 @@ def _make_launch_without_launcher(launch: Launch, known_facts: KnownFacts, *, is
         )
     else:
         return launch
-    return _add_counts(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
+    return _set_process_counts(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
 
 
 def _may_name_several_gpus(option: Option) -> bool:
@@ -576,7 +576,7 @@ def _make_lightning_launch(launch: Launch, options: Mapping[str, Option], known_
     bare = () if is_python or script[0].text.endswith(".py") else (ShellWord("--no-python", ""),)
     program = (*start, *map(fill_placeholders, _TORCHRUN_COMMAND.split()), *bare, *script)
     launch = replace(launch, program=program, arguments=tuple(arguments), launch="node")
-    return _add_counts(launch, "lightning", machines, processes, nodes, devices)
+    return _set_process_counts(launch, "lightning", machines, processes, nodes, devices)
 
 
 def make_per_node_words(processes: int) -> str:

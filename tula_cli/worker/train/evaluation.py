@@ -328,7 +328,7 @@ class Evaluator:
         return min(size, self._count_samples(self.trainer.ranks.rank) - index * size)
 
     def _score_batch(self, batch: Any, count: int) -> torch.Tensor:
-        """Return sums over a batch of `count` samples: loss, top-1 hits, top-5 hits, samples, samples of language."""
+        """Return sums over a batch of `count` samples: loss, top-1 hits, top-5 hits, samples, and samples of language models."""
         trainer = self.trainer
         odd = count != trainer.largest_micro_batch  # not compiled for the shape of a smaller last batch
         with (

@@ -82,7 +82,7 @@ class StepWatch:
         self._start_sampling()
 
     @property
-    def can_separate_parts(self) -> bool:
+    def can_time_communication(self) -> bool:
         """Whether computation and synchronisation can be timed separately: with DDP, and uncompiled (hooks
         recompile)."""
         return self.trainer.parallel.separates_communication and not self.trainer.spec.train.compile
@@ -92,7 +92,7 @@ class StepWatch:
         trainer = self.trainer
         self.steps, self.began = [], (trainer.position.samples, trainer.epoch, time.time())
         self.spy = SynchronisationTimer(trainer.clock, trainer.parallel)
-        self.watching = self.can_separate_parts and trainer.ranks.world > 1 and not trainer.local_sgd
+        self.watching = self.can_time_communication and trainer.ranks.world > 1 and not trainer.local_sgd
         if self.watching:
             self.spy.__enter__()
             trainer.on_backward = self.spy.record_reduction
@@ -139,7 +139,7 @@ class StepWatch:
         seconds = self.trainer.clock.measure_seconds
         step_time = compute_trimmed_mean([seconds(step.start, step.end) for step in plain])
         data = compute_trimmed_mean([seconds(step.start, step.loaded) for step in plain])
-        if not self.can_separate_parts:
+        if not self.can_time_communication:
             (data,) = self.trainer.ranks.elementwise_max([data])
             return StepParts(step=step_time, data=data, compute=None, sync=None)
         if self.trainer.ranks.world == 1:

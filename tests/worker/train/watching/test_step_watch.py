@@ -104,7 +104,7 @@ def step(*, data: float, whole: float, refreshed: bool = False) -> Step:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> StepWatch:
-    monkeypatch.setattr(StepWatch, "can_separate_parts", True)
+    monkeypatch.setattr(StepWatch, "can_time_communication", True)
     return StepWatch(fake(others=(0.03, 0.2, -0.01)))
 
 

@@ -91,7 +91,8 @@ def test_a_job_is_measured_and_trained_over_time_limits_on_a_scheduler_of_the_us
     result = training.read_result()
     assert result is not None and result.epochs == EPOCHS and result.samples == EPOCHS * STEPS * 64
     (link,) = [job for job in run.read_jobs() if job.id.startswith("train")]
-    assert {state.state for state in queue.query_states(link.links).values()} == {"ended"} and jobs[-1] in link.links
+    assert jobs[-1] in link.links
+    tula.until(lambda: {state.state for state in queue.query_states(link.links).values()} == {"ended"})
     status = tula("status")["data"]
     assert status["jobs"][-1]["scheduler"] == "tiny_queue:TinyQueue" and status["jobs"][-1]["state"] == "done"
 

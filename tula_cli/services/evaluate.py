@@ -23,13 +23,7 @@ from tula_cli.run.records.tasks import EvaluateTask, RateSearchTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import EvaluationPlanned, Note, WarningEvent, Work
 from tula_cli.services.status import compute_micro_batch
-from tula_cli.services.waiting import (
-    DetachedJobs,
-    Submission,
-    make_interruption_of_jobs,
-    wait_for_jobs,
-    warn_new_jobs,
-)
+from tula_cli.services.waiting import DetachedJobs, Submission, explain_interruption
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_evaluation_signature
 
@@ -230,15 +224,10 @@ def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Wo
         yield planned
         if run.spec.cluster.backend.has_queue:  # on this machine, evaluation needs no confirmation
             submission.require_confirmed(planned)
-    try:
+    with explain_interruption([run]):
         _start_job(run, task, launcher)
-        if not submission.should_wait(run.spec):
-            yield from warn_new_jobs(run, launcher, [task.job], unfinished, run.spec)
-            return DetachedJobs((task.job,), tuple(unfinished))
-        yield from wait_for_jobs(run, launcher, [task.job], timeout=submission.timeout)
-    except KeyboardInterrupt:
-        raise make_interruption_of_jobs([run]) from None
-    return read_evaluation_result(run, task)
+        outcome = yield from submission.wait_or_detach(run, launcher, [task.job], unfinished)
+    return outcome if isinstance(outcome, DetachedJobs) else read_evaluation_result(run, task)
 
 
 def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:

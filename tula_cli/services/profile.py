@@ -45,7 +45,7 @@ from tula_cli.services.status import summarize_notes
 from tula_cli.services.waiting import (
     DetachedJobs,
     Submission,
-    make_interruption_of_jobs,
+    explain_interruption,
     require_within_cap,
     wait_for_jobs,
     warn_new_jobs,
@@ -754,32 +754,20 @@ class _ProfilingSession:
                 self.submission.require_confirmed(planned_event)
             self.confirmed = self.is_started = True
         self.submission.save_runs([run for run, _ in planned])
-        self._submit_jobs(jobs)
-        return jobs
-
-    def _submit_jobs(self, jobs: Sequence[_SubmittedRun]) -> None:
-        """Submit the jobs of each variant.
-
-        Raises:
-            Interruption: Ctrl-C; submitted jobs continue to run.
-        """
-        try:
+        with explain_interruption([run for run, _ in missing]):
             for submitted in jobs:
                 submitted.started = submit_probes(submitted.run, submitted.plan, submitted.launcher)
-        except KeyboardInterrupt:
-            raise make_interruption_of_jobs([submitted.run for submitted in jobs]) from None
+        return jobs
 
     def _wait_for_round(self, jobs: Sequence[_SubmittedRun], deadline: float | None) -> Work[None]:
         """Wait until `deadline` for the jobs of one variant after another; all of them have been submitted."""
-        try:
+        with explain_interruption([submitted.run for submitted in jobs]):
             for submitted in jobs:
                 if submitted.run.type is not None:
                     yield Note(f"{describe_node_type(submitted.run.type)}:")
                 yield from wait_for_jobs(
                     submitted.run, submitted.launcher, submitted.started, timeout=self._remaining_seconds(deadline)
                 )
-        except KeyboardInterrupt:
-            raise make_interruption_of_jobs([submitted.run for submitted in jobs]) from None
 
 
 def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Work[SubmittedProbes]:

@@ -28,7 +28,7 @@ from tula_cli.services.profile import count_measured_node_hours
 from tula_cli.services.waiting import (
     Submission,
     describe_beyond_cap,
-    make_interruption_of_jobs,
+    explain_interruption,
     wait_for_jobs,
 )
 from tula_cli.spec.job import JobSpec
@@ -168,13 +168,11 @@ def submit_resume_test_and_wait(
     Raises:
         Pending, Interruption, SchedulerError, JobFailed: as in `run_resume_test`.
     """
-    try:
+    with explain_interruption([run]):
         task = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes)
         at_most = f"at batch {task.batch}, at most {run.spec.get_measuring_minutes():g} min"
         yield Note(f"testing on {words.format_count(task.nodes)} whether the script can resume, {at_most}: {task.id}")
         yield from wait_for_jobs(run, launcher, [task.job], timeout=timeout)
-    except KeyboardInterrupt:
-        raise make_interruption_of_jobs([run]) from None
     record = ResumeTestRecords(run.path).read(task.id)
     if record is None or record.over_at is None:
         attempts = run.read_attempts(task.id)

@@ -52,13 +52,7 @@ from tula_cli.services.site_charges import (
     require_known_balance,
 )
 from tula_cli.services.status import load_summary, require_known_job
-from tula_cli.services.waiting import (
-    DetachedJobs,
-    Submission,
-    make_interruption_of_jobs,
-    wait_for_jobs,
-    warn_new_jobs,
-)
+from tula_cli.services.waiting import DetachedJobs, Submission, explain_interruption
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, format_moment, quote_path
@@ -428,15 +422,12 @@ def run_training(training: PreparedTraining, submission: Submission) -> Work[Sum
         submission.require_confirmed(planned)
     submission.save_runs([run])
     after = "" if unfinished else (yield from run_resume_test_if_due(training.start, launcher, submission))
-    try:
-        jobs = (submit_training(run, plan, launcher, after=after),)
-        if not submission.should_wait(run.spec):
-            yield from warn_new_jobs(run, launcher, jobs, unfinished, run.spec)
-            return DetachedJobs(jobs, tuple(unfinished))
-        run_status = yield from wait_for_jobs(run, launcher, jobs, timeout=submission.timeout)
-    except KeyboardInterrupt:
-        raise make_interruption_of_jobs([run]) from None
-    require_known_job(run_status, plan.task.job)
+    with explain_interruption([run]):
+        job = submit_training(run, plan, launcher, after=after)
+        outcome = yield from submission.wait_or_detach(run, launcher, [job], unfinished)
+    if isinstance(outcome, DetachedJobs):
+        return outcome
+    require_known_job(outcome, job)
     return load_summary(run, plan.task.signature)
 
 

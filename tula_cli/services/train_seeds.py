@@ -28,7 +28,7 @@ from tula_cli.services.status import load_summary
 from tula_cli.services.train import plan_training, submit_training
 from tula_cli.services.waiting import (
     Submission,
-    make_interruption_of_jobs,
+    explain_interruption,
     wait_for_jobs,
     warn_new_jobs,
 )
@@ -274,13 +274,11 @@ def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsRepo
         submission.require_confirmed(planned)
     submission.save_runs([run])
     save_campaign(prepared.runs, prepared.plan)
-    try:
+    with explain_interruption([run]):
         if has_queue:
             yield from _submit_missing_trainings(prepared, launcher, submission, under_way)
         else:
             yield from _train_one_by_one(prepared, launcher, submission)
-    except KeyboardInterrupt:
-        raise make_interruption_of_jobs([run]) from None
     return prepared.report()
 
 

@@ -1,9 +1,10 @@
 """Shared parts of the commands that submit jobs: how they submit, confirm and wait."""
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,28 @@ class Submission:
         for run in runs:
             save_runs([run], self.find_settings_origin(run))
 
+    def wait_or_detach(
+        self,
+        run: Run,
+        launcher: Launcher,
+        jobs: Sequence[str],
+        under_way: Sequence[str],
+        list_results: Callable[[], Iterable[Event]] = tuple,
+    ) -> "Work[RunStatus | DetachedJobs]":
+        """Wait for submitted jobs, or leave them in the background.
+
+        Args:
+            under_way: those of the jobs that were queued or running before.
+            list_results: as of `wait_for_jobs`.
+
+        Raises:
+            Pending: the timeout has passed.
+        """
+        if self.should_wait(run.spec):
+            return (yield from wait_for_jobs(run, launcher, jobs, timeout=self.timeout, list_results=list_results))
+        yield from warn_new_jobs(run, launcher, jobs, under_way, run.spec)
+        return DetachedJobs(tuple(jobs), tuple(under_way))
+
 
 @dataclass(frozen=True)
 class DetachedJobs:
@@ -102,9 +125,17 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
 
 
 def wait_for_jobs(
-    run: Run, launcher: Launcher, jobs: Sequence[str], *, timeout: float | None = None
+    run: Run,
+    launcher: Launcher,
+    jobs: Sequence[str],
+    *,
+    timeout: float | None = None,
+    list_results: Callable[[], Iterable[Event]] = tuple,
 ) -> Work[RunStatus]:
     """Wait until jobs have ended, and return the status of the run.
+
+    Args:
+        list_results: returns events about new results other than those of probes, which are always reported.
 
     Raises:
         Pending: some jobs have not ended when the timeout has passed.
@@ -115,6 +146,7 @@ def wait_for_jobs(
         if isinstance(event, JobsProgress):
             run_status = event.status
             yield from new_results.list_events(run_status)
+            yield from list_results()
         yield event
     assert run_status is not None
     awaited_jobs = [job for job in run_status.jobs if job.id in jobs]
@@ -165,12 +197,20 @@ def _list_reported_failures(run: RunDir) -> set[str]:
     return {result.message for result in results if isinstance(result, Failed)}
 
 
-def make_interruption_of_jobs(runs: Sequence[Run]) -> Interruption:
-    """Return the error to raise on Ctrl-C while jobs of some runs are submitted or running."""
-    cancels = "; ".join(f"tula cancel {words.quote_path(run.path)}" for run in runs)
-    return Interruption(
-        "interrupted; the jobs continue", f"run the same command again to follow the jobs; {cancels} stops them"
-    )
+@contextlib.contextmanager
+def explain_interruption(runs: Sequence[Run]) -> Iterator[None]:
+    """Turn Ctrl-C while jobs of some runs are submitted or running into an error that states how to follow or stop them.
+
+    Raises:
+        Interruption: Ctrl-C; submitted jobs continue to run.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        cancels = "; ".join(f"tula cancel {words.quote_path(run.path)}" for run in runs)
+        raise Interruption(
+            "interrupted; the jobs continue", f"run the same command again to follow the jobs; {cancels} stops them"
+        ) from None
 
 
 def warn_new_jobs(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
+from tula_cli.cluster.launcher import list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
@@ -24,14 +24,7 @@ from tula_cli.services import compare, messages, resume_test, train
 from tula_cli.services.evaluate import make_error_of_job
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, Work
 from tula_cli.services.plans import PreparedSearch
-from tula_cli.services.waiting import (
-    DetachedJobs,
-    Submission,
-    describe_beyond_cap,
-    make_interruption_of_jobs,
-    wait_for_jobs,
-    warn_new_jobs,
-)
+from tula_cli.services.waiting import DetachedJobs, Submission, describe_beyond_cap, explain_interruption
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_digest, compute_train_signature
 from tula_cli.words import format_count, format_number, join_words, make_relative_path
@@ -240,15 +233,13 @@ def run_rate_search(search: PreparedSearch, submission: Submission) -> Work[Lear
             yield Note(f"{known} of {search.plan.branches} branches have already been trained")
         submission.require_confirmed(planned)
     submission.save_runs([run])
-    try:
+    with explain_interruption([run]):
         with lock_submission(run):
             submit_missing(run, launcher, [task], search.code)
-        if not submission.should_wait(run.spec):
-            yield from warn_new_jobs(run, launcher, [task.job], unfinished, run.spec)
-            return DetachedJobs((task.job,), tuple(unfinished))
-        yield from _wait_for_branches(search, launcher, submission)
-    except KeyboardInterrupt:
-        raise make_interruption_of_jobs([run]) from None
+        list_branches = _NewBranches(search).list_notes
+        outcome = yield from submission.wait_or_detach(run, launcher, [task.job], unfinished, list_branches)
+    if isinstance(outcome, DetachedJobs):
+        return outcome
     return read_report(search, submission.find_settings_origin(run))
 
 
@@ -258,16 +249,18 @@ def _list_finished_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBran
     return () if record is None else record.branches
 
 
-def _wait_for_branches(search: PreparedSearch, launcher: Launcher, submission: Submission) -> Work[None]:
-    """Wait for the job, and report each branch when it has ended."""
-    run, task = search.run, search.task
-    reported = len(_list_finished_branches(run, task))
-    for event in wait_for_jobs(run, launcher, [task.job], timeout=submission.timeout):
-        branches = _list_finished_branches(run, task)
-        for number, branch in enumerate(branches[reported:], reported + 1):
-            yield Note(f"branch {number} of {search.plan.branches}: {describe_branch(branch)}")
-        reported = len(branches)
-        yield event
+class _NewBranches:
+    """Finds the branches that have ended since the last call."""
+
+    def __init__(self, search: PreparedSearch) -> None:
+        self._search = search
+        self._reported = len(_list_finished_branches(search.run, search.task))
+
+    def list_notes(self) -> Iterator[Note]:
+        branches = _list_finished_branches(self._search.run, self._search.task)
+        for number, branch in enumerate(branches[self._reported :], self._reported + 1):
+            yield Note(f"branch {number} of {self._search.plan.branches}: {describe_branch(branch)}")
+        self._reported = len(branches)
 
 
 def describe_branch(branch: RateBranch) -> str:

@@ -41,7 +41,7 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
 from tula_cli.run.records.tasks import JobSize, ProbeTask, Rung, TrainTask
 from tula_cli.services import train
-from tula_cli.services.status import make_error_of_training
+from tula_cli.services.training_end import make_error_of_training
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.signature import compute_cluster_signature
 

@@ -37,7 +37,7 @@ from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.recommendations import Stage, StageSteps
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
-from tula_cli.services import logs, train
+from tula_cli.services import cancel, logs, train
 from tula_cli.services import status as services_status
 from tula_cli.show import screen as show_screen
 from tula_cli.spec.slurm_options import MAX_CHAINED_JOBS
@@ -540,9 +540,9 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
         "queued",
         "continues after job 1000 (NODE_FAIL: a node of the job failed)",
     )
-    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == [plan.task.job]
+    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == [plan.task.job]
     assert services_status.get_run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
-    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == []
+    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == []
 
 
 # --- through the command line

@@ -36,7 +36,7 @@ from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import MAX_RESTARTS, ProbeTask, Rung, Task, TrainTask, make_probe_id
-from tula_cli.services.status import make_error_of_training
+from tula_cli.services.training_end import make_error_of_training
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
 CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."

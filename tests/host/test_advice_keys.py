@@ -23,7 +23,7 @@ from tula_cli.run.records.tasks import TrainTask, make_probe_id
 from tula_cli.services import profile
 from tula_cli.services.plans import ProfilePlan
 from tula_cli.services.search import list_feasible_candidates
-from tula_cli.services.status import make_error_of_training
+from tula_cli.services.training_end import make_error_of_training
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import SCRIPT_TRAIN_KEYS, TULA_LOOP_SECTIONS

@@ -38,7 +38,7 @@ from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch
 from tula_cli.services import compare as services_compare
-from tula_cli.services import messages
+from tula_cli.services import messages, waiting
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, session, trainings
@@ -627,17 +627,17 @@ def test_a_look_takes_no_grid(here: Trains) -> None:
 
 
 def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch, calls = services_status.watch_jobs, itertools.count()
+    watch, calls = waiting.watch_jobs, itertools.count()
 
     def interrupted(*arguments, **named):
         if next(calls) == 3:
             raise KeyboardInterrupt
         return watch(*arguments, **named)
 
-    monkeypatch.setattr(services_status, "watch_jobs", interrupted)
+    monkeypatch.setattr(waiting, "watch_jobs", interrupted)
     code, _, err = tula(*ASKED)
     assert code == 130 and "are kept" in err
-    monkeypatch.setattr(services_status, "watch_jobs", watch)
+    monkeypatch.setattr(waiting, "watch_jobs", watch)
     assert tula(*ASKED)[0] == 0
     assert len(set(here.submitted)) == 18 == len(here.submitted)
 

@@ -12,7 +12,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import NODE_FAILURES, Failure
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services.status import make_error_of_training
+from tula_cli.services.training_end import make_error_of_training
 from tula_cli.spec.resources import Cluster
 
 CLASSES = get_args(OutcomeClass)

@@ -17,7 +17,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.results import Cell, Comparison, CountedEnergy
 from tula_cli.run.records.tasks import JobSize, Rung
-from tula_cli.services import run_list, status
+from tula_cli.services import cancel, run_list, status, waiting
 from tula_cli.services import status as services_status
 from tula_cli.show import status as show_status
 
@@ -308,7 +308,7 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
     assert [job.id for job in now.jobs] == [good]
     (warning,) = now.warnings
     assert warning.code == "damaged-job" and f"{damaged} is damaged" in str(warning.values["problem"])
-    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == [good] and launcher.cancelled == [good]
+    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == [good] and launcher.cancelled == [good]
 
 
 # --- training
@@ -539,7 +539,7 @@ class Clock:
 
 
 def watched(run, launcher, jobs, clock, **options):
-    result = services_status.watch_jobs(run, launcher, jobs, clock=clock, sleep=clock.sleep, **options)
+    result = waiting.watch_jobs(run, launcher, jobs, clock=clock, sleep=clock.sleep, **options)
     return list(itertools.islice(result, 1000))
 
 
@@ -598,9 +598,7 @@ def test_a_result_is_noticed_within_a_round(run):
     clock = Clock([(130, lambda: make.add_measured(run, 1, 32))])
     seen = watched(run, make.FakeLauncher({name: "running"}), [name], clock)
     assert seen[-1].jobs[0].state == "done"
-    assert clock.now - START - 1000 <= 130 + services_status.FILE_POLL_SECONDS, (
-        "and not at its end, up to a minute later"
-    )
+    assert clock.now - START - 1000 <= 130 + waiting.FILE_POLL_SECONDS, "and not at its end, up to a minute later"
 
 
 def test_looks_seldom_and_then_more_seldom(run):
@@ -828,10 +826,10 @@ def test_a_line_says_what_of_its_run_cannot_be_read(shared):
 def test_cancels_what_is_queued_or_running_and_nothing_else(run):
     done, queued, running = (make.add_probes(run, nodes, (32,)) for nodes in (1, 2, 4))
     launcher = make.FakeLauncher({done: "ended", queued: "pending", running: "running"})
-    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == [queued, running]
+    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == [queued, running]
     assert launcher.cancelled == [queued, running]
     assert not run.is_cancelled(done)
-    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == []
+    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == []
 
 
 class Refusing(make.FakeLauncher):
@@ -885,7 +883,7 @@ def test_what_one_scheduler_does_not_cancel_keeps_none_of_the_others(two_types, 
         launchers[part.type] = Refusing(dict.fromkeys(("probe-n001", "probe-n002"), "running"))
         launchers[part.type].refused, launchers[part.type].silent = refused.get(part.type, ()), part.type in silent
     with pytest.raises(SchedulerError) as caught:
-        services_status.cancel_jobs(two_types, lambda part: launchers[part.type])
+        cancel.cancel_jobs(two_types, lambda part: launchers[part.type])
     ended = [f"{name}/{job}" for name, launcher in launchers.items() for job in launcher.cancelled]
     assert ended == [job for job in JOBS_OF_TYPES if job not in not_cancelled]
     for job in not_cancelled:
@@ -905,7 +903,7 @@ def test_a_type_whose_scheduler_is_not_there_keeps_none_of_the_others(two_types)
         return launcher
 
     with pytest.raises(SchedulerError, match=r"all jobs of a100 \(my.queue cannot be imported\)"):
-        services_status.cancel_jobs(two_types, launcher_for)
+        cancel.cancel_jobs(two_types, launcher_for)
     assert launcher.cancelled == ["probe-n001", "probe-n002"]
 
 
@@ -914,12 +912,12 @@ def test_one_job_that_is_not_cancelled_is_reported_as_it_is(run):
     launcher = Refusing({name: "running"})
     launcher.refused = (name,)
     with pytest.raises(SchedulerError, match=r"^scancel: probe-n001: Unable"):
-        services_status.cancel_jobs(open_family(run), lambda _: launcher)
+        cancel.cancel_jobs(open_family(run), lambda _: launcher)
 
 
 def test_cancels_a_job_the_scheduler_does_not_know(run):
     name = make.add_probes(run, 1, (32,))
-    assert services_status.cancel_jobs(open_family(run), lambda _: make.FakeLauncher({name: "unknown"})) == [name]
+    assert cancel.cancel_jobs(open_family(run), lambda _: make.FakeLauncher({name: "unknown"})) == [name]
     assert run.is_cancelled(name)
 
 

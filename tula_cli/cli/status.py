@@ -132,11 +132,11 @@ def cancel(
 ) -> None:
     """Cancel the jobs of a run; its results are kept."""
     from tula_cli.cluster import launcher
-    from tula_cli.services import status as services_status
+    from tula_cli.services import cancel
 
     runs = chosen.find_runs(screen)
     for run in runs:
         snapshot = run.read_snapshot()
         screen.warn_all([*snapshot.job_warnings, *snapshot.record_warnings])
-    ended = services_status.cancel_jobs(runs, lambda run: launcher.make_launcher(run.spec, submits=False))
+    ended = cancel.cancel_jobs(runs, lambda run: launcher.make_launcher(run.spec, submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "no job was queued or running"])

@@ -22,7 +22,7 @@ from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, JobFile, RateSearch, Variant
 from tula_cli.run.records.scripts import ResumeTestResult
 from tula_cli.run.records.tasks import TASK, BaseTask, CheckTask, JobTask, ProbeTask, Task, TrainTask
-from tula_cli.run.training_run import TrainingRun
+from tula_cli.run.training_run import COPIED_FILE_SECONDS, MAX_CLOCK_NOISE_SECONDS, TrainingRun
 
 Result = Measured | OutOfMemory | Failed
 T = TypeVar("T")
@@ -177,7 +177,20 @@ class Snapshot:
         except OSError:
             return None
 
-    def get_attempt_write_time(self, attempt: Attempt) -> float | None:
+    def adjust_to_file_clock(self, attempts: Iterable[Attempt]) -> list[Attempt]:
+        """Return the attempts, with the start of open ones by the clock of the file system, as their host's may be wrong."""
+        adjusted = []
+        for attempt in attempts:
+            written = None if attempt.ended_at is not None else self._get_write_time(attempt)
+            if (
+                written is not None
+                and MAX_CLOCK_NOISE_SECONDS < abs(written - attempt.started_at) < COPIED_FILE_SECONDS
+            ):
+                attempt = attempt.model_copy(update={"started_at": written})
+            adjusted.append(attempt)
+        return adjusted
+
+    def _get_write_time(self, attempt: Attempt) -> float | None:
         """Return when the record of an attempt was written (Unix time of the file system); None if missing."""
         try:
             return (self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json").stat().st_mtime

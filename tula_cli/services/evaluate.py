@@ -22,7 +22,6 @@ from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, RateSearchTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import EvaluationPlanned, Note, WarningEvent, Work
-from tula_cli.services.status import compute_micro_batch
 from tula_cli.services.waiting import DetachedJobs, Submission, explain_interruption
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_evaluation_signature
@@ -75,7 +74,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     id_ = f"evaluate-{trained.signature}-{key}"
     task = EvaluateTask(
         id=id_, job=id_, spec=job, workdir=trained.workdir, nodes=request.nodes, signature=trained.signature, key=key,
-        weights=name, path=str(path), samples=int(path.stem) if is_training_checkpoint else None, local_batch=compute_micro_batch(trained),
+        weights=name, path=str(path), samples=int(path.stem) if is_training_checkpoint else None, local_batch=trained.micro_batch // trained.splits,
         code=trained.code,
     )  # fmt: skip
     known_record = None if request.fresh else files.read_evaluation(key)

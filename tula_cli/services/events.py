@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from tula_cli.run.records.results import Cell
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
     from tula_cli.services.plans import ComparePlan, PreparedSearch, ProfilePlan, TrainPlan, UpperBoundPlan
-    from tula_cli.services.status import RunStatus, TrainingStatus
+    from tula_cli.services.status import RunStatus
+    from tula_cli.services.training_status import TrainingStatus
 
 T = TypeVar("T")
 

@@ -39,10 +39,7 @@ from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
 from tula_cli.services import messages
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.job_warnings import warn_large_reference_batch
-from tula_cli.services.measurements import (
-    fit_estimator_of_recommendation,
-    plan_stages,
-)
+from tula_cli.services.measurements import fit_estimator_of_recommendation, plan_stages
 from tula_cli.services.plans import TrainPlan
 from tula_cli.services.resume_test import TrainingStart, describe_interruption_cost, run_resume_test_if_due
 from tula_cli.services.site_charges import (
@@ -51,7 +48,7 @@ from tula_cli.services.site_charges import (
     require_balance,
     require_known_balance,
 )
-from tula_cli.services.status import load_summary, require_known_job
+from tula_cli.services.training_end import load_summary, require_known_job
 from tula_cli.services.waiting import DetachedJobs, Submission, explain_interruption
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_train_signature

@@ -24,14 +24,9 @@ from tula_cli.services.events import Note, SeedsPlanned, WarningEvent, Work
 from tula_cli.services.plans import TrainPlan
 from tula_cli.services.resume_test import TrainingStart, run_resume_test_if_due
 from tula_cli.services.site_charges import bill_run_by_site
-from tula_cli.services.status import load_summary
 from tula_cli.services.train import plan_training, submit_training
-from tula_cli.services.waiting import (
-    Submission,
-    explain_interruption,
-    wait_for_jobs,
-    warn_new_jobs,
-)
+from tula_cli.services.training_end import load_summary
+from tula_cli.services.waiting import Submission, explain_interruption, wait_for_jobs, warn_new_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, format_number, join_words

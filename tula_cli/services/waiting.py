@@ -11,17 +11,19 @@ from pathlib import Path
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.cluster.slurm.scheduler import list_overriding_variables
-from tula_cli.errors import Interruption, OverBudget, Pending
+from tula_cli.errors import Interruption, OverBudget, Pending, RunGone, SchedulerError
 from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.files import list_names
 from tula_cli.run.job_runs import find_settings_origin, save_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import make_probe_id
-from tula_cli.services import messages, status
+from tula_cli.services import messages
 from tula_cli.services.events import Event, JobsProgress, Planned, ProbeFinished, WarningEvent, Work
-from tula_cli.services.status import RunStatus
+from tula_cli.services.status import ACTIVE_STATES, JobStatus, RunStatus, get_job_progress, get_run_status
 from tula_cli.services.tracking import export_while_waiting
+from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 
 FAILED_STATES = ("lost", "held", "failed", "diverged", "cancelled")
@@ -141,7 +143,7 @@ def wait_for_jobs(
         Pending: some jobs have not ended when the timeout has passed.
     """
     run_status, new_results = None, _NewProbeResults(run)
-    watched = status.watch_jobs(run, launcher, jobs, timeout=timeout)
+    watched = watch_jobs(run, launcher, jobs, timeout=timeout)
     for event in export_while_waiting(run, jobs, map(JobsProgress, watched)):
         if isinstance(event, JobsProgress):
             run_status = event.status
@@ -150,7 +152,7 @@ def wait_for_jobs(
         yield event
     assert run_status is not None
     awaited_jobs = [job for job in run_status.jobs if job.id in jobs]
-    if unfinished := [f"{job.id} ({job.state})" for job in awaited_jobs if job.state in status.ACTIVE_STATES]:
+    if unfinished := [f"{job.id} ({job.state})" for job in awaited_jobs if job.state in ACTIVE_STATES]:
         raise Pending(
             f"not finished within the timeout: {', '.join(unfinished)}", "run the same command again to follow the jobs"
         )
@@ -227,3 +229,104 @@ def warn_new_jobs(
     for id_ in under_way:
         if id_ in tasks and tasks[id_].spec.cluster != spec.cluster:
             yield WarningEvent(messages.other_cluster_section(job=id_))
+
+
+# --- The progress of jobs
+
+FILE_POLL_SECONDS = 2.0
+"""Seconds between two polls of the results, which show the end of a job before the scheduler does."""
+
+
+def watch_jobs(
+    run: RunDir,
+    launcher: Launcher,
+    job_ids: Iterable[str],
+    *,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+    timeout: float | None = None,
+) -> Iterator[RunStatus]:
+    """Yield the status of these jobs until all have ended; other jobs of the run are left out.
+
+    A job whose results are complete, or whose last attempt has ended, is over at once. A job that the scheduler reports
+    as ended without either is waited for during the grace period of its file system.
+
+    Args:
+        clock: Unix time.
+        timeout: seconds after which to stop, whether the jobs have ended or not; None waits forever.
+
+    Raises:
+        RunGone: the run directory was moved or removed in the meantime.
+        SchedulerError: none of the remaining jobs will ever start.
+    """
+    waiting_for, started, lost_since = set(job_ids), clock(), dict[str, float]()
+    pause, longest = max(
+        (get_backend(job.scheduler).poll for job in run.read_jobs() if job.id in waiting_for),
+        default=get_backend("local").poll,
+    )
+    hopeless = 0  # polls in sequence: a busy controller may give such a reason for a moment
+    while True:
+        now, folders = clock(), _list_result_folders(run)
+        written = _find_last_write_time(folders)
+        status = get_run_status(run, launcher, now=now, only=waiting_for)
+        if not run.path.is_dir():
+            raise RunGone(run.path)
+        yield status
+        waiting = [job for job in status.jobs if _is_waiting(job, lost_since, now=now)]
+        if not waiting:
+            return
+        hopeless = hopeless + 1 if all(job.hopeless for job in waiting) else 0
+        if hopeless > 1:
+            raise _make_never_starts_error(waiting)
+        if timeout is not None and now - started >= timeout:
+            return
+        remaining = pause if timeout is None else min(pause, max(0.0, started + timeout - now))
+        while remaining > 0:
+            last_written, written = written, _find_last_write_time(folders)
+            if written != last_written and _are_jobs_finished(run, waiting_for):
+                break
+            sleep(min(FILE_POLL_SECONDS, remaining))
+            remaining -= FILE_POLL_SECONDS
+        pause = min(longest, pause * 1.5)
+
+
+def _make_never_starts_error(jobs: Sequence[JobStatus]) -> SchedulerError:
+    reasons = dict.fromkeys(job.reason for job in jobs)
+    names = ", ".join(job.id for job in jobs)
+    return SchedulerError(
+        f"{names} will not start: {'; '.join(reasons)}",
+        "remove queued jobs with tula cancel, correct section cluster, and run the same command again",
+    )
+
+
+def _list_result_folders(run: RunDir) -> list[Path]:
+    trainings = [run.path / "train" / name for name in list_names(run.path / "train")]
+    evaluations = [folder / "evaluations" for folder in trainings]
+    return [*(run.path / name for name in ("tasks", "results", "script", "train")), *trainings, *evaluations]
+
+
+def _find_last_write_time(folders: Iterable[Path]) -> list[int]:
+    """Return the modification times (ns) of the folders that exist; much cheaper than reading the files in them."""
+    times = []
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            times.append(folder.stat().st_mtime_ns)
+    return times
+
+
+def _are_jobs_finished(run: RunDir, job_ids: set[str]) -> bool:
+    """Return whether the files show that these jobs are over; reading them is cheaper than querying the scheduler."""
+    files_snapshot = run.read_snapshot()
+    results = {result.id: result for result in files_snapshot.results}
+    tasks_by_job = [files_snapshot.list_tasks_of_job(id_) for id_ in job_ids]
+    return all(
+        tasks and (progress := get_job_progress(files_snapshot, tasks, results)).done == progress.total
+        for tasks in tasks_by_job
+    )
+
+
+def _is_waiting(job: JobStatus, lost_since: dict[str, float], *, now: float) -> bool:
+    if job.state != "lost":
+        lost_since.pop(job.id, None)
+        return job.state in ACTIVE_STATES
+    return now - lost_since.setdefault(job.id, now) < get_backend(job.scheduler).grace

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from tula_cli.services.events import ComparisonProgress, ProbeFinished
-    from tula_cli.services.status import JobStatus, RunStatus, TrainingStatus
+    from tula_cli.services.status import JobStatus, RunStatus
+    from tula_cli.services.training_status import TrainingStatus
 
 # --- Progress while waiting
 

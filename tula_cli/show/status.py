@@ -36,14 +36,8 @@ if TYPE_CHECKING:
     from tula_cli.run.records.results import Branch, EvaluationRecord, StepChange
     from tula_cli.services.run_list import RunSummary
     from tula_cli.services.site_charges import SiteCharge
-    from tula_cli.services.status import (
-        JobState,
-        JobStatus,
-        RunStatus,
-        SpentAndRest,
-        TrainingStatus,
-        TuningStatus,
-    )
+    from tula_cli.services.status import JobState, JobStatus, RunStatus
+    from tula_cli.services.training_status import SpentAndRest, TrainingStatus, TuningStatus
 
 # --- Status
 

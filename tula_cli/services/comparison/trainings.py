@@ -9,7 +9,7 @@ from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Diverged, JobFailed, TulaError
 from tula_cli.run.directory import Run
 from tula_cli.run.records.results import Cell
-from tula_cli.services import status, train
+from tula_cli.services import status, train, waiting
 from tula_cli.services.compare import (
     START_SECONDS,
     UNFINISHED_END_STATES,
@@ -23,7 +23,8 @@ from tula_cli.services.compare import (
 from tula_cli.services.comparison import rounds
 from tula_cli.services.events import ComparisonProgress
 from tula_cli.services.plans import ComparePlan, sum_hours
-from tula_cli.services.status import JobStatus, RunStatus, load_summary
+from tula_cli.services.status import JobStatus, RunStatus
+from tula_cli.services.training_end import load_summary
 
 MAX_FIRST_FAILURES = 3
 """Number of failures after which a comparison without any successful training is stopped."""
@@ -70,18 +71,18 @@ def train_cells_one_by_one(
         JobFailed: the first trainings have all failed.
     """
     inspect = functools.partial(inspect_once, inspect, {})
-    waiting, failed, tried = list(plan.missing), 0, set[str]()
-    ended_before = len(plan.standing.wanted) - len(waiting)
-    while waiting:
+    missing, failed, tried = list(plan.missing), 0, set[str]()
+    ended_before = len(plan.standing.wanted) - len(missing)
+    while missing:
         hours = _estimate_hours_now(run, plan)
-        expected = sum_hours(waiting[:1], hours)
-        cell = waiting.pop(0)
+        expected = sum_hours(missing[:1], hours)
+        cell = missing.pop(0)
         tried.add(cell.signature)
-        other_hours = sum_hours((*waiting, *plan.standing.undecided), hours)
+        other_hours = sum_hours((*missing, *plan.standing.undecided), hours)
         job, submitted = submit_cell(run, cell, launcher, inspect=inspect), clock()
         finished = ended_before + len(tried) - 1 - failed
         describe = _make_progress_factory(plan)
-        for run_status in status.watch_jobs(run, launcher, [job]):
+        for run_status in waiting.watch_jobs(run, launcher, [job]):
             waits = _describe_waiting(run_status, job) if clock() - submitted > START_SECONDS else ""
             remaining = _estimate_remaining_seconds(run_status, job, expected, other_hours)
             yield describe(finished, failed, cell, run_status.training, remaining, running=1, waits=waits)
@@ -93,8 +94,8 @@ def train_cells_one_by_one(
             )
         if plan.comparison.has_rounds:
             plan = update_plan(run, plan, tried)
-            waiting = list(plan.missing)
-            other_hours = sum_hours((*waiting, *plan.standing.undecided), _estimate_hours_now(run, plan))
+            missing = list(plan.missing)
+            other_hours = sum_hours((*missing, *plan.standing.undecided), _estimate_hours_now(run, plan))
         yield _make_progress_factory(plan)(
             finished + (not problem),
             failed,
@@ -176,7 +177,7 @@ def wait_for_cells(
     """Watch jobs that a scheduler runs in parallel until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
     ended_jobs, describe = set[str](), _make_progress_factory(plan)
-    for run_status in status.watch_jobs(run, launcher, jobs):
+    for run_status in waiting.watch_jobs(run, launcher, jobs):
         states = {job.id: job for job in run_status.jobs if job.id in cells}
         # A training that looks lost at first may only be delayed; the final table decides.
         unfinished = (*status.ACTIVE_STATES, "lost")

@@ -205,7 +205,7 @@ def describe_measured_trainings(recommendation: "Recommendation") -> Iterator[st
         who = f"training{'s' * (len(trainings) > 1)} {', '.join(steps.signature for steps in trainings)}"
         took = f"{', '.join(format_number(1000 * steps.step_time) for steps in trainings)} ms per step"
         probe = trainings[0].probed
-        probe_in_words = "" if probe is None else f" (combined with its probe, {format_number(1000 * probe)})"
+        probe_in_words = "" if probe is None else f" (its probe: {format_number(1000 * probe)})"
         changed = " (higher because the step time changed)" * any(steps.changed for steps in trainings)
         noise = ", ".join(format_percent(steps.noise) for steps in trainings)
         yield (

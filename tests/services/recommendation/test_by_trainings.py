@@ -104,14 +104,16 @@ def test_what_is_trained_is_predicted_as_it_was_recommended(run: RunDir) -> None
     )
 
 
-def test_where_a_probe_was_too_both_count_and_the_table_says_so(run: RunDir) -> None:
+def test_a_training_takes_precedence_over_the_probe_of_its_configuration(run: RunDir) -> None:
     run.write_result(measured(TRUTH, 2, 64))
     probed, slow = TRUTH.step_time(2, 64), 1.1 * TRUTH.step_time(2, 64)
     train(run, slow)
     after = ask(run)
-    assert probed < step_time(after, 2, 128) < slow
+    row = get_row(after)
+    assert row.step_time == pytest.approx(slow) and row.source == "training"
+    assert row.step_low is not None and row.step_low < probed, "the interval includes the probe"
     (line,) = tables.describe_measured_trainings(after)
-    assert "84.7 ms per step (combined with its probe, 77.0), up to " in line
+    assert "84.7 ms per step (its probe: 77.0), up to " in line
 
 
 @pytest.mark.parametrize("probed", [True, False])

@@ -138,10 +138,11 @@ def find_newest_trainings(
 def estimate_from_measurements(
     probe: Sequence[float] | None, trained: Sequence[TrainedSteps], repeats: float
 ) -> Estimate | None:
-    """Return the step time of a configuration measured by a probe, trainings or both, with its 90 % interval.
+    """Return the step time of a configuration measured by a probe or by trainings, with its 90 % interval.
 
-    Each is weighted by its precision; if they differ by more than their noise explains, the uncertainty of their mean
-    is increased accordingly (Birge 1932). A probe alone gives `estimate_measured`; None without any measurement.
+    Trainings take precedence over the probe, because they ran longer and are what is predicted. They are weighted by
+    their precision. If they or the probe differ from the mean by more than their noise explains, its uncertainty is
+    increased accordingly (Birge 1932). A probe alone gives `estimate_measured`; None without any measurement.
 
     Args:
         probe: its step times; None if there is none.
@@ -161,9 +162,10 @@ def estimate_from_measurements(
         np.log([seconds for seconds, _ in estimates]),
         1 / np.array([variance + between for _, variance in estimates]),
     )
-    mean = float(np.average(logs, weights=weights))
+    count = len(trained)
+    mean = float(np.average(logs[:count], weights=weights[:count]))
     birge = float(weights @ np.square(logs - mean)) / max(1, len(estimates) - 1)
-    half = Z90 * math.sqrt(max(1.0, birge) / float(weights.sum()) + between)
+    half = Z90 * math.sqrt(max(1.0, birge) / float(weights[:count].sum()) + between)
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 

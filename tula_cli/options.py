@@ -9,14 +9,14 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
-from tula_cli.errors import SpecError
+from tula_cli.errors import SpecError, TulaError
 from tula_cli.words import split_outside_brackets
 
 MAX_COUNT = 2**31 - 1
@@ -103,10 +103,16 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
                 check_type(parameter.name, value, get_args(parameter.annotation)[0])
                 if isinstance(value, list | tuple) and not value and parameter.default != ():
                     raise SpecError(f"{parameter.name} {value!r}: must have at least one item")
-                if option is not None:
-                    option.check_value(parameter.name, value)
-            return function(arguments(*args, **kwargs))
+                (option or Option("")).check_value(parameter.name, value)
+            try:
+                return function(arguments(*args, **kwargs))
+            except TulaError as error:
+                error.message, error.hint = (
+                    _replace_flags(text, argument_by_flag) for text in (error.message, error.hint)
+                )
+                raise
 
+        argument_by_flag = dict(_list_flags(arguments))
         plain = [field.replace(annotation=get_args(field.annotation)[0]) for field, _ in list_fields(arguments)]
         signature = inspect.signature(function).replace(parameters=plain)
         call.__signature__ = signature  # type: ignore[attr-defined]
@@ -114,6 +120,29 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
         return call
 
     return decorate
+
+
+def _list_flags(arguments: Callable[..., object]) -> Iterator[tuple[str, str]]:
+    """Yield the flags of a class of options, each with the argument of the Python function that it stands for."""
+    for field, option in list_fields(arguments):
+        flag, _, negative = (option or Option("")).make_flag(field.name).partition("/")
+        yield flag, f"{field.name}=True" if get_args(field.annotation)[0] is bool or negative else field.name
+        if negative:
+            yield negative, f"{field.name}=False"
+
+
+_FLAGS = re.compile(r"(?P<command>tula [a-z]+[^,;:]*)|(?P<set>--set \S*[^\s,;:](?: --set \S*[^\s,;:])*)|--[a-z][a-z-]*")
+
+
+def _replace_flags(text: str, argument_by_flag: Mapping[str, str]) -> str:
+    """Return the text of an error with the arguments of a Python function in place of flags; commands remain as they are."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match["set"]:
+            return f"overrides={list(match['set'].split()[1::2])}"
+        return match[0] if match["command"] else argument_by_flag.get(match[0], match[0])
+
+    return _FLAGS.sub(replace, text)
 
 
 _TYPES: dict[object, tuple[type | tuple[type, ...], str]] = {

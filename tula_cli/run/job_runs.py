@@ -188,7 +188,7 @@ def get_only_run(runs: Sequence[Run], node_type: str | None, *, purpose: str) ->
     """Return the run of one node type.
 
     Args:
-        purpose: the command or option that needs it, for the message.
+        purpose: what needs it, for the message.
 
     Raises:
         SpecError: there are several node types and none is given, or there is no such node type.

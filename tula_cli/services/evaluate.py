@@ -120,6 +120,11 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
             )
         if not path.is_dir():
             _require_weights(path, requested)
+        elif not (path / ".metadata").is_file():
+            raise SpecError(
+                f"--weights {requested}: this folder contains no sharded checkpoint",
+                "give the path of a weights file, or best or last",
+            )
         return str(path), path
     best, newest = files.find_weights(), files.list_checkpoints()
     if not newest:

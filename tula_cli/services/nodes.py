@@ -210,7 +210,7 @@ def run_node_check(
         SchedulerError: the scheduler refused the job, or the job will never start.
         JobFailed: the check failed; the message has what is known of the nodes.
     """
-    run = get_only_run(runs, node_type, purpose="--on-cluster")
+    run = get_only_run(runs, node_type, purpose="the check of nodes")
     launcher, count = launcher_for(run.spec), check_node_count(run.spec, nodes)
     save_runs([run], file)
     task = submit_node_check(run, launcher, nodes=count)

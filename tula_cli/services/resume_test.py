@@ -138,7 +138,7 @@ def run_resume_test(
         SchedulerError: the scheduler refused the job.
         JobFailed: the test ended without a finding.
     """
-    run = get_only_run(runs, node_type, purpose="--rehearse")
+    run = get_only_run(runs, node_type, purpose="the resume test")
     get_resume_settings(run.spec)
     code = choose_code(run, run.spec, Path.cwd(), keep=False)
     if not fresh and (earlier := load_finding(run, code)) is not None:
@@ -233,7 +233,7 @@ def get_resume_settings(spec: JobSpec) -> Resume:
     """
     if spec.script is None:
         raise SpecError(
-            "--rehearse needs a job with section script",
+            "a resume test needs a job with section script",
             "run tula check without --rehearse: tula's own loop always resumes with the same samples",
         )
     if spec.script.resume is None:

@@ -265,7 +265,7 @@ def _require_fitting_batch(spec: JobSpec, nodes: int, batch: int, dataset_size: 
     if batch > dataset_size:
         raise SpecError(
             f"batch {batch} is larger than the dataset: {dataset_size} training samples",
-            f"set a smaller --batch; the largest power of two that fits is {1 << (dataset_size.bit_length() - 1)}",
+            f"lower --batch; the largest power of two that fits is {1 << (dataset_size.bit_length() - 1)}",
         )
     self_tuning.require_tuning_samples(spec, batch=batch, dataset_size=dataset_size)
     check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)

@@ -341,7 +341,7 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
     ("to", "uri", "words"),
     [
         ([], None, "no tracker was given"),
-        ([], "x", "but --to names none"),
+        ([], "x", "but no tracker is named"),
         (["mlflow", "wandb"], "x", "are settings of one tracker"),
         (["mlflo"], None, "did you mean mlflow"),
         (["mlflow"], "http://me:pw@host", "must not contain a user name or password"),

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.launcher import delay_interrupts
 from tula_cli.diagnostics import DiagnosticWarning
 from tula_cli.errors import CannotWrite, Interruption, SchedulerError, SpecError
+from tula_cli.options import _list_flags, _replace_flags
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import find_config_drift
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import messages, profile
+from tula_cli.services.api import TrainArguments
 from tula_cli.services.events import JobsProgress, Note, ProfilePlanned, WarningEvent, Work, run_work
 from tula_cli.services.waiting import Submission
 from tula_cli.spec.load import dump_yaml
@@ -102,10 +105,58 @@ def test_a_run_is_sent_to_a_tracker_and_nothing_twice(tmp_path: Path) -> None:
     assert (again.new_runs, again.new_points) == (0, 0)
     with pytest.raises(SpecError, match="no tracker was given"):
         tula.export(run.path)
-    with pytest.raises(SpecError, match="of one tracker, but --to names several"):
+    with pytest.raises(SpecError, match="uri and project are settings of one tracker"):
         tula.export(run.path, ["mlflow", "wandb"], project="x")
     with pytest.raises(SpecError, match="every"):
         tula.export(run.path, "tensorboard", every="30")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "hint"),
+    [
+        (lambda: tula.train(make.SPEC, nodes="8-2"), "nodes 8-2: the range is empty", "did you mean nodes 2-8?"),
+        (
+            lambda: tula.train(make.SPEC),
+            "has no recommendation, and nodes and batch are not given",
+            "run tula profile and tula recommend, or give both: tula train --nodes N --batch B",
+        ),
+        (
+            lambda: tula.compare(make.SPEC, batches=[10**6]),
+            "method lbt: batch 1000000 is larger than the dataset",
+            "lower batches; the largest power of two that fits is",
+        ),
+        (
+            lambda: tula.check(make.SPEC, overrides=["x"]),
+            "overrides=['x']: expected key.subkey=value",
+            "for example overrides=['search.nodes=[2,4]']",
+        ),
+        (
+            lambda: tula.plan_trainings(make.SPEC, [1, 2]),
+            "trainings: got 2 numbers",
+            "trainings 10 trainings 20",
+        ),
+        (lambda: tula.recommend(make.SPEC, observed="x"), "observed needs a job with section script", "add section"),
+        (lambda: tula.find_learning_rate(make.SPEC, batch=10**30), "batch: must be at most 2147483647", ""),
+    ],
+)
+def test_errors_of_functions_name_arguments_not_options(
+    cluster: AtOnce, call: Callable[[], object], message: str, hint: str
+) -> None:
+    if "trainings" in message:
+        tula.profile(make.SPEC)
+    with pytest.raises(tula.TulaError) as caught:
+        call()
+    assert message in caught.value.message and hint in caught.value.hint
+
+
+def test_errors_of_functions_name_values_of_switches(cluster: AtOnce) -> None:
+    names = dict(_list_flags(TrainArguments))
+    assert _replace_flags("--no-rehearse prevents it; remove --within-balance", names) == (
+        "rehearse=False prevents it; remove within_balance=True"
+    )
+    assert _replace_flags("raise it: --set a.b=[1,2] --set c=3, or run tula check --set a=1", names) == (
+        "raise it: overrides=['a.b=[1,2]', 'c=3'], or run tula check --set a=1"
+    )
 
 
 def test_a_job_goes_to_a_recommendation_and_prints_nothing(cluster: AtOnce, capfd: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +342,7 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
         ("seeds 0: must be at least 1", lambda: tula.compare(run, batches=[64], seeds=0)),
         ("nodes 0: must be at least 1", lambda: tula.compare(run, batches=[64], nodes=0)),
         ("batch -64: must be at least 1", lambda: tula.compare(run, batches=[64, -64])),
-        ("^--methods: there is no method 'agz'", lambda: tula.compare(run, batches=[64], methods=["agz"])),
+        ("^methods: there is no method 'agz'", lambda: tula.compare(run, batches=[64], methods=["agz"])),
         ("nodes 0: must be at least 1", lambda: tula.check_nodes(run, nodes=0)),
         ("nodes -2: must be at least 1", lambda: tula.check_nodes(run, nodes=-2)),
         ("nodes 0: must be at least 1", lambda: tula.evaluate(run, nodes=0)),
@@ -313,7 +364,7 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
 
 def test_a_comparison_that_is_refused_is_not_kept(cluster: AtOnce) -> None:
     run = tula.profile(make.SPEC)
-    with pytest.raises(tula.TulaError, match="--no-wait"):
+    with pytest.raises(tula.TulaError, match="wait=False is not possible"):
         tula.compare(run, batches=[64], wait=False, confirm=lambda _: pytest.fail("asked"))
     assert run.directories[0].read_comparison() is None
 

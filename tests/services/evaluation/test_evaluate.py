@@ -109,6 +109,8 @@ def test_what_is_not_there_is_reported(run: RunDir) -> None:
         ready(run, weights="bst")
     with pytest.raises(SpecError, match=f"--weights {__file__} is not a weights file"):
         ready(run, weights=__file__)
+    with pytest.raises(SpecError, match="this folder contains no sharded checkpoint"):
+        ready(run, weights=run.path)
     os.mkfifo(run.path / "pipe")
     with pytest.raises(SpecError, match="pipe is not a weights file"):
         ready(run, weights=run.path / "pipe")

@@ -292,17 +292,18 @@ def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportReq
     if not to:
         if uri is not None or project is not None:
             raise SpecError(
-                "--uri and --project are settings of one tracker, but --to names none",
-                "add --to, for example --to mlflow",
+                "--uri and --project are settings of one tracker, but no tracker is named",
+                "name one with --to, for example mlflow",
             )
         if not spec.export:
             raise SpecError(
-                "no tracker was given", "use --to mlflow, wandb or tensorboard, or add section export to job.yaml"
+                "no tracker was given",
+                "name one with --to (mlflow, wandb or tensorboard), or add section export to job.yaml",
             )
         return tuple(spec.export)
     if len(to) > 1 and (uri is not None or project is not None):
         raise SpecError(
-            "--uri and --project are settings of one tracker, but --to names several", "name one tracker with --to"
+            "--uri and --project are settings of one tracker, but several are named", "name one tracker with --to"
         )
     try:
         return tuple(Export(to=section, uri=uri, project=project) for section in to)

@@ -251,7 +251,8 @@ def test_edited_code_is_a_run_of_its_own(cluster, own_code):
     own_code.write_text("x = 2")
     answer = tula("recommend", "job.yaml")
     assert answer.code == 4
-    assert f"the code of mine:Net has changed since run {first.id} was made, so tula starts a new run" in answer.err
+    assert f"the code of mine:Net has changed since run {first.id} was made, so a new run is used: " in answer.err
+    assert f"; for the earlier run: --run {first.path.relative_to(Path.cwd())}" in answer.err
     assert tula("profile", "job.yaml").code == 0
     assert newest().path != first.path
     assert "changed" not in tula("recommend", "job.yaml").err

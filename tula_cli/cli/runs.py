@@ -73,7 +73,10 @@ class JobOrRun:
         first = runs[0]
         if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):
             code = get_user_code(first.spec, Path.cwd())
-            screen.note(f"{code!s} has changed since run {before[0].id} was made, so tula starts a new run: {first.id}")
+            screen.note(
+                f"{code!s} has changed since run {before[0].id} was made, so a new run is used: {first.id}; for the"
+                f" earlier run: --run {words.quote_path(before[0].path)}"
+            )
         screen.run_id = format_run_ids(runs)
         return runs
 

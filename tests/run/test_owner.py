@@ -170,6 +170,21 @@ def test_a_lock_and_a_record_of_another_user(shared: Path) -> None:
         value.read_recommendation()
 
 
+def test_clean_names_the_owner_of_folders_in_ones_own_run(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = RunDir.create(shared, make.spec(name="own"))
+    training = value.get_training("ab12cd34")
+    for samples in (100, 200):
+        path = training.get_checkpoint_path(samples)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"weights")
+    (training.path / "last").symlink_to(Path("checkpoints") / path.name)
+    value.write_train_result(make.train_result("ab12cd34"))
+    give(path.parent)
+    code, _, message = command("clean", "--run-dir", str(shared), "--yes", capture=capsys)
+    assert code == 15 and "cannot delete the files: " in message, message
+    assert "100.pt belongs to nobody: you may not change it" in message and len(list(path.parent.iterdir())) == 2
+
+
 def test_ones_own_run_is_the_newest_and_a_name_in_a_sticky_folder_stays(shared: Path, theirs: RunDir) -> None:
     shared.chmod(0o1777)
     opened(theirs)

@@ -311,6 +311,18 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
     assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == [good] and launcher.cancelled == [good]
 
 
+@pytest.mark.parametrize("folder", ["attempts", "tasks"])
+def test_a_damaged_record_of_a_job_does_not_keep_another_job_from_being_cancelled(run, folder):
+    over, running = make.add_probes(run, 1, (32,)), make.add_probes(run, 2, (32,))
+    run.write_attempt(make.attempt(over, end=START + 9))
+    (damaged,) = (path for path in (run.path / folder).iterdir() if "n001" in path.name)
+    damaged.write_text("{")
+    launcher = make.FakeLauncher({over: "ended", running: "running"})
+    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == [running]
+    (warning,) = run.read_snapshot().record_warnings
+    assert str(damaged) in str(warning.values["problem"])
+
+
 # --- training
 
 

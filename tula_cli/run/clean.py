@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tula_cli.errors import CannotWrite
+from tula_cli.run.files import make_write_error
 from tula_cli.run.training_run import CHECKPOINT_PATTERN, DRAFT_PATTERN, TrainingRun
 
 Kind = Literal["checkpoints", "compared", "damaged", "drafts", "scratch"]
@@ -140,7 +140,7 @@ def remove_file(holding: RemovableFile) -> None:
     """Remove a file or folder, and the links to it first. An interrupted removal is completed by the next call.
 
     Raises:
-        CannotWrite: the file system refuses the removal.
+        NotYours, CannotWrite: the file system refuses the removal.
     """
     path = holding.path
     try:
@@ -160,7 +160,7 @@ def remove_file(holding: RemovableFile) -> None:
     except FileNotFoundError:  # already removed
         return
     except OSError as error:
-        raise CannotWrite(f"cannot remove {error.filename or path}: {error.strerror}") from error
+        raise make_write_error(Path(error.filename or path), error, action="remove") from error
 
 
 def _remove_folder(folder: Path) -> None:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, TypeVar, cast
 
 from tula_cli.errors import BadMeasurements, CannotWrite, DiskFull, RunGone, StorageFailed, TulaError, UnreadableFile
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, describe_free_space
@@ -154,9 +154,11 @@ def _create_file(draft: Path, mode: int) -> BinaryIO:
         return open(draft, "xb", opener=create)
 
 
-def make_write_error(path: Path, error: OSError, *, needed: int | None = None) -> TulaError:
-    """Return the error to show for a failed write; `needed` is the size of the content if known."""
-    message = f"cannot write {path}: {error.strerror}"
+def make_write_error(
+    path: Path, error: OSError, *, needed: int | None = None, action: Literal["write", "remove"] = "write"
+) -> TulaError:
+    """Return the error to show for a failed write or removal; `needed` is the size of the content if known."""
+    message = f"cannot {action} {path}: {error.strerror}"
     if error.errno in FULL_DISK_ERRNOS:
         free, quota = describe_free_space(path.parent), error.errno == errno.EDQUOT
         return DiskFull(

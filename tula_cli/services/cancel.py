@@ -9,7 +9,7 @@ from tula_cli.run.owner import require_ownership
 
 
 def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) -> list[str]:
-    """Cancel the queued and running jobs of the runs, and return their names; unreadable job records are left out.
+    """Cancel the queued and running jobs of the runs, and return their names; unreadable records are left out.
 
     Each job is marked as cancelled first, so that nothing (a supervisor, the next job of a chain) restarts it. A job or
     part that cannot be cancelled does not prevent the cancellation of the others.
@@ -24,7 +24,7 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
     failures: dict[str, TulaError] = {}
     for run in runs:
         try:
-            launcher, files_snapshot = launcher_for(run), run.read_snapshot(strict=True)
+            launcher, files_snapshot = launcher_for(run), run.read_snapshot()
             states = launcher.query_states(files_snapshot, files_snapshot.jobs)
         except TulaError as error:
             failures[f"all jobs of {run.type}" if run.type else "all jobs"] = error

@@ -13,7 +13,7 @@ from pathlib import Path
 from tula_cli.cluster.local import LocalLauncher
 from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.errors import CannotWrite, TulaError
+from tula_cli.errors import CannotWrite, NotYours, TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run import format as run_format
 from tula_cli.run.clean import (
@@ -203,7 +203,7 @@ def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
     If interrupted, the same call removes the remaining files.
 
     Raises:
-        TulaError: no file could be removed; a `CannotWrite` of one class if that is why for all runs.
+        TulaError: no file could be removed; `NotYours` or a `CannotWrite` of one class if that is why for all runs.
     """
     files, size, problems, errors = 0, 0, [], set()
     for run_space in run_spaces:
@@ -216,7 +216,7 @@ def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
                     files, size = files + 1, size + holding.size
         except TulaError as error:
             problems.append(f"{run_space.id}: {error.message}")
-            errors.add(type(error) if isinstance(error, CannotWrite) else TulaError)
+            errors.add(type(error) if isinstance(error, CannotWrite | NotYours) else TulaError)
     if problems and not files:
         error_class = errors.pop() if len(errors) == 1 else TulaError
         raise error_class(

@@ -243,7 +243,7 @@ def _default_of(param: inspect.Parameter) -> str:
 def _exit_codes() -> str:
     result = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
     rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in result]
-    last = f"| {BROKEN_PIPE_EXIT_CODE} | | The program that read the output (`head`, a pager) exited before its end. |"
+    last = f"| {BROKEN_PIPE_EXIT_CODE} | | The program that read the output (`head`, a pager) exited early. |"
     return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows, last])
 
 
@@ -252,7 +252,7 @@ the rank if a single rank is the cause, and a `decision`. A command that waits f
 starts the training again. The column "what follows" applies to trainings; the first condition that is true decides
 (`cluster/decisions.py`). Without a scheduler, the next job is the next `tula train`. Attempts remain as long as fewer than `train.max_attempts` have failed without a
 newer checkpoint. Failures of the file system are counted separately in each job. When a training ends, tula cancels the other jobs of
-its chain. tula restarts profiling jobs and evaluations at most twice, if it would restart a training. Any other outcome
+its chain. tula restarts profiling jobs and evaluations under the same conditions, but at most twice. Any other outcome
 of a probe is stored as its result. The advice is for jobs without a script on SLURM; with a script, messages name the
 settings of the script."""
 
@@ -300,7 +300,7 @@ def _classes() -> list[type[TulaError]]:
 # --- what happens when
 
 
-FAULTS_HEAD = """Each row is a fault and tula's reaction to it, as a test in the named file (mark `promise`) provokes and checks it. The tests in
+FAULTS_HEAD = """Each row shows a fault and tula's reaction, both tested in the named file (mark `promise`). The tests in
 `tests/e2e` kill real processes, those in `tests/slurm` do so on a real SLURM cluster of several nodes. `make chaos` repeatedly
 kills ranks, supervisors and nodes of trainings at times derived from `SEED`, and compares the resulting weights bit by bit with
 those of an undisturbed training. [How a job ends](commands.md#how-a-job-ends) lists all outcomes with their exit codes."""

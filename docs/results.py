@@ -215,8 +215,8 @@ def spread(values: Sequence[float]) -> str:
 # --- step times
 
 STEPS_HEAD = """The data are 64 sets of step times that Pollux's authors published (two clusters with T4 and RTX GPUs, five applications). tula's
-priors were derived from the same data. The errors are those of configurations that were not probed. "Slower" is by how much the
-configuration that was chosen as the fastest is slower than the fastest one; "more expensive" likewise for the cheapest. The cost
+priors were derived from the same data. The errors are those of configurations that were not probed. "Slower" is how much slower
+the configuration chosen as the fastest is than the one that is fastest; "more expensive" is the same for the cheapest. The cost
 of the probes is relative to measuring every configuration in a separate job. Command: `python benchmarks/replay/replay.py
 TABLE.csv --json`."""
 
@@ -362,8 +362,8 @@ def observed_jobs() -> str:
     fitted = data["fitted"]
     head = f"""`tula observe` predicts from one job the step time on half of the GPUs, with the same batch per GPU. The data are step times that
 Pollux's authors published. The ring law, for comparison, only scales the exposed synchronisation. "Cheaper" is how often the
-prediction is right about whether half of the GPUs need at most 90 % of the node-hours. The report advises to use half of the GPUs
-if this is at least 60 % likely; in brackets is how often this advice is right. Much better is hardly possible from one job:
+prediction is right about whether half of the GPUs need at most 90 % of the node-hours. The report advises using half of the GPUs
+if this is at least 60 % likely; brackets show how often this advice is right. One job hardly allows better predictions:
 a median regression with 28 coefficients, fitted to these pairs themselves, still has errors of {percent(fitted["median"])} / {percent(fitted["p90"], 0)}
 and is right in {percent(fitted["right"], 0)}. Command: `python benchmarks/observe/observe.py TABLE.csv --json`."""
     rows = [
@@ -394,7 +394,7 @@ NOISES = {
     "first epoch, noise grows": "of the first epoch, growing (`accuracy-time` without further measurements)",
     "10 % trained, noise grows from there": "after a tenth of the epochs (with `train.diagnostics: [gradient_noise]`)",
     "first epoch, constant noise": "of the first epoch, constant",
-    "noise of the whole run": "of the whole run, which nobody knows beforehand",
+    "noise of the whole run": "of the whole run, which is not known beforehand",
     "perfect scaling (fixed epochs)": "none: the fixed number of epochs",
 }
 
@@ -428,8 +428,8 @@ def learning_rates() -> str:
 of the reference batch, at k = 4, 8 or 16 times that batch, with 2 or 3 seeds. The optimizers are SGD and AdamW, with rates that
 are too low, right and too high for the reference batch; the method is `lrs`, and in 4 settings `ramp`. A choice is right if its
 mean differs from the best one by no more than the noise of the seeds. "Lowest" is the rate with the lowest loss in the branches.
-The cost is a share of a training. In 18 other settings with digits, the lowest was right in 83 %, and the choice in 97 %, with a
-margin of a quarter of the loss and 0.05. The limits of the margin (0.05 and half of the gain) were chosen on the settings of the
+The cost is a share of a training. In 18 other settings with digits, a
+margin of a quarter of the loss and 0.05 was right in 97 %, and the lowest loss in 83 %. The limits of the margin (0.05 and half of the gain) were chosen on the settings of the
 table; a quarter alone would be right in 91 %. Command: `python benchmarks/learning_rates/learning_rates.py OUT.jsonl --json`."""
     names = {**{name: words for name, words in SEARCHED_JOBS.items() if name in data}, "all": "all"}
     rows = [
@@ -473,7 +473,7 @@ SCRIPTS_HEAD = """Published training scripts ran without changes on two CPU core
 and "out of memory" describe trainings that were interrupted once in this way: the samples they trained, and their batch at the
 end. The change of CPU time per step by tula's hooks has a 90 % interval. Command: `python benchmarks/scripts.py`. On two CPU ranks,
 run_clm's own resume fails. The two ranks of `accelerate launch --cpu` train independently; tula reports this and stops the
-training. nanoGPT takes one step more than requested. word_language_model changes its weights without a torch optimizer, so tula
+training. nanoGPT runs one step more than requested. word_language_model changes its weights without a torch optimizer, so tula
 cannot observe it."""
 
 
@@ -613,7 +613,7 @@ def timing_rows(timing: Mapping[str, Any]) -> Iterable[list[str]]:
         ]
     others = [abs(row["control"] - 1) for case, row in timing["timing"].items() if case not in steady]
     yield [
-        f"{len(others)} smaller cases, whose pace the host sets",
+        f"{len(others)} smaller cases, limited by the host",
         f"two equal measurements differ by {100 * min(others):.0f} to {100 * max(others):.0f} %",
     ]
     yield ["steps after 20 s of load, relative to the first", f"{timing['sustained_ratio']:.3f}"]

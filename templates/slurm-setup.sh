@@ -1,10 +1,10 @@
-# An example of what is to run before every job on SLURM, on each of its nodes' behalf, in the script of the job.
+# Example of shell lines that run at the start of every SLURM job, once per job.
 #
-# tula takes ~/.config/tula/slurm-setup.sh, else /etc/tula/slurm-setup.sh, where a job has no cluster.setup of its
-# own (lines, or the path of a file like this one). `tula profile --dry-run` shows which was taken; the text is part of
-# the script, so what was submitted is what runs.
+# If a job does not set cluster.setup (lines, or the path of a file like this one), tula uses
+# ~/.config/tula/slurm-setup.sh, or else /etc/tula/slurm-setup.sh. `tula profile --dry-run` shows which one. The text is
+# copied into the job script, so later edits do not affect submitted jobs.
 
-# Without it a line that fails goes unnoticed.
+# Without this line, the job continues if a line fails.
 set -e
 
 # module purge

@@ -1,15 +1,15 @@
-"""Three lines for a training that tula cannot watch by itself: loops without a torch optimizer, engines, exact saves.
+"""Hooks for a script that tula cannot observe by itself: no torch optimizer, an engine, or saves at an exact step.
 
     import tula_hooks as tula
 
     optimizer = tula.wrap(optimizer, model)           # once, before the loop
-    tula.save(lambda path: save_all(model, path))     # once: what writes a checkpoint; called on every rank
+    tula.save(lambda path: save_all(model, path))     # once: a function that writes a checkpoint; called on every rank
     tula.step(samples=len(x), loss=loss)              # at the end of each optimizer step
 
-This file is yours: keep it beside the script. It needs nothing, and outside of tula its functions do nothing.
-`small_batch(...)` is for gradient scaling in the paper's form alone.
-`trainer_callback()` (Hugging Face) and `lightning_callback()` save when tula asks, with the trainer's own means; the steps
-of both are seen without them.
+Keep this file in the script's folder. It needs no other package. Without tula, its functions do nothing.
+`small_batch(...)` is needed only for the paper's gradient scaling (ags.preset: paper).
+`trainer_callback()` (Hugging Face) and `lightning_callback()` make the trainer save a checkpoint when tula requests one.
+tula observes the steps of both trainers without them.
 """
 
 import importlib
@@ -20,59 +20,59 @@ __all__ = ["asked", "lightning_callback", "save", "saved", "small_batch", "step"
 
 
 def _shim():
-    """Return tula's side, or None outside of it."""
+    """Return the module that implements the hooks, or None if the script runs without tula."""
     if not os.environ.get("TULA_PLAN"):
         return None
     try:
         return importlib.import_module("tula_shim.by_hand")
     except ImportError:
-        sys.exit("tula: TULA_PLAN is set and the shim is not on PYTHONPATH: is it python -I, -E or -S?")
+        sys.exit("tula: TULA_PLAN is set, but the shim is not in PYTHONPATH. Start Python without -I, -E and -S.")
 
 
 _tula = _shim()
 
 
 def wrap(optimizer, model=None):
-    """Tell which optimizer trains which model; return the optimizer."""
+    """Register the optimizer and its model; return the optimizer."""
     return _tula.wrap(optimizer, model) if _tula else optimizer
 
 
 def small_batch(loss):
-    """Let gradient scaling (train.method: ags) take the gradient of a small batch. After `backward()`, in each step.
+    """Compute the small-batch gradient for train.method: ags. Call it in each step, after `backward()`.
 
     Args:
-        loss: n -> the mean loss on the first n samples of this rank's batch, by the module inside DistributedDataParallel:
-            `lambda n: loss_of(model.module(x[:n]), y[:n])`. It is called in the few steps that want it.
+        loss: function that maps n to the mean loss on the first n samples of this rank's batch. It must use the module
+            inside DistributedDataParallel: `lambda n: loss_of(model.module(x[:n]), y[:n])`. It is called only when needed.
     """
     if _tula:
         _tula.small_batch(loss)
 
 
 def step(samples, loss=None, lr=None):
-    """Tell that an optimizer step is over.
+    """Report the end of an optimizer step.
 
     Args:
-        samples: that this rank has trained on in it.
-        loss: of the step, a number or a tensor.
-        lr: that it used; left out, it is read from a torch optimizer.
+        samples: number of samples on which this rank trained in the step.
+        loss: loss of the step, a number or a tensor.
+        lr: learning rate of the step; None: read from the torch optimizer.
     """
     if _tula:
         _tula.step(samples, loss, lr)
 
 
 def save(callback):
-    """Give what saves the training to a path. `step` calls it when tula wants a checkpoint, on all ranks after the same step."""
+    """Register a function that saves the training to a path. If tula requests a checkpoint, `step` calls it on all ranks after the same step."""
     if _tula:
         _tula.on_save(callback)
 
 
 def asked():
-    """Return "save" or "stop" where tula wants that after the optimizer step that is over, else "". For trainers' callbacks."""
+    """Return "save" or "stop" if tula requests this after the current optimizer step, else "". For callbacks of trainers."""
     return _tula.asked() if _tula else ""
 
 
 def saved(path):
-    """Tell that the checkpoint that `asked` asked for is in `path`; ends the process where it asked to stop."""
+    """Report that the requested checkpoint is in `path`; exit if tula requested a stop."""
     if _tula:
         _tula.saved(path)
 
@@ -93,7 +93,7 @@ def trainer_callback():
 
 
 def lightning_callback(path):
-    """Return a callback for Lightning's Trainer, which saves to `path` when tula asks."""
+    """Return a callback for Lightning's Trainer, which saves to `path` when tula requests a checkpoint."""
     from lightning import Callback
 
     class Tula(Callback):

@@ -80,14 +80,18 @@ def test_the_page_of_results_shows_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("claim", "page", "words"),
     [
-        ("ramp recovers", "README.md", "`ramp` recovers {} of this loss"),
+        ("ramp recovers", "README.md", "`ramp` recovers {} of this drop"),
         (
             "ramp recovers",
             "docs/how-to/choose-a-method.md",
             "`ramp` recovered {} of what is lost",
         ),
-        ("ramp recovers", "docs/explanation/accuracy.md", "`ramp` recovers {} of this loss"),
-        ("lbt loses", "docs/explanation/accuracy.md", "the small networks measured so far by {}."),
+        ("ramp recovers", "docs/explanation/accuracy.md", "`ramp` recovers {} of this drop"),
+        (
+            "lbt loses",
+            "docs/explanation/accuracy.md",
+            "the accuracy drops, by {} on the small networks measured so far.",
+        ),
         ("ags gains", "README.md", "(`ags`) gains {} of accuracy on average"),
         ("median error", "README.md", "the median error of the predicted step time is {}"),
         ("probing cost", "README.md", "tula's search cost {} of probing all"),

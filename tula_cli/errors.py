@@ -280,7 +280,7 @@ class Pending(TulaError):
 
 
 class CommandNotStarted(TulaError):
-    """The command to observe does not exist or cannot be started (the exit code of shells for this)."""
+    """The command to observe does not exist or cannot be started (as in a shell)."""
 
     exit_code = 127
     code = "command"

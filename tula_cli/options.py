@@ -378,7 +378,7 @@ class EvaluationRequest:
     training: Annotated[
         str | None,
         Option(
-            "Training whose weights to evaluate (default: the one that was started last).",
+            "Training to evaluate (default: the one that was started last).",
             metavar="SIGNATURE",
             advanced=True,
         ),

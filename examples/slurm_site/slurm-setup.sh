@@ -1,5 +1,5 @@
-# What is put before every job that has no cluster.setup of its own: as /etc/tula/slurm-setup.sh for a site, as
-# ~/.config/tula/slurm-setup.sh for a user.
+# Runs at the start of every job that does not set cluster.setup. Copy it to /etc/tula/slurm-setup.sh (all users) or
+# ~/.config/tula/slurm-setup.sh (one user).
 set -e
 module purge
 module load cuda nccl

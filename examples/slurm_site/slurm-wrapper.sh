@@ -1,6 +1,6 @@
-# Runs around every rank, with the rank's command as "$@": as /etc/tula/slurm-wrapper.sh for a site, as
-# ~/.config/tula/slurm-wrapper.sh for a user. Here each rank is kept to the cores and the memory beside its GPU, and uses the
-# network card that is nearest.
+# Starts every rank, with its command in "$@". Copy it to /etc/tula/slurm-wrapper.sh (all users) or
+# ~/.config/tula/slurm-wrapper.sh (one user). It binds each rank to the cores and memory nearest to its GPU, and to the nearest
+# network card.
 
 cards=(mlx5_0 mlx5_1 mlx5_2 mlx5_3)
 export NCCL_IB_HCA="${cards[LOCAL_RANK]}"

@@ -958,7 +958,7 @@ def test_init_writes_a_spec_that_can_be_checked_but_not_over_another(cluster, ki
     Path("new.yaml").write_text("mine")
     refused = tula("init", kind, "-o", "new.yaml")
     assert refused.code == 2
-    assert "exists already" in refused.err
+    assert "already exists" in refused.err
     assert Path("new.yaml").read_text() == "mine"
     assert tula("init", kind, "-o", "new.yaml", "--force").code == 0
     assert Path("new.yaml").read_text() != "mine"
@@ -1001,7 +1001,7 @@ def test_init_writes_the_hooks_of_a_script_once(here):
     compile((here / "tula_hooks.py").read_text(), "tula_hooks.py", "exec")
     assert (here / "job.yaml").read_text() == before
     refused = tula("init", "--hooks")
-    assert refused.code == 2 and "tula_hooks.py exists already" in refused.err
+    assert refused.code == 2 and "tula_hooks.py already exists" in refused.err
     assert tula("init", "--hooks", "--force").code == 0
     assert tula("init", "--hooks", "--from-command", "x").code == 2
     assert tula("init", "--hooks", "--from-sbatch", "x").code == 2

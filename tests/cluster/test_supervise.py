@@ -411,7 +411,7 @@ def test_a_training_that_diverges_is_not_started_again(run: RunDir, ranks: Ranks
 @pytest.mark.promise(
     "a process",
     "the loss of a training with a growing batch is not finite, or rises and stays high",
-    "the training restarts once from the previous checkpoint, with half the factor on its learning rate. If this"
+    "the training restarts once from the previous checkpoint, with half the learning-rate factor. If this"
     " happens again, it ends with exit code 9",
 )
 def test_a_ramp_that_diverges_is_started_again_once_at_half_the_factor(

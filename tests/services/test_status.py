@@ -566,7 +566,7 @@ def test_waits_until_the_results_are_complete(run):
 
 def test_waiting_for_jobs_that_never_start_ends_with_their_reasons(run):
     jobs = [make.add_probes(run, nodes, (32,)) for nodes in (1, 2)]
-    reason, clock = "QOSMaxGRESPerJob: will not start, because the QOS does not allow so many GPUs", Clock()
+    reason, clock = "QOSMaxGRESPerJob: will not start, because the QOS does not allow this many GPUs", Clock()
     launcher = make.FakeLauncher(dict.fromkeys(jobs, "pending"), reason, flags={"hopeless": True})
     with pytest.raises(SchedulerError, match=r"probe-n002 will not start: QOSMaxGRESPerJob: will not start"):
         watched(run, launcher, jobs, clock)

@@ -1347,7 +1347,7 @@ def test_a_job_loads_with_the_site_files_that_come_with_tula(path, tmp_path):
 def test_a_site_file_from_documentation_says_so_and_from_which_and_when(path):
     head = path.read_text().partition("\ncluster:")[0]
     assert "FROM PUBLIC DOCUMENTATION, NOT RUN THERE" in head
-    assert re.search(r"pages \".*\" and \".*\"", head) and re.search(r"on \d+ \w+ 20\d\d", head)
+    assert re.search(r"pages \".*\" and \".*\"", head) and re.search(r"as of\s(?:# )?\d+ \w+ 20\d\d", head)
 
 
 @pytest.mark.parametrize(

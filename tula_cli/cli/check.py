@@ -92,7 +92,7 @@ def init(
     if output.is_dir():
         raise SpecError(f"-o {output} is a folder", f"name a file, for example -o {output / 'job.yaml'}")
     if output.exists() and not force:
-        raise SpecError(f"{output} exists already", "choose another name with -o, or overwrite it with --force")
+        raise SpecError(f"{output} already exists", "choose another name with -o, or overwrite it with --force")
     if not output.absolute().parent.is_dir():
         raise SpecError(f"folder {output.parent} does not exist", "create it, or choose another file with -o")
     if script is not None:
@@ -178,7 +178,7 @@ def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
 
     path = Path("tula_hooks.py")
     if path.exists() and not force:
-        raise SpecError(f"{path} exists already", "overwrite it with --force")
+        raise SpecError(f"{path} already exists", "overwrite it with --force")
     write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"), mode=MODE_FOR_ALL)
     screen.answer({"path": path}, show_check.render_hooks(path))
 

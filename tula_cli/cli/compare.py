@@ -44,8 +44,8 @@ def compare(
 ) -> None:
     """Compare the accuracy of several methods and batch sizes.
 
-    The small batch (train.reference_batch with method lbt) is always included. Unless this could cost more, all other
-    rows are first trained for a quarter of the epochs; then only the best two, lbt and the job's method are trained for
+    The small batch (train.reference_batch with method lbt) is always included. Unless this could cost more, all rows
+    except lbt are first trained for a quarter of the epochs; then only the best two, lbt and the job's method are trained for
     all epochs. Run the same command again to follow running trainings and to start missing ones. Without --methods and
     --batch, the command continues the last comparison.
 

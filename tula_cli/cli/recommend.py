@@ -51,7 +51,7 @@ def recommend(
 ) -> None:
     """Choose nodes and batch size from the measurements.
 
-    tula train uses the first recommendation of a run, which the same command updates later. With another objective,
+    tula train uses the first recommendation of a run. To update it, repeat its command. With another objective,
     other limits or --set, the recommendation is only shown, unless you add --save. Later commands do not use the
     values of --set.
     """

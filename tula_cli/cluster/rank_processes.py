@@ -357,7 +357,7 @@ class RankSpawner:
             return self.server.fork(start, give_up=give_up)
         except ForkUnavailable as error:  # an executed rank meets the same problem and reports it
             sys.stderr.write(
-                f"tula: each rank imports torch by itself, which starts slower, because ranks cannot be forked: {error}\n"
+                f"tula: ranks cannot be forked, so each rank imports torch itself and starts more slowly: {error}\n"
             )
             self.executes = True
             self.close()

@@ -59,7 +59,7 @@ def make_lines_to_open_log(
         f" && {{ [ -x {python_word} ] || {{ echo {python_word}: not executable; exit 1; }}; }}" if python else ""
     )
     return [
-        "# The job waits for its log, its folder and its Python, where a scheduler that opened the log would fail it.",
+        "# Wait for the log, the folder and the Python; if the scheduler opened the log, the job would fail instead.",
         f"tula_log={log}",
         f'tula_try() {{ (cd {folder} && : >>"$tula_log.out" && : >>"$tula_log.err"{interpreter}) 2>&1; }}',
         "tula_waited=0 tula_pause=1 tula_first=",

@@ -119,9 +119,7 @@ class GpuMemory:
             if give_up():
                 return ""
             if time.monotonic() > deadline:
-                return (
-                    f"{missing}; held by {', '.join(devices.describe_holders()) or 'no process that is visible here'}"
-                )
+                return f"{missing}; held by {', '.join(devices.describe_holders()) or 'no visible process'}"
             time.sleep(POLL_SECONDS)
         return ""
 

@@ -269,4 +269,4 @@ def data_waits_are_long(*, share: float, workers: int | None) -> str:
 @diagnostic
 def larger_batch_fits(*, growth: float, local_batch: int | None) -> str:
     now = "" if local_batch is None else f" (now {local_batch} per GPU)"
-    return f"{growth:.1f}x the batch per GPU fits into the memory{now}. A larger batch usually needs another learning rate."
+    return f"The GPU memory allows {growth:.1f}x the batch{now}. A larger batch usually needs another learning rate."

@@ -96,7 +96,7 @@ def _find_training(runs: Sequence[Run], request: EvaluationRequest) -> tuple[Run
     if not signatures:
         paths = words.join_words(words.make_relative_path(run.path) for run in runs)
         raise BadMeasurements(
-            f"nothing was trained for {runs[0].job_name} yet ({paths})",
+            f"nothing has been trained for {runs[0].job_name} yet ({paths})",
             "run tula train first",
         )
     if request.training is not None and request.training not in signatures:

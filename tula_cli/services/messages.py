@@ -198,7 +198,7 @@ def memory_not_estimated(*, reason: str) -> str:
 
 @diagnostic
 def nodes_without_batch(*, nodes: Sequence[int]) -> str:
-    return f"search.nodes {list(nodes)} is left out: no batch of the search can be trained on so many nodes."
+    return f"search.nodes {list(nodes)} is left out: no batch of the search can be trained on that many nodes."
 
 
 @diagnostic
@@ -369,8 +369,8 @@ def balance_too_low(*, available: str, needed: str) -> str:
 @diagnostic
 def ramp_shortened_by_nodes(*, batches: Sequence[int], nodes: int, batches_on_least: Sequence[int], least: int) -> str:
     return (
-        f"The stages of train.ramp have batches {join_words(batches)}, because these are divisible among the GPUs of"
-        f" {format_count(nodes)}; on {format_count(least)} only, they would have batches {join_words(batches_on_least)}."
+        f"The stages of train.ramp have batches {join_words(batches)}, because these are divisible by the number of GPUs on"
+        f" {format_count(nodes)}; on only {format_count(least)}, they would have batches {join_words(batches_on_least)}."
         " The batches remain the same in all jobs of the training. For smaller first batches, start with a smaller range of nodes."
     )
 
@@ -379,7 +379,7 @@ def ramp_shortened_by_nodes(*, batches: Sequence[int], nodes: int, batches_on_le
 def nodes_unusable_for_started_training(*, nodes: Sequence[int], batches: Sequence[int]) -> str:
     return (
         f"The jobs cannot use {describe_node_counts(nodes)}: this training already exists, and its batches"
-        f" ({join_words(batches)}) are not all divisible among the GPUs of so many nodes."
+        f" ({join_words(batches)}) are not all divisible by the number of GPUs on these nodes."
     )
 
 
@@ -489,7 +489,7 @@ def probe_failed(*, nodes: int, local_batch: int, reason: str) -> str:
 @diagnostic
 def probe_disturbed(*, task: str, trainings: Sequence[str]) -> str:
     return (
-        f"While {task} measured, {join_words(trainings)} ran on the same GPUs or cores, so its step times may be too long."
+        f"While {task} was measuring, {join_words(trainings)} ran on the same GPUs or cores, so its step times may be too long."
         " To repeat the probe, delete its results and run tula profile."
     )
 

@@ -143,7 +143,7 @@ def choose_next_round(
     )
     rows = _select_compared_configurations(estimator, fitting)
     if not rows:
-        raise BadMeasurements("no step time follows from the probes so far", "use search.strategy: sweep")
+        raise BadMeasurements("the probes so far do not determine a step time", "use search.strategy: sweep")
     proposal = adaptive.propose_probes(
         estimator.steps,
         [_make_candidate(estimator, row) for row in rows],

@@ -122,7 +122,7 @@ class PreparedSeeds:
             raise TulaError(
                 "the code of the job has changed since the first training was started",
                 "to continue these trainings, restore the code; to train with the new code, run the same command again, which"
-                " starts all seeds anew",
+                " restarts all seeds",
             )
         return plan
 

@@ -76,7 +76,7 @@ def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
     if not plan.missing:
         return
     if hours is None:
-        yield "no estimate of time and cost: nothing was measured or trained yet"
+        yield "no estimate of time and cost: nothing has been measured or trained yet"
         return
     node_hours = hours * plan.comparison.nodes
     # With pricing.kind gb_hour, the cost depends on measured memory and is predicted for each training only.
@@ -209,7 +209,7 @@ def render_search_plan(search: "PreparedSearch", *, scripts: Sequence[str] = ())
     )
     share = f"{plan.samples} samples in total: {100 * plan.share:.1f} % of a training"
     if search.hours is None or search.training_hours is None or search.node_hours is None:
-        yield f"{share}; no estimate of time and cost: nothing was measured yet"
+        yield f"{share}; no estimate of time and cost: nothing has been measured yet"
     else:
         whole = format_duration(3600 * search.training_hours)
         yield f"{share}, about {format_duration(3600 * search.hours)} (training: {whole}), {format_number(search.node_hours)} node-h"

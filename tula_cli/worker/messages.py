@@ -19,7 +19,7 @@ def weights_partly_loaded(*, weights: str, reason: str) -> str:
 
 @diagnostic
 def arm_diverged_after_choice(*, arms: Sequence[str], chosen: str) -> str:
-    return f"Diverged after being chosen: {', '.join(arms)}. The training continues with {chosen}."
+    return f"The training diverged with {', '.join(arms)}. It continues with {chosen}."
 
 
 @diagnostic

@@ -480,12 +480,12 @@ def test_a_reason_is_hopeless_exactly_if_waiting_does_not_cure_it():
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("QOSMaxGRESPerJob", "the QOS does not allow so many GPUs (or other GRES)"),
-        ("AssocMaxMemPerNode", "the account does not allow so much memory per node"),
-        ("AssocMaxCpuMinutesPerJobLimit", "the account does not allow so many CPUs for so long in one job"),
-        ("QOSMinMemory", "does not allow so little memory in one job"),
+        ("QOSMaxGRESPerJob", "the QOS does not allow this many GPUs (or other GRES)"),
+        ("AssocMaxMemPerNode", "the account does not allow this much memory per node"),
+        ("AssocMaxCpuMinutesPerJobLimit", "the account does not allow this many CPUs for this long in one job"),
+        ("QOSMinMemory", "does not allow this little memory in one job"),
         ("QOSGrpGRESMinutes", "the budget of the QOS is used up"),
-        ("QOSMaxSomethingNewPerJob", "the QOS does not allow so many resources"),
+        ("QOSMaxSomethingNewPerJob", "the QOS does not allow this many resources"),
         ("launch failed requeued held", "scontrol release 17"),
     ],
 )

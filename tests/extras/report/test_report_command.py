@@ -47,7 +47,7 @@ def tula(*words: str) -> tuple[int, str, str]:
 def test_without_a_form_it_says_what_there_is_and_what_is_missing() -> None:
     code, out, err = tula()
     assert code == 0
-    assert "Scaling" in out and "Methods and batches: nothing was compared yet. Run tula compare" in out
+    assert "Scaling" in out and "Methods and batches: nothing has been compared yet. Run tula compare" in out
     assert "To write them: --html FILE" in out and err.startswith("run tula-runs/test-")
 
 

@@ -115,7 +115,7 @@ def test_without_an_answer_the_knee_is_reported(tmp_path: Path) -> None:
     now = recommending.recommend(open_family(run), Query(objective="knee"), now=1.0).recommendation
     assert f"{now.choice.nodes} nodes, batch {now.choice.batch} (" in document.answer or now.choice.nodes == 1
     assert run.read_recommendation() is None, "a report keeps no answer"
-    assert section(document, "training").missing == "nothing was trained yet. Run tula train."
+    assert section(document, "training").missing == "nothing has been trained yet. Run tula train."
 
 
 # --- scaling

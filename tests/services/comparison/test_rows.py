@@ -62,7 +62,7 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
     ("row", "words"),
     [
         ("agz:delta=1", "there is no method 'agz' did you mean ags"),
-        ("nothing", "a method of your own is named as package.module:attribute"),
+        ("nothing", "name your own method as package.module:attribute"),
         ("ags:0.1", "'0.1' is not a setting write ags:KEY=VALUE, as in ags:delta=0.1"),
         ("ags:delta", "'ags:delta': delta has no value write ags:KEY=VALUE"),
         ("my.code:", "there is no method 'my.code:'"),

@@ -91,7 +91,7 @@ def test_a_file_is_evaluated_with_the_model_of_the_training(run: RunDir, tmp_pat
 
 
 def test_what_is_not_there_is_reported(run: RunDir) -> None:
-    with pytest.raises(BadMeasurements, match="nothing was trained for toy yet"):
+    with pytest.raises(BadMeasurements, match="nothing has been trained for toy yet"):
         ready(run)
     other = run.path.with_name("toy-of-b")
     with pytest.raises(BadMeasurements, match=rf"yet \(.*{run.id}, .*toy-of-b\)"):

@@ -396,7 +396,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
     *_, message = [
         row["message"] for row in rows(run, task, "warning") if row.get("code") == "arm-diverged-after-choice"
     ]
-    assert message == "Diverged after being chosen: fast, scaled. The training continues with lbt."
+    assert message == "The training diverged with fast, scaled. It continues with lbt."
     result = run.get_training(task.signature).read_result()
     assert result is not None and result.samples == 384
 

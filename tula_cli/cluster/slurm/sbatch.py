@@ -25,12 +25,12 @@ from tula_cli.spec.yaml_text import read_text_file
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
 """Files of the user or the site that are used if the spec gives none."""
 _INHERITED = (
-    "# Bindings of a job that tula itself was started in would pin every rank of this one to the same cores.",
+    "# If tula was started in a job, the CPU binding of that job would pin all ranks of this job to the same cores.",
     "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE",
     "unset SLURM_MEM_BIND SLURM_MEM_BIND_LIST SLURM_MEM_BIND_TYPE SLURM_MEM_BIND_VERBOSE",
-    "# srun of SLURM 22.05 and later does not take --cpus-per-task over from sbatch.",
+    "# Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.",
     'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi',
-    "# With `extra: {export: NONE}` srun would keep from the ranks what the set-up has made.",
+    "# With `extra: {export: NONE}`, srun would not pass the environment of the set-up to the ranks.",
     "export SLURM_EXPORT_ENV=ALL",
 )
 """The first lines of the script of every job."""
@@ -227,7 +227,7 @@ def _make_lines_for_granted_nodes(task: Task, folder: Path) -> list[str]:
     resized = f'{shlex.quote(str(folder))}/slurm_job_"$SLURM_JOB_ID"_resize'
     tasks = _count_tasks_per_node(task)
     return [
-        "# Nodes among which the batch cannot be divided go back to the cluster.",
+        "# Release the nodes that the batch cannot use.",
         f'for tula_nodes in {counts}; do [ "$tula_nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break; done',
         'if [ "$tula_nodes" -lt "$SLURM_JOB_NUM_NODES" ]; then',
         f'  (cd {shlex.quote(str(folder))} && scontrol update JobId="$SLURM_JOB_ID" NumNodes="$tula_nodes") && . {resized}.sh',

@@ -597,7 +597,7 @@ METRIC_NAMES = {
     "eval_loss": "evaluation loss, last epoch",
 }
 METRIC_TITLES = {"top1": "Top-1 accuracy", "perplexity": "Perplexity"}
-HOW_TO_TRAIN = "nothing was trained yet. Run tula train."
+HOW_TO_TRAIN = "nothing has been trained yet. Run tula train."
 
 
 def build_training_section(material: Material) -> Section:
@@ -829,7 +829,7 @@ def _make_training_curve(training: TrainingMaterial) -> TrainingCurve:
 
 # --- Comparison of methods
 
-HOW_TO_COMPARE = "nothing was compared yet. Run tula compare to train the job with several methods and batches"
+HOW_TO_COMPARE = "nothing has been compared yet. Run tula compare to train the job with several methods and batches"
 
 
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:

@@ -283,7 +283,7 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
         where = f"partition {slurm.partition}" if slurm.partition else "the default partition"
         raise SpecError(
             f"pricing.kind billing: no node of {where} has the resources that the job requests",
-            f"compare Partitions, AvailableFeatures and Gres in scontrol show node, or {NODE_HOUR_ADVICE}",
+            f"check Partitions, AvailableFeatures and Gres in the output of scontrol show node, or {NODE_HOUR_ADVICE}",
         )
     qos, factor, unsure = find_usage_factor(spec, ask, config)
     dearest = max(offers, key=lambda offer: offer.node)

@@ -177,7 +177,7 @@ def _make_unknown_method_error(method: str, row: str) -> SpecError:
     hint = suggest_nearest(method, list_known_methods()) or f"choose from: {', '.join(list_known_methods())}"
     return SpecError(
         f"--methods: there is no method {method!r}",
-        f"{hint} (a method of your own is named as package.module:attribute)",
+        f"{hint} (name your own method as package.module:attribute)",
     )
 
 

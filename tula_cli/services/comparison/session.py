@@ -127,7 +127,7 @@ def load_comparison(runs: Sequence[Run], *, node_type: str | None = None) -> tup
     comparison = run.read_comparison()
     if comparison is None:
         raise BadMeasurements(
-            f"nothing was compared in {run.id} yet",
+            f"nothing has been compared in {run.id} yet",
             "run tula compare, for example tula compare job.yaml --batch 512,1024",
         )
     return run, comparison

@@ -184,7 +184,7 @@ class UserMetrics:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise JobFailed(
-                f"train.metrics.{name} is a {type(value).__name__}, not one number",
+                f"train.metrics.{name} returned a {type(value).__name__}, not one number",
                 "make it return one number, for example the mean over classes",
             ) from error
 

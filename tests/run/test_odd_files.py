@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.scripts.training import is_complete_checkpoint
+from tula_cli.cluster.scripts.checkpoints import is_complete_checkpoint
 from tula_cli.cluster.slurm.sbatch import _read_lines_of_file
 from tula_cli.errors import TulaError
 from tula_cli.run import files

@@ -10,11 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tula_cli.cluster.chains import (
-    get_chain_state,
-    list_chain_tasks,
-    list_nodes_of_chain_jobs,
-)
+from tula_cli.cluster.chains import get_chain_state, list_chain_tasks, list_nodes_of_chain_jobs
 from tula_cli.cluster.local import list_attempts_of_submission
 from tula_cli.cluster.scheduler import JobRequest, QueuedJob, Scheduler, SchedulerState
 from tula_cli.errors import SchedulerError
@@ -44,9 +40,7 @@ class BatchLauncher:
 
     def render_script(self, run: RunDir, task: Task) -> str:
         """Return the script of the first job of a task; the scripts of later jobs also wait for earlier ones."""
-        from tula_cli.cluster.rank_programs import (
-            make_rank_program,  # imported here because only a dry run needs it
-        )
+        from tula_cli.cluster.rank_programs import make_rank_program  # imported here because only a dry run needs it
 
         text = self.render_job_script(run, self.make_request(run, task, self._list_job_names(run, task)[0]), task)
         if not (preview_text := make_rank_program(run, task).preview_command()):
@@ -262,7 +256,7 @@ def _count_submitted_jobs(names: Sequence[str], queued: Mapping[str, QueuedJob])
 
 def _list_preceding_ids(run: RunDir, task: Task) -> Sequence[str]:
     """Return the ids of the jobs that the first job of a training waits for."""
-    return [id_ for name in task.predecessors if (job := run.find_job(name)) is not None for id_ in job.ids]
+    return [id_ for name in task.awaited_jobs if (job := run.find_job(name)) is not None for id_ in job.ids]
 
 
 def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:

@@ -31,7 +31,6 @@ from tula_cli.run.files import make_write_error
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.shortages import get_shortage, parse_shortage
 
@@ -154,7 +153,7 @@ def find_device_type(run: RunDir, task: Task) -> str:
     requested = task.spec.cluster.device
     if requested != "auto":
         return requested
-    devices_seen = {result.environment.device for result in run.read_results() if isinstance(result, Measured)}
+    devices_seen = {probe.environment.device for probe in run.read_measured()}
     if devices_seen:
         return "cpu" if devices_seen == {"cpu"} else "cuda"
     return "cuda" if has_gpu() else "cpu"

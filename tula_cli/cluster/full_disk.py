@@ -9,7 +9,6 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.disk_space import measure_file_size
 from tula_cli.run.records.base import ModelStates
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.shortages import find_remaining_shortage, measure_shortage
 
@@ -52,7 +51,7 @@ def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None
     saved = training.list_checkpoints() if of_script is None else [Path(of_script.checkpoint)]
     sizes = [measure_file_size(path) for path in saved]
     if not any(sizes):
-        probes = [states.memory for states in run.read_snapshot().results if isinstance(states, Measured)]
+        probes = [probe.memory for probe in run.read_measured()]
         sizes = [states.parameters + states.optimizer for states in probes if isinstance(states, ModelStates)]
     return max(sizes, default=0) or None
 

@@ -29,10 +29,7 @@ from tula_cli.cluster.failures import (
 )
 from tula_cli.cluster.full_disk import require_disk_space
 from tula_cli.cluster.local import register_on_machine
-from tula_cli.cluster.rank_processes import (
-    RankSpawner,
-    get_first_rank,
-)
+from tula_cli.cluster.rank_processes import RankSpawner, get_first_rank
 from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.cluster.relaunch import (
     apply_decision,
@@ -204,7 +201,7 @@ class Supervisor:
 
     def _wait_for_resume_test(self, task: Task) -> None:
         """Wait for the resume test that precedes a training on this machine; on a scheduler, job dependencies do so."""
-        job = self.run.find_job(task.predecessor) if task.predecessor else None
+        job = self.run.find_job(task.resume_test_job) if task.resume_test_job else None
         while job is not None and is_running(int(job.scheduler_id), job.process_started):
             if self.run.is_cancelled(task.job):
                 return

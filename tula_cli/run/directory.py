@@ -37,7 +37,7 @@ from tula_cli.run.parsed_spec import (
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
-from tula_cli.run.records.probes import RESULT
+from tula_cli.run.records.probes import RESULT, Measured
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import (
     Comparison,
@@ -360,6 +360,10 @@ class RunDir:
     def read_results(self) -> list[Result]:
         """Return the readable results, by nodes and local batch; `Snapshot.record_warnings` has the damaged ones."""
         return self.read_snapshot().results
+
+    def read_measured(self) -> list[Measured]:
+        """Return the readable results of probes that succeeded, by nodes and local batch."""
+        return self.read_snapshot().measured
 
     def find_current_probe(self, task: ProbeTask) -> int | None:
         """Return the local batch that a job is measuring: the first without a valid result; None if all have one."""

@@ -223,6 +223,16 @@ class Snapshot:
         return self._readable[0]
 
     @property
+    def measured(self) -> list[Measured]:
+        """The results of probes that succeeded, by nodes and local batch."""
+        return [result for result in self.results if isinstance(result, Measured)]
+
+    @property
+    def measured_dataset_size(self) -> int | None:
+        """Samples per epoch as the first probe has recorded them; None without a probe, or if it could not count them."""
+        return next((probe.dataset_size for probe in self.measured), None)
+
+    @property
     def damaged(self) -> list[BadMeasurements]:
         """Errors of the results that cannot be read."""
         return self._readable[1]

@@ -21,12 +21,7 @@ from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import compare_jobs, list_runs_with_data
 from tula_cli.run.records.probes import Environment, Failed, GpuState, Measured, OutOfMemory
 from tula_cli.run.records.results import JobFile, StepPart, StepParts
-from tula_cli.words import (
-    format_bytes,
-    format_count,
-    format_number,
-    shorten_around_difference,
-)
+from tula_cli.words import format_bytes, format_count, format_number, shorten_around_difference
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -377,7 +372,7 @@ def compare_runs(before: Run, after: Run) -> RunDifference:
     if before.path.resolve() == after.path.resolve():
         raise SpecError(f"A and B are the same run: {before.path.resolve()}", "name two runs, or a run and its copy")
     snapshots = before.read_snapshot(), after.read_snapshot(strict=True)
-    measured = [[result for result in each.results if isinstance(result, Measured)] for each in snapshots]
+    measured = [each.measured for each in snapshots]
     difference = RunDifference(
         before=_make_overview(before, measured[0]),
         after=_make_overview(after, measured[1]),

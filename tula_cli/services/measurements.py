@@ -453,7 +453,7 @@ class CachedTrainings:
 
 def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrainings) -> OtherSizes:
     """Return the measurements with other numbers of GPUs on the same nodes, for the sizes of `Run.sizes`."""
-    probes = [result for run in sizes for result in run.read_results() if isinstance(result, Measured)]
+    probes = [probe for run in sizes for probe in run.read_measured()]
     return OtherSizes(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).steps))
 
 

@@ -15,7 +15,6 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import get_only_run, save_runs
-from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.scripts import ResumeTestResult, Verdict
@@ -25,12 +24,7 @@ from tula_cli.services import messages
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.plans import TrainPlan
 from tula_cli.services.profile import count_measured_node_hours
-from tula_cli.services.waiting import (
-    Submission,
-    describe_beyond_cap,
-    explain_interruption,
-    wait_for_jobs,
-)
+from tula_cli.services.waiting import Submission, describe_beyond_cap, explain_interruption, wait_for_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Resume
@@ -436,10 +430,9 @@ def describe_interruption_cost(
     """
     if spec.script is None:
         return ""
-    results = () if run is None else run.read_results()
-    measured = next((result.dataset_size for result in results if isinstance(result, Measured)), None)
-    size = spec.script.known_dataset_size or measured
-    schedule = find_checkpoint_schedule(
-        spec.script, () if run is None else run.find_newest_script_saves(), dataset_size=size
+    measured_size, saves = (
+        (None, ()) if run is None else (run.read_snapshot().measured_dataset_size, run.find_newest_script_saves())
     )
+    size = spec.script.known_dataset_size or measured_size
+    schedule = find_checkpoint_schedule(spec.script, saves, dataset_size=size)
     return schedule.describe_loss(step_time, epoch_steps=size // batch if size and batch else None)

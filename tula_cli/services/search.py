@@ -394,7 +394,7 @@ def find_nearest_step_time(probes: Sequence[Measured], local_batch: int) -> floa
 
 def list_measured_probes(run: RunDir | None) -> list[Measured]:
     """Return the successful probes of a run, which need not exist yet."""
-    return [] if run is None or not run.exists else [r for r in run.read_results() if isinstance(r, Measured)]
+    return [] if run is None or not run.exists else run.read_measured()
 
 
 def _estimate_probe_seconds(spec: JobSpec, probes: Sequence[Measured], local_batch: int) -> float:

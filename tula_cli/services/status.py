@@ -391,7 +391,7 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
         id=run.id,
         path=run.path,
         at=now,
-        measured=sum(isinstance(result, Measured) for result in files_snapshot.results),
+        measured=len(files_snapshot.measured),
         out_of_memory=sum(isinstance(result, OutOfMemory) for result in files_snapshot.results),
         failed=sum(isinstance(result, Failed) for result in files_snapshot.results),
         jobs=tuple(jobs),
@@ -403,7 +403,7 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
             *files_snapshot.record_warnings,
             *(files_snapshot.training_warnings if only is None else ()),
         ),
-        notes=(*summarize_notes(result for result in files_snapshot.results if isinstance(result, Measured)),),
+        notes=summarize_notes(files_snapshot.measured),
         rehearsal=files_snapshot.resume_test_results[-1]
         if files_snapshot.resume_test_results and only is None
         else None,

@@ -32,7 +32,6 @@ from tula_cli.run.job_runs import compare_jobs, find_chosen_run, select_runs
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.failures import Recovery, Resize
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
@@ -257,8 +256,9 @@ def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
 
 def find_dataset_size(run: Run, inspect: Callable[[JobSpec], Inspection]) -> int:
     """Return the number of training samples: as a probe has recorded it, else as the inspection of the job finds it."""
-    measured = (result.dataset_size for result in run.read_results() if isinstance(result, Measured))
-    return next(measured, None) or first_job.inspect_with_stored(inspect, run)(run.spec).dataset_size
+    return (
+        run.read_snapshot().measured_dataset_size or first_job.inspect_with_stored(inspect, run)(run.spec).dataset_size
+    )
 
 
 def _require_fitting_batch(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> None:

@@ -16,7 +16,7 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import list_names
 from tula_cli.run.job_runs import find_settings_origin, save_runs
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Failed, Measured
+from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.services import messages
@@ -193,10 +193,8 @@ class _NewProbeResults:
 
 def _list_reported_failures(run: RunDir) -> set[str]:
     """Return the messages of failed probes if none was measured: the error that follows reports them."""
-    results = run.read_results()
-    if any(isinstance(result, Measured) for result in results):
-        return set()
-    return {result.message for result in results if isinstance(result, Failed)}
+    snapshot = run.read_snapshot()
+    return set() if snapshot.measured else {r.message for r in snapshot.results if isinstance(r, Failed)}
 
 
 @contextlib.contextmanager

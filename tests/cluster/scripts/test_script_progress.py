@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 from make_results import Truth, measured
 
-from tula_cli.cluster.scripts import start
-from tula_cli.cluster.scripts import training as checkpoints
-from tula_cli.cluster.scripts.training import (
-    ScriptTraining,
-    TrainingMonitor,
-    find_last_and_best,
-    is_lower_better,
-    read_metrics,
-)
+from tula_cli.cluster.scripts import checkpoints, start
+from tula_cli.cluster.scripts.metrics import find_last_and_best, is_lower_better, read_metrics
+from tula_cli.cluster.scripts.training import ScriptTraining, TrainingMonitor
 from tula_cli.cluster.scripts.watch import describe_missing_step, find_last_script_line
 from tula_cli.models.time.changes import ScriptLevelDetector, describe_step_change
 from tula_cli.run.directory import RunDir

@@ -14,7 +14,7 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.attempt import RunningAttempt
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.rank_processes import RankSpawner
-from tula_cli.cluster.scripts import training as checkpoints
+from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.scripts.probe import ScriptProbe
 from tula_cli.cluster.supervise import supervise
 from tula_cli.host.leftovers import GpuMemory

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.scripts import training
+from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.scripts.probe import merge_gradient_stats
 from tula_cli.cluster.scripts.resume_test import find_learning_rates
 from tula_cli.cluster.scripts.start import (
@@ -93,7 +93,7 @@ class ScriptRateSearch(ScriptProgram):
         if _get_branch(command).rule is not None:
             return None
         first = self.plan.count_start_steps(self._reference_batch)
-        return training.make_kill_plan(
+        return checkpoints.make_kill_plan(
             self.script,
             self._list_path_values(self.get_output_folder(command), self._reference_batch),
             workdir=Path(self.task.workdir),
@@ -165,7 +165,7 @@ class ScriptRateSearch(ScriptProgram):
         resume = get_script(self.task.spec).resume
         assert resume is not None
         values, workdir = self._list_path_values(out, batch), Path(self.task.workdir)
-        return training.find_newest_checkpoint(resume, values, workdir=workdir, since=0.0)[0]
+        return checkpoints.find_newest_checkpoint(resume, values, workdir=workdir, since=0.0)[0]
 
     # --- Observations of a start
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.scripts import training
+from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.scripts.start import ScriptProcess, ScriptProgram, get_script, list_placeholder_values
 from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
 from tula_cli.errors import JobFailed
@@ -17,7 +17,6 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
-from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.scripts import KillPlan, ObservedStart, Phase, PlannedStart, ResumeTestResult, Schedule
 from tula_cli.run.records.tasks import ResumeTestTask, Task
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
@@ -223,7 +222,7 @@ class ResumeTest(ScriptProgram):
         )
         resume = get_script(self.task.spec).resume
         assert resume is not None
-        checkpoint, _ = training.find_newest_checkpoint(
+        checkpoint, _ = checkpoints.find_newest_checkpoint(
             resume, self.get_placeholder_values(start), workdir=Path(self.task.workdir), since=0.0
         )
         return None if checkpoint is None else start.model_copy(update={"checkpoint": str(checkpoint)})
@@ -278,7 +277,7 @@ class ResumeTest(ScriptProgram):
         start, script = _get_start(command), self.script
         if start.phase != "begin" or script.resume is None:
             return None
-        return training.make_kill_plan(
+        return checkpoints.make_kill_plan(
             script,
             self.get_placeholder_values(start),
             workdir=Path(self.task.workdir),
@@ -310,10 +309,12 @@ class ResumeTest(ScriptProgram):
     def _observe_start(self, start: PlannedStart, command: LeaderCommand, failure: Failure | None) -> ObservedStart:
         attempt, world = self.get_attempt(command), command.ranks
         killed, rows = attempt.read_kill(), [row for row in attempt.read_rows(0) if row["kind"] == "row"]
+        declared_size, observed_size = get_script(self.task.spec).dataset_size, killed and killed.dataset
         size = (
-            get_script(self.task.spec).known_dataset_size if get_script(self.task.spec).dataset_size != "auto" else None
+            observed_size or self.run.read_snapshot().measured_dataset_size
+            if declared_size == "auto"
+            else declared_size
         )
-        size = size or (killed.dataset if killed is not None else None) or self._measured_size
         if start.phase != "begin":
             size = self.record.starts[-1].dataset_size
         steps, samples = count_trained_steps(rows, start.batch // world)
@@ -334,11 +335,6 @@ class ResumeTest(ScriptProgram):
         if not steps and "why" not in ending:
             ending["why"] = find_last_script_line(self.run.get_log_path(self.task.id, command.attempt))
         return observation.model_copy(update=ending)
-
-    @property
-    def _measured_size(self) -> int | None:
-        measured = (result.dataset_size for result in self.run.read_snapshot().results if isinstance(result, Measured))
-        return next(measured, None)
 
     def _copy_checkpoints(self, start: PlannedStart, observation: ObservedStart) -> None:
         """Give each of the resuming starts a folder: that of the killed start, and copies of it."""
@@ -428,9 +424,9 @@ def require_resumable(run: RunDir, task: Task) -> None:
     Raises:
         JobFailed: the script cannot resume from its checkpoint, or is not known to do so on the nodes that it is granted.
     """
-    if not task.predecessor:
+    if not task.resume_test_job:
         return
-    resume_test = ResumeTestRecords(run.path).read(task.predecessor)
+    resume_test = ResumeTestRecords(run.path).read(task.resume_test_job)
     if resume_test is not None and resume_test.verdict == "none":
         raise JobFailed(
             f"the training was not started, because the script cannot resume after an interruption: {'; '.join(resume_test.faults)}",

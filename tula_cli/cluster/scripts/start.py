@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.rank_processes import (
-    RankCommand,
-    find_rendezvous_address,
-)
+from tula_cli.cluster.rank_processes import RankCommand, find_rendezvous_address
 from tula_cli.cluster.rank_program import RankProgram
 from tula_cli.cluster.scripts import methods
 from tula_cli.cluster.scripts.methods import copy_shim
@@ -252,16 +249,10 @@ def make_script_failure(failure: Failure | None, message: str, *, permanent: boo
     return Failure(outcome="user", message=message, rank=rank, host=host, permanent=permanent)
 
 
-@dataclass(frozen=True)
-class ScriptStart:
-    """How one supervisor starts a script in one attempt.
-
-    Args:
-        command: command of the leader; its `batch` is the one that a probe measures.
-    """
+class AttemptContext:
+    """The run, the task and the files of one attempt of a script, for its start and its monitor."""
 
     program: ScriptProgram
-    allocation: Allocation
     command: LeaderCommand
 
     @property
@@ -275,6 +266,19 @@ class ScriptStart:
     @property
     def attempt(self) -> ScriptAttempt:
         return self.program.get_attempt(self.command)
+
+
+@dataclass(frozen=True)
+class ScriptStart(AttemptContext):
+    """How one supervisor starts a script in one attempt.
+
+    Args:
+        command: command of the leader; its `batch` is the one that a probe measures.
+    """
+
+    program: ScriptProgram
+    allocation: Allocation
+    command: LeaderCommand
 
     def make_rank_commands(self, log: Path) -> list[RankCommand]:
         """Return the processes that this supervisor starts; creates the output folder, the copied shim and the plan.

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli import words
 from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.scripts.checkpoints import (
+    UNCHANGED_SECONDS,
+    find_newest_checkpoint,
+    get_checkpoint_change_time,
+    is_settled_since,
+    mask_numbers,
+)
 from tula_cli.cluster.scripts.methods import NEVER_REFRESH_STEPS, summarize_scaling
+from tula_cli.cluster.scripts.metrics import find_last_and_best, read_metrics
 from tula_cli.cluster.scripts.start import (
     ScriptProcess,
     ScriptProgram,
@@ -31,215 +38,22 @@ from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import find_innermost_pid
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import list_splits, make_batch_norm_limit
-from tula_cli.run.files import (
-    MAX_LINE_BYTES,
-    append_json_line,
-    is_regular_file,
-    open_file,
-)
+from tula_cli.run.files import append_json_line
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
-from tula_cli.run.records.scripts import KillPlan, RankResult, Verdict
+from tula_cli.run.records.scripts import RankResult, Verdict
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts.placeholders import fill_text
-from tula_cli.spec.scripts.script import Resume, Script, count_script_samples
+from tula_cli.spec.scripts.script import Resume, count_script_samples
 from tula_cli.spec.signature import compute_resume_test_signature
 
 if TYPE_CHECKING:
     from tula_cli.models.time.changes import ScriptLevelDetector
-
-
-# --- Checkpoints
-
-UNCHANGED_SECONDS = 2.0
-"""Seconds without a change after which a checkpoint counts as completely written."""
-_ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-"""Suffixes of files of torch.save, which are ZIP files with the table of contents at the end."""
-_NUMBER = re.compile(r"\d+")
-
-
-def find_newest_checkpoint(
-    resume: Resume,
-    values: Mapping[str, str | float],
-    *,
-    workdir: Path,
-    since: float,
-    left_out: tuple[str, float] = ("", 0.0),
-) -> tuple[Path | None, list[Path]]:
-    """Return the newest complete checkpoint (None if there is none), and the damaged ones that are newer.
-
-    A folder that lacks files which the previous one has is incomplete: its process was killed between two files.
-
-    Args:
-        values: values of the placeholders in the pattern.
-        since: Unix time; older checkpoints belong to another training.
-        left_out: path and time (Unix time) of an unusable checkpoint, which is ignored unless it was changed since.
-    """
-    names = glob.iglob(make_checkpoint_pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
-    candidates = ((path, get_checkpoint_change_time(path)) for path in map(Path, names))
-    useless, unusable_since = left_out
-    by_age = sorted(
-        (
-            (when, path)
-            for path, when in candidates
-            if when >= since and not (str(path) == useless and when <= unusable_since)
-        ),
-        reverse=True,
-    )
-    paths = [path for _, path in by_age]
-    sound = [path for path in paths if is_complete_checkpoint(path)]
-    best = next(
-        (path for number, path in enumerate(sound) if not _lacks_files_of_older(path, sound[number + 1 :])), None
-    )
-    return best, paths if best is None else paths[: paths.index(best)]
-
-
-def _lacks_files_of_older(path: Path, older: Iterable[Path]) -> bool:
-    """Return whether a folder lacks files of the next older folder with the same name, ignoring numbers in names."""
-    older_folder = next(
-        (folder for folder in older if _remove_numbers(folder.name) == _remove_numbers(path.name)), None
-    )
-    return (
-        older_folder is not None
-        and path.is_dir()
-        and older_folder.is_dir()
-        and bool(_list_file_names(older_folder) - _list_file_names(path))
-    )
-
-
-def _list_file_names(folder: Path) -> set[str]:
-    return {_remove_numbers(str(file.relative_to(folder))) for file in _list_files(folder)}
-
-
-def _remove_numbers(name: str) -> str:
-    """Return a name with its numbers (step, rank) masked, so that files of fewer ranks do not count as missing."""
-    return _NUMBER.sub("#", name)
-
-
-def make_checkpoint_pattern(resume: Resume, values: Mapping[str, str | float], *, workdir: Path) -> str:
-    """Return the absolute glob pattern of a script's checkpoints; special characters in folders are escaped."""
-    literal = {name: glob.escape(value) if isinstance(value, str) else value for name, value in values.items()}
-    return str(Path(glob.escape(str(workdir))) / fill_text(resume.checkpoint, literal))
-
-
-def make_kill_plan(
-    script: Script, values: Mapping[str, str | float], *, workdir: Path, after: int, ask_at: int, first: int = 1
-) -> KillPlan:
-    """Return how the shim requests a checkpoint, if the script saves on request, and kills the start after it.
-
-    Args:
-        script: script with a section resume.
-        values: values of the placeholders in paths.
-        after: steps from the checkpoint to the end.
-        ask_at: step at whose end a checkpoint is requested.
-        first: step from which on checkpoints count.
-    """
-    assert script.resume is not None
-    ask = fill_text(script.save, values) if script.save != "none" else ""
-    if ask.startswith("file:"):
-        ask = f"file:{workdir / ask.removeprefix('file:')}"
-    pattern = make_checkpoint_pattern(script.resume, values, workdir=workdir)
-    return KillPlan(checkpoint=pattern, after=after, ask=ask, ask_at=ask_at, first=first, settled=UNCHANGED_SECONDS)
-
-
-def get_checkpoint_change_time(path: Path) -> float:
-    """Return when a checkpoint was last changed (Unix time), for a folder its newest file; 0 if it does not exist."""
-    return max((_get_change_time(file) for file in _list_files(path)), default=0.0)
-
-
-def is_complete_checkpoint(path: Path) -> bool:
-    """Return whether a checkpoint is complete, as far as its files show: its process may have been killed."""
-    return all(_is_complete_file(file) for file in _list_files(path))
-
-
-def _list_files(path: Path) -> Iterable[Path]:
-    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-
-
-def _get_change_time(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _is_complete_file(file: Path) -> bool:
-    try:
-        if not is_regular_file(file) or file.stat().st_size == 0:
-            return False
-        with open(file, "rb") as opened:
-            head = opened.read(4)
-        if file.suffix not in _ZIPPED:
-            return True
-        # Leading zeros are blocks that a lost node never wrote.
-        return zipfile.is_zipfile(file) if head == b"PK\x03\x04" else head != b"\0\0\0\0"
-    except OSError:
-        return False
-
-
-# --- Metrics that a script prints or writes
-
-_NAMES_OF_MINIMISED_METRICS = re.compile(
-    r"loss|error|perplexity|(err|ppl|nll|mse|mae)(?![a-z])|(?<![a-z])(wer|cer|fid)(?![a-z])", re.IGNORECASE
-)
-"""Metrics to minimise. Short names must end a word or be one: answer_f1 and confidence are not error rates."""
-
-_BLOCK = 2**22  # bytes of a log that are searched in one read
-
-
-def read_metrics(script: Script, logs: Iterable[Path]) -> dict[str, list[float]]:
-    """Return the values of each metric in order, including nan and infinity; an empty list if a metric is not found.
-
-    Args:
-        script: script whose section `metric` is used.
-        logs: logs of all attempts, oldest first.
-    """
-    values_by_metric: dict[str, list[object]] = {name: [] for name in script.metric}
-    for text in (text for log in logs if script.metric for text in _read_blocks(log)):
-        for name, pattern in script.metric.items():
-            values_by_metric[name] += re.findall(pattern, text, re.MULTILINE)
-    return {
-        name: [number for value in values if (number := _parse_number(value)) is not None]
-        for name, values in values_by_metric.items()
-    }
-
-
-def _read_blocks(log: Path) -> Iterator[str]:
-    """Yield the text of a log in blocks of whole lines of some MiB, as a log may be large."""
-    if not log.exists():
-        return
-    with open_file(log) as file:
-        while block := file.read(_BLOCK):
-            yield (block + file.readline(MAX_LINE_BYTES)).decode(errors="replace")
-
-
-def is_lower_better(name: str) -> bool:
-    """Return whether a metric is to be minimised, judged by its name: loss, error, perplexity ..."""
-    return _NAMES_OF_MINIMISED_METRICS.search(name) is not None
-
-
-def find_last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[str, float]:
-    """Return the last value of each metric, and the best one with the prefix `best_`, if they are finite."""
-    metrics: dict[str, float] = {}
-    for name, values in values_by_metric.items():
-        known_values = list(values)
-        finite = [value for value in known_values if math.isfinite(value)]
-        metrics |= {name: known_values[-1]} if finite and math.isfinite(known_values[-1]) else {}
-        metrics |= {f"best_{name}": (min if is_lower_better(name) else max)(finite)} if finite else {}
-    return metrics
-
-
-def _parse_number(value: object) -> float | None:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
 
 
 # --- The monitor
@@ -370,9 +184,7 @@ class TrainingMonitor(ScriptMonitor):
     def has_saved_since(self, *, since: float) -> bool:
         """Return whether a checkpoint was written after `since` (Unix time) and is no longer being written."""
         checkpoint = self.program.newest_checkpoint()
-        return (
-            checkpoint is not None and since < get_checkpoint_change_time(checkpoint) < time.time() - UNCHANGED_SECONDS
-        )
+        return checkpoint is not None and is_settled_since(checkpoint, since)
 
     # --- Failures
 
@@ -396,8 +208,7 @@ class TrainingMonitor(ScriptMonitor):
     @cached_property
     def _first_step_limit(self) -> float:
         """Seconds in which a training must take its first step."""
-        results = self.run.read_snapshot().results
-        starts = [result.overheads.startup for result in results if isinstance(result, Measured)]
+        starts = [probe.overheads.startup for probe in self.run.read_measured()]
         return max(60 * self.task.spec.search.max_minutes, FIRST_STEP_STARTS * max(starts, default=0.0))
 
 
@@ -541,8 +352,7 @@ class ScriptTraining(ScriptProgram):
 
     @cached_property
     def _measured_size(self) -> int | None:
-        measured = (result.dataset_size for result in self.run.read_snapshot().results if isinstance(result, Measured))
-        return next(measured, None)
+        return self.run.read_snapshot().measured_dataset_size
 
     @property
     def _first_rank_results(self) -> Sequence[RankResult]:
@@ -1005,9 +815,9 @@ def _list_earlier_saves(
     """
     rows = [row for row in attempt.read_rows(0) if row["kind"] == "gap" and row.get("saved")]
     names = next(([*row["saved"]] for row in rows if row["time"] >= saved_at), [])
-    paths = [_remove_numbers(str(checkpoint))]
+    paths = [mask_numbers(str(checkpoint))]
     if not any(_is_path_or_part(name, paths) for name in names):
-        paths = [_remove_numbers(name) for name in names if not Path(name).exists()]
+        paths = [mask_numbers(name) for name in names if not Path(name).exists()]
     return [
         (max(times), row["step"] - 1, row["before"])
         for row in rows
@@ -1017,7 +827,7 @@ def _list_earlier_saves(
 
 def _is_path_or_part(name: str, paths: Iterable[str]) -> bool:
     """Return whether a saved file is one of `paths`, in one that is a folder, or one with an ending such as .tmp."""
-    name = _remove_numbers(name)
+    name = mask_numbers(name)
     return any(name.startswith(path) and name[len(path) :][:1] in ("", "/", ".", "~") for path in paths)
 
 

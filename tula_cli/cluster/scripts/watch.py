@@ -13,17 +13,15 @@ from typing import Any, ClassVar
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.failures import find_device_type
 from tula_cli.cluster.rank_program import RankMonitor
-from tula_cli.cluster.scripts.start import ScriptProgram
+from tula_cli.cluster.scripts.start import AttemptContext, ScriptProgram
 from tula_cli.errors import BadMeasurements
 from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_line_of_failure, find_signal
 from tula_cli.host.network import get_node_name
 from tula_cli.models.resuming import NO_STEP_SEEN
-from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, read_last_bytes
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.scripts import Heartbeat, ScriptFailure
-from tula_cli.run.records.tasks import Task
 from tula_cli.run.script_attempt import ScriptAttempt
 
 # --- Files that a probe writes outside its folder
@@ -183,7 +181,7 @@ SILENT_STEPS = 20
 
 
 @dataclass
-class ScriptMonitor(RankMonitor):
+class ScriptMonitor(AttemptContext, RankMonitor):
     """Monitor of one attempt of a script, in one supervisor.
 
     Args:
@@ -194,18 +192,6 @@ class ScriptMonitor(RankMonitor):
     program: ScriptProgram
     command: LeaderCommand
     ranks: range
-
-    @property
-    def run(self) -> RunDir:
-        return self.program.run
-
-    @property
-    def task(self) -> Task:
-        return self.program.task
-
-    @property
-    def attempt(self) -> ScriptAttempt:
-        return self.program.get_attempt(self.command)
 
     @property
     def log(self) -> Path:

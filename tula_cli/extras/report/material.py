@@ -46,7 +46,7 @@ class RunMaterial:
     @property
     def measured(self) -> list[Measured]:
         """The successful probes of the run."""
-        return [result for result in self.snapshot.results if isinstance(result, Measured)]
+        return self.snapshot.measured
 
     def name_key(self, key: str) -> str:
         """Return the key of a table, figure or section on this run, unique in the report."""

@@ -80,7 +80,7 @@ def make_run_payload(run: Run, snapshot: Snapshot, *, active: bool, artifacts: t
     Args:
         active: whether a job of it is queued or running.
     """
-    answer, measured = snapshot.recommendation, [result for result in snapshot.results if isinstance(result, Measured)]
+    answer, measured = snapshot.recommendation, snapshot.measured
     moments = [job.submitted_at for job in snapshot.jobs] + [result.measured_at for result in measured]
     environment = _list_environment(measured[0].environment) if measured else {}
     counts = {"probes/measured": len(measured), "probes/in_all": len(snapshot.results)}

@@ -74,12 +74,12 @@ class BaseTask(Record):
         return f"{self.id}.*.json"
 
     @property
-    def predecessor(self) -> str:
-        """The job that must have ended before this one starts; empty if there is none."""
+    def resume_test_job(self) -> str:
+        """The job of the resume test that must have ended before this job starts; empty if there is none."""
         return ""
 
     @property
-    def predecessors(self) -> tuple[str, ...]:
+    def awaited_jobs(self) -> tuple[str, ...]:
         """The jobs that the scheduler has to wait for before it starts this one."""
         return ()
 
@@ -239,11 +239,11 @@ class TrainTask(BaseTask):
         return f"{self.job}-*.json"
 
     @property
-    def predecessor(self) -> str:
+    def resume_test_job(self) -> str:
         return self.after
 
     @property
-    def predecessors(self) -> tuple[str, ...]:
+    def awaited_jobs(self) -> tuple[str, ...]:
         return (*filter(None, (self.after,)), *self.follows)
 
     @property

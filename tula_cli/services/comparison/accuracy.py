@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tula_cli.cluster.scripts.training import is_lower_better
+from tula_cli.cluster.scripts.metrics import is_lower_better
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.directory import Run

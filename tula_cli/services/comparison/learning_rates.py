@@ -17,7 +17,6 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame, render_html
 from tula_cli.run.imports import Source
-from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile, RateBranch, RateSearch
 from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.services import compare, messages, resume_test, train
@@ -141,9 +140,7 @@ def prepare_rate_search(
     hours = training.prediction.hours if training.prediction is not None else None
     arms = tuple(rate_search.list_arms(spec, batch))
     starts = 0 if spec.script is None else plan.branches + 1
-    seconds = max(
-        (result.overheads.startup for result in run.read_results() if isinstance(result, Measured)), default=0.0
-    )
+    seconds = max((probe.overheads.startup for probe in run.read_measured()), default=0.0)
     return PreparedSearch(run, task, plan, arms, training.code, hours, training.price, starts * seconds / 3600)
 
 
@@ -156,8 +153,7 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
         SpecError: it cannot, or it is not known.
     """
     reference = script.reference.batch
-    measured = next((result.dataset_size for result in run.read_results() if isinstance(result, Measured)), None)
-    size = script.known_dataset_size or measured
+    size = script.known_dataset_size or run.read_snapshot().measured_dataset_size
     finding, resumes = None, ""
     if script.resume is not None:
         finding = resume_test.load_finding(run, choose_code(run, run.spec, Path.cwd(), keep=False))

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tula_cli.cluster.scripts.training import is_lower_better
+from tula_cli.cluster.scripts.metrics import is_lower_better
 from tula_cli.models.self_tuning import rank_branches
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison

@@ -1,0 +1,141 @@
+"""The checkpoints that a script writes: where they are, whether they are complete, and how the shim waits for one."""
+
+import glob
+import re
+import time
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tula_cli.run.files import is_regular_file
+from tula_cli.run.records.scripts import KillPlan
+from tula_cli.spec.scripts.placeholders import fill_text
+from tula_cli.spec.scripts.script import Resume, Script
+
+UNCHANGED_SECONDS = 2.0
+"""Seconds without a change after which a checkpoint counts as completely written."""
+_ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+"""Suffixes of files of torch.save, which are ZIP files with the table of contents at the end."""
+_NUMBER = re.compile(r"\d+")
+
+
+def find_newest_checkpoint(
+    resume: Resume,
+    values: Mapping[str, str | float],
+    *,
+    workdir: Path,
+    since: float,
+    left_out: tuple[str, float] = ("", 0.0),
+) -> tuple[Path | None, list[Path]]:
+    """Return the newest complete checkpoint (None if there is none), and the damaged ones that are newer.
+
+    A folder that lacks files which the previous one has is incomplete: its process was killed between two files.
+
+    Args:
+        values: values of the placeholders in the pattern.
+        since: Unix time; older checkpoints belong to another training.
+        left_out: path and time (Unix time) of an unusable checkpoint, which is ignored unless it was changed since.
+    """
+    names = glob.iglob(make_checkpoint_pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
+    candidates = ((path, get_checkpoint_change_time(path)) for path in map(Path, names))
+    useless, unusable_since = left_out
+    by_age = sorted(
+        (
+            (when, path)
+            for path, when in candidates
+            if when >= since and not (str(path) == useless and when <= unusable_since)
+        ),
+        reverse=True,
+    )
+    paths = [path for _, path in by_age]
+    sound = [path for path in paths if is_complete_checkpoint(path)]
+    best = next(
+        (path for number, path in enumerate(sound) if not _lacks_files_of_older(path, sound[number + 1 :])), None
+    )
+    return best, paths if best is None else paths[: paths.index(best)]
+
+
+def _lacks_files_of_older(path: Path, older: Iterable[Path]) -> bool:
+    """Return whether a folder lacks files of the next older folder with the same name, ignoring numbers in names."""
+    older_folder = next((folder for folder in older if mask_numbers(folder.name) == mask_numbers(path.name)), None)
+    return (
+        older_folder is not None
+        and path.is_dir()
+        and older_folder.is_dir()
+        and bool(_list_file_names(older_folder) - _list_file_names(path))
+    )
+
+
+def _list_file_names(folder: Path) -> set[str]:
+    return {mask_numbers(str(file.relative_to(folder))) for file in _list_files(folder)}
+
+
+def mask_numbers(name: str) -> str:
+    """Return a name with its numbers (step, rank) masked, so that files of fewer ranks do not count as missing."""
+    return _NUMBER.sub("#", name)
+
+
+def make_checkpoint_pattern(resume: Resume, values: Mapping[str, str | float], *, workdir: Path) -> str:
+    """Return the absolute glob pattern of a script's checkpoints; special characters in folders are escaped."""
+    literal = {name: glob.escape(value) if isinstance(value, str) else value for name, value in values.items()}
+    return str(Path(glob.escape(str(workdir))) / fill_text(resume.checkpoint, literal))
+
+
+def make_kill_plan(
+    script: Script, values: Mapping[str, str | float], *, workdir: Path, after: int, ask_at: int, first: int = 1
+) -> KillPlan:
+    """Return how the shim requests a checkpoint, if the script saves on request, and kills the start after it.
+
+    Args:
+        script: script with a section resume.
+        values: values of the placeholders in paths.
+        after: steps from the checkpoint to the end.
+        ask_at: step at whose end a checkpoint is requested.
+        first: step from which on checkpoints count.
+    """
+    assert script.resume is not None
+    ask = fill_text(script.save, values) if script.save != "none" else ""
+    if ask.startswith("file:"):
+        ask = f"file:{workdir / ask.removeprefix('file:')}"
+    pattern = make_checkpoint_pattern(script.resume, values, workdir=workdir)
+    return KillPlan(checkpoint=pattern, after=after, ask=ask, ask_at=ask_at, first=first, settled=UNCHANGED_SECONDS)
+
+
+def get_checkpoint_change_time(path: Path) -> float:
+    """Return when a checkpoint was last changed (Unix time), for a folder its newest file; 0 if it does not exist."""
+    return max((_get_change_time(file) for file in _list_files(path)), default=0.0)
+
+
+def is_settled_since(path: Path, since: float) -> bool:
+    """Return whether a checkpoint was written after `since` (Unix time) and is no longer being written."""
+    return since < get_checkpoint_change_time(path) < time.time() - UNCHANGED_SECONDS
+
+
+def is_complete_checkpoint(path: Path) -> bool:
+    """Return whether a checkpoint is complete, as far as its files show: its process may have been killed."""
+    return all(_is_complete_file(file) for file in _list_files(path))
+
+
+def _list_files(path: Path) -> Iterable[Path]:
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+
+
+def _get_change_time(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_complete_file(file: Path) -> bool:
+    try:
+        if not is_regular_file(file) or file.stat().st_size == 0:
+            return False
+        with open(file, "rb") as opened:
+            head = opened.read(4)
+        if file.suffix not in _ZIPPED:
+            return True
+        # Leading zeros are blocks that a lost node never wrote.
+        return zipfile.is_zipfile(file) if head == b"PK\x03\x04" else head != b"\0\0\0\0"
+    except OSError:
+        return False

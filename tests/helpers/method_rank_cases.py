@@ -38,7 +38,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.data import build_datasets, make_epoch_permutation
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.loaders import make_epoch_permutation
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks, join_process_group
 from tula_cli.worker.seeding import compute_stable_seed

@@ -13,7 +13,8 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate_job
 from tula_cli.spec.sections import Workers
 from tula_cli.spec.signature import compute_train_signature
-from tula_cli.worker.build.data import Datasets, build_datasets
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop

@@ -16,7 +16,7 @@ from tula_cli.run.records.recommendations import Recommendation, StartEstimate
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.scripts import ObservedStart, RankResult, ScriptFailure
 from tula_cli.spec.load import validate_job
-from tula_cli.worker.build.data import Position
+from tula_cli.worker.build.loaders import Position
 from tula_cli.worker.train.training_log import MetricsFile
 
 SECRET = "s3cr3tXYZ9"

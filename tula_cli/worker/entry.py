@@ -5,7 +5,7 @@ import contextlib
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import get_default_beta1, set_beta1
-from tula_cli.worker.build.data import Datasets
+from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks

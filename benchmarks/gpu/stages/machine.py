@@ -141,7 +141,8 @@ def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> f
     """Return the images a second of the product's loader, for at least so many seconds after its first batches."""
     from tula_cli.models.ramp import Ramp
     from tula_cli.spec.job import JobSpec
-    from tula_cli.worker.build.data import MicroBatchSampler, Position, build_datasets, build_train_loader
+    from tula_cli.worker.build.data import build_datasets
+    from tula_cli.worker.build.loaders import MicroBatchSampler, Position, build_train_loader
 
     spec = JobSpec.model_validate({
         "model": {"name": "resnet18"},

@@ -14,14 +14,8 @@ from torchvision.transforms import v2
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import data
-from tula_cli.worker.build.data import (
-    build_datasets,
-    build_transforms,
-    check_sample,
-    download_dataset,
-    split_indices_by_class,
-    to_tensor,
-)
+from tula_cli.worker.build.data import build_datasets, download_dataset, split_indices_by_class
+from tula_cli.worker.build.transforms import build_transforms, check_sample, to_tensor
 
 
 def spec(dataset: dict, *, transforms: dict | None = None, seed: int = 0) -> JobSpec:

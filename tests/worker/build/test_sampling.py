@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tula_cli.models.memory import LOADERS_AT_A_TIME, estimate_data_memory
 from tula_cli.models.ramp import Ramp
-from tula_cli.worker.build.data import (
+from tula_cli.worker.build.loaders import (
     Key,
     MicroBatchSampler,
     Position,

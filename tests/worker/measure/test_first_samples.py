@@ -4,7 +4,8 @@ import pytest
 import torch
 from token_jobs import tokens
 
-from tula_cli.worker.build.data import SeededDataset, build_datasets
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.samples import SeededDataset
 from tula_cli.worker.measure.first_samples import load_first_samples
 
 

@@ -14,7 +14,7 @@ from worker_jobs import same, spec, trainer, weights
 
 from tula_cli.errors import TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.worker.build.data import Position
+from tula_cli.worker.build.loaders import Position
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint
 from tula_cli.worker.train import loop as worker_train_loop

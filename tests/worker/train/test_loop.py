@@ -16,7 +16,9 @@ from tula_cli.errors import SpecError
 from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.data import Datasets, Position, build_datasets, make_epoch_permutation
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.loaders import Position, make_epoch_permutation
+from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed
 from tula_cli.worker.train import checkpoint, evaluation, hessian

@@ -16,7 +16,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.data import MicroBatchSampler, Position, build_datasets, make_epoch_permutation
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.loaders import MicroBatchSampler, Position, make_epoch_permutation
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.methods import scaling
 from tula_cli.worker.ranks import Ranks

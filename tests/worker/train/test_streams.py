@@ -20,13 +20,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import __main__ as worker_program
 from tula_cli.worker import messages
-from tula_cli.worker.build.data import (
-    MicroBatchSampler,
-    Position,
-    build_datasets,
-    build_eval_loader,
-    build_train_loader,
-)
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.loaders import MicroBatchSampler, Position, build_eval_loader, build_train_loader
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop

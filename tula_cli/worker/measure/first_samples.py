@@ -22,7 +22,8 @@ from tula_cli.worker.build.batches import (
     make_batch,
     slice_batch,
 )
-from tula_cli.worker.build.data import Datasets, EvaluationDataset, SeededDataset, check_sample, count_samples
+from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset, count_samples
+from tula_cli.worker.build.transforms import check_sample
 
 SAMPLES_BATCHED = 5
 """Number of samples that must form a batch: a number that occurs in no other size of a sample (such as colour

@@ -29,31 +29,13 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_bytes, format_count
 from tula_cli.worker.build import finetune, zoo
-from tula_cli.worker.build.batches import (
-    ModelCall,
-    build_collate,
-    describe_tree,
-    find_scores,
-    list_tensors,
-    make_batch,
-)
-from tula_cli.worker.build.data import (
-    Datasets,
-    build_datasets,
-    build_sampler,
-    build_test_dataset,
-    build_transforms,
-    download_dataset,
-    find_dataset_source,
-)
+from tula_cli.worker.build.batches import ModelCall, build_collate, describe_tree, find_scores, list_tensors, make_batch
+from tula_cli.worker.build.data import build_datasets, build_test_dataset, download_dataset, find_dataset_source
 from tula_cli.worker.build.finetune import make_parameter_groups
-from tula_cli.worker.device import (
-    count_gpus,
-    count_tensor_bytes,
-    get_gpu_memory,
-    get_gpu_name,
-    read_process_memory,
-)
+from tula_cli.worker.build.loaders import build_sampler
+from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.transforms import build_transforms
+from tula_cli.worker.device import count_gpus, count_tensor_bytes, get_gpu_memory, get_gpu_name, read_process_memory
 from tula_cli.worker.measure import fake_tensor_step
 from tula_cli.worker.measure.fake_tensor_step import FakeStep
 from tula_cli.worker.measure.first_samples import find_class_numbers, load_first_samples

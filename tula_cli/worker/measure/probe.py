@@ -32,7 +32,8 @@ from tula_cli.spec.sections import MIN_TIMED_STEPS, Search
 from tula_cli.worker import device, environment
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.batches import TokenCounter, list_tensors, make_batch, slice_batch
-from tula_cli.worker.build.data import Datasets, Position
+from tula_cli.worker.build.loaders import Position
+from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.device import get_gpu_uuid
 from tula_cli.worker.energy import EnergyMeter, open_nvml_device
 from tula_cli.worker.measure import meter as worker_measure_meter

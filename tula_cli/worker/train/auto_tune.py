@@ -30,14 +30,9 @@ from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import messages
 from tula_cli.worker.build import finetune
-from tula_cli.worker.build.data import (
-    Datasets,
-    EvaluationDataset,
-    Position,
-    SeededDataset,
-    build_datasets,
-    make_epoch_permutation,
-)
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.loaders import Position, make_epoch_permutation
+from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation

@@ -20,7 +20,7 @@ from tula_cli.models.loss_level import LossLevel
 from tula_cli.run.damage import is_complete_archive
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import remove_path, wait_until_listed, write_atomic
-from tula_cli.worker.build.data import Position
+from tula_cli.worker.build.loaders import Position
 from tula_cli.worker.parallel import sharded_checkpoint
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer

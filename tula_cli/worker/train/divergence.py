@@ -16,7 +16,7 @@ from tula_cli.models.loss_level import compute_max_spike_steps
 from tula_cli.optim.sharding import get_local_shard
 from tula_cli.spec.job import compute_lr_scale
 from tula_cli.words import format_number
-from tula_cli.worker.build.data import Position
+from tula_cli.worker.build.loaders import Position
 from tula_cli.worker.train.loop import Step, Trainer
 
 MIN_LOSS_SCALE = 1e-4

@@ -27,8 +27,10 @@ from tula_cli.worker.build import finetune
 from tula_cli.worker.build.batches import accepts_batch, find_scores, is_language_model_output, make_batch
 from tula_cli.worker.build.compiled import disable_compilation
 from tula_cli.worker.build.construct import call_with_arguments
-from tula_cli.worker.build.data import Datasets, build_eval_loader, build_test_dataset
+from tula_cli.worker.build.data import build_test_dataset
+from tula_cli.worker.build.loaders import build_eval_loader
 from tula_cli.worker.build.norms import list_batch_norms
+from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train import loop as worker_train_loop

@@ -17,7 +17,7 @@ from tula_cli.models.efficiency import Pair, estimate_noise_scale, summarize_gra
 from tula_cli.optim import sharding
 from tula_cli.optim.ags import restore_buffers
 from tula_cli.worker.build.compiled import disable_compilation
-from tula_cli.worker.build.data import count_remaining_steps
+from tula_cli.worker.build.loaders import count_remaining_steps
 from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train import loop as worker_train_loop

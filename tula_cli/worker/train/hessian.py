@@ -25,7 +25,8 @@ from tula_cli.errors import SpecError
 from tula_cli.optim.ags import restore_buffers
 from tula_cli.worker.build.batches import ModelCall
 from tula_cli.worker.build.compiled import disable_compilation
-from tula_cli.worker.build.data import StreamedDataset, build_fixed_loader, make_epoch_permutation
+from tula_cli.worker.build.loaders import build_fixed_loader, make_epoch_permutation
+from tula_cli.worker.build.samples import StreamedDataset
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train.loop import Trainer

@@ -22,9 +22,10 @@ from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches import BatchSizes, LossFunction, ModelCall, slice_batch
 from tula_cli.worker.build.compiled import compile_model, disable_compilation
-from tula_cli.worker.build.data import Datasets, MicroBatchSampler, Position, build_train_loader
 from tula_cli.worker.build.finetune import make_parameter_groups
+from tula_cli.worker.build.loaders import MicroBatchSampler, Position, build_train_loader
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
+from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.device import Clock, Mark, move_to_device, should_use_channels_last, to_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import get_method

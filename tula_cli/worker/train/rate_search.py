@@ -14,7 +14,7 @@ from tula_cli.run.records.results import RateBranch, RateSearch
 from tula_cli.run.records.tasks import RateSearchTask, Rung, TrainTask
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec, get_default_beta1, set_beta1
-from tula_cli.worker.build.data import Datasets
+from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import auto_tune, gradient_noise
 from tula_cli.worker.train.auto_tune import BranchContext

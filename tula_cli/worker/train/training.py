@@ -18,7 +18,7 @@ from tula_cli.spec.job import compute_lr_scale
 from tula_cli.spec.sections import HESSIAN_SAMPLES, NOISE_BATCHES
 from tula_cli.worker import messages
 from tula_cli.worker.build import finetune
-from tula_cli.worker.build.data import Datasets
+from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks

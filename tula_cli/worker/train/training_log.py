@@ -34,8 +34,9 @@ from tula_cli.words import (
 )
 from tula_cli.worker import environment, messages
 from tula_cli.worker.build.batches import TokenCounter
-from tula_cli.worker.build.data import Position, StreamedDataset
+from tula_cli.worker.build.loaders import Position
 from tula_cli.worker.build.norms import count_batch_norm_micro_batches
+from tula_cli.worker.build.samples import StreamedDataset
 from tula_cli.worker.train.diagnostics import Diagnostics
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step, Trainer

@@ -105,7 +105,8 @@ PARTS = (
     cases("compared-script", 0.35, "tests/e2e/test_compare_script.py"),
     cases("learning-rates-of-a-script", 0.28, "tests/e2e/test_script_learning_rates.py"),
     cases("nodes-by-stage", 0.4, "tests/e2e/test_stage_nodes.py"),
-    cases("untrusted-checkpoint", 0.3, "tests/e2e/test_own_script.py"),
+    cases("own-scripts", 0.8, "tests/e2e/test_own_script.py"),
+    cases("moved-run", 0.5, "tests/e2e/test_moved_run.py"),
     cases("reported-replays", 0.25, "tests/benchmarks/test_replay.py"),
     cases("containers", 0.3, "tests/cluster/slurm/test_containers.py"),
     cases("test-cluster", 1.2, "tests/slurm/test_cluster.py"),
@@ -147,7 +148,7 @@ PARTS = (
     Part("installed-under-python-3.13", 1.0, ("tests/installed.py", "3.13", *LIGHT)),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
     soak(1, nodes=16, kills=2, epochs=20, minutes=2.0),
-    soak(1, nodes=4, least=1, kills=8, epochs=200, minutes=4.2),
+    soak(1, nodes=4, least=1, kills=6, epochs=150, minutes=3.2),
 )
 
 

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.torch]
     "the run is moved while a training runs",
     "the job exits with a message and writes nothing at the old path; the same command resumes it at the new path",
 )
+@pytest.mark.proof
 def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_it_is(tula) -> None:
     command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", *waiting(tula, 14, pause=0.02))
     process = tula.start(*command)

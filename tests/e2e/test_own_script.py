@@ -41,6 +41,7 @@ def with_script(folder: Path, name: str, job: str) -> Tula:
     return Tula(folder, job)
 
 
+@pytest.mark.proof  # test_observe measures scripts under DDP, and test_script_on_slurm a script of a job
 def test_a_script_under_ddp_is_measured_and_a_choice_is_made(tmp_path: Path) -> None:
     tula = with_script(tmp_path, "plain_ddp.py", DDP)
     tula("profile", "job.yaml", "--yes")
@@ -74,6 +75,7 @@ def test_a_killed_script_goes_on_from_its_own_checkpoint_to_the_last_sample(tmp_
     assert "2 attempts" in output
 
 
+@pytest.mark.proof  # tests/shim/test_ags.py compares its weights with those of the library
 def test_gradient_scaling_goes_around_a_script_under_ddp(tmp_path: Path) -> None:
     """The same factor on both ranks, in every step but the first; told while it trains and at the end."""
     job = DDP.replace("method: lrs", "method: ags").replace("[1, 2]", "[2]").replace("epochs: 30", "epochs: 3")

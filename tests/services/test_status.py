@@ -386,6 +386,13 @@ def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_att
         assert spent.cost == pytest.approx(price * node_hours)
         assert [(part.nodes, part.hours, part.cost) for part in spent.rest] == [(n, h, n * h) for n, h in rest]
     line = show_status.describe_spent_and_rest(spent)
+    log = value.get_log_path(f"{job}-2", 1)  # its supervisor was killed, and the next job of the chain waits
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("step 1\n")
+    os.utime(log, (START + 9000, START + 9000))
+    now = services_status.get_run_status(value, make.FakeLauncher({job: "pending"}), now=START + 99_000)
+    assert (now.training.spent.hours, now.training.spent.node_hours) == (1.5, 2 + 0.5 * 9)
+    assert (now.jobs[0].elapsed, now.jobs[0].node_hours) == (5400, 2 + 0.5 * 9)
     assert (
         line.startswith("so far 60.0 min, 2.00 node-h") and " on 2 nodes or " in line and line.endswith(" on 8 nodes")
     )

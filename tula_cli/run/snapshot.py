@@ -92,8 +92,8 @@ class Snapshot:
 
     @property
     def submitted_probe_tasks(self) -> list[ProbeTask]:
-        """The tasks that measure and whose job was submitted, by their ids."""
-        submitted = {job.id for job in self._readable_jobs[0]}
+        """The tasks that measure and whose job was submitted, by their ids; a damaged record also shows the submission."""
+        submitted = {path.stem for path in list_files(self.path / "jobs")}
         return [task for task in self.probe_tasks if task.job in submitted]
 
     @property
@@ -176,6 +176,15 @@ class Snapshot:
             return (self.path / f"logs/{attempt.task}.{attempt.number:03d}.log").stat().st_mtime
         except OSError:
             return None
+
+    def end_lost_attempts(self, attempts: Iterable[Attempt]) -> list[Attempt]:
+        """Return attempts of jobs that do not run: one that a killed supervisor left open ends when its log was last written."""
+        return [
+            attempt
+            if attempt.ended_at is not None or (written := self.get_last_log_time(attempt)) is None
+            else attempt.model_copy(update={"ended_at": written})
+            for attempt in attempts
+        ]
 
     def adjust_to_file_clock(self, attempts: Iterable[Attempt]) -> list[Attempt]:
         """Return the attempts, with the start of open ones by the clock of the file system, as their host's may be wrong."""

@@ -353,13 +353,15 @@ def list_observations_from_trainings(
     configurations: list[TrainedConfiguration] = []
     for name in sorted(names):
         steps_here = [task for task in train_tasks if task.signature == name]
-        if not steps_here or not _runs_same_steps_as_probes(
+        if not steps_here or not _trains_probed_job(
             run, steps_here[-1], probed_job, code="" if snapshot is None else snapshot.digest
         ):
             continue
         rows = run.get_training(name).read_sampled_metrics()
         if any(row["kind"] == "step" for row in rows):
             configurations += _list_trained_configurations(run, steps_here, until=rows[-1].get("time", 0.0))
+        if not _runs_same_steps_as_probes(steps_here[-1]):
+            continue
         training_observations = stretches.list_observations_from_training(
             steps_here,
             rows,
@@ -407,11 +409,16 @@ def _describe_disagreement(steps: TrainedSteps, measured: Sequence[Measured]) ->
     return ""
 
 
-def _runs_same_steps_as_probes(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
-    """Return whether a training runs the same steps as the probes."""
+def _runs_same_steps_as_probes(task: TrainTask) -> bool:
+    """Return whether a training of the probed job runs the same steps as its probes."""
     method, train = task.spec.train.training_method, task.spec.train
-    if method.tunes or method.probes_overestimate or ("gradient_norms" in train.diagnostics and not method.scales):
-        return False
+    return not (
+        method.tunes or method.probes_overestimate or ("gradient_norms" in train.diagnostics and not method.scales)
+    )
+
+
+def _trains_probed_job(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
+    """Return whether a training has the job and the code of the probes."""
     snapshot = run.read_code(task.code)
     return (snapshot.digest if snapshot is not None else "") == code and compute_measurement_signature(
         task.spec

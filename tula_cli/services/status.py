@@ -123,8 +123,8 @@ def get_job_status(
     if scheduler.released and state in ("failed", "diverged", "lost"):
         reason = f"{reason}; {scheduler.released}"
     end = now if state in ("running", "suspended") else progress.measured_at
-    if state in ("lost", "failed"):
-        attempts = [_end_at_last_sign_of_life(snapshot, attempt) for attempt in attempts]
+    if state not in ("running", "suspended"):
+        attempts = snapshot.end_lost_attempts(attempts)
     elapsed, nodes = _sum_elapsed_seconds(attempts, end=end), {task.id: task.nodes for task in tasks}
     newest = tasks[-1]
     remaining = _estimate_remaining_seconds(progress, training, pace=pace) if state in ACTIVE_STATES else None
@@ -267,12 +267,6 @@ def _get_state_from_attempts(
     if last_attempt is not None:
         return "running", scheduler.reason or "the scheduler does not know the job"
     return "queued", scheduler.reason or "the scheduler does not know the job"
-
-
-def _end_at_last_sign_of_life(snapshot: Snapshot, attempt: Attempt) -> Attempt:
-    """Return an attempt; one that its killed supervisor left open ends when its log was last written, as on resuming."""
-    last_sign = None if attempt.ended_at is not None else snapshot.get_last_log_time(attempt)
-    return attempt if last_sign is None else attempt.model_copy(update={"ended_at": last_sign})
 
 
 def _belongs_to_submission(attempt: Attempt, job: Job) -> bool:

@@ -179,6 +179,8 @@ def _compute_spent_and_rest(
         if attempt.task in tasks
     ]
     end = None if status.finished or status.possible_nodes else now
+    if end is None:
+        attempts = files_snapshot.end_lost_attempts(attempts)
     seconds = [(tasks[attempt.task], attempt, attempt.count_seconds(end)) for attempt in attempts]
     return SpentAndRest(
         hours=sum(took for _, _, took in seconds) / 3600,

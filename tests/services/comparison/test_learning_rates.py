@@ -208,6 +208,7 @@ def write_resume_test(
         (script_job(), "none", "the script cannot resume at another batch (it counts steps)"),
         (script_job(reference={"batch": 15, "lr": 0.1}, launch="node"), None, "15 is not divisible by 2"),
         (script_job(length={"epochs": 4}, dataset_size="auto"), None, "the number of samples per epoch is unknown"),
+        (script_job(dataset_size=10), None, "script.reference.batch 16 is larger than an epoch of 10 samples"),
     ],
 )
 def test_a_script_that_cannot_be_branched_is_refused_with_what_to_do(
@@ -220,6 +221,15 @@ def test_a_script_that_cannot_be_branched_is_refused_with_what_to_do(
         prepare(run, job, nodes=2 if "divisible" in reason else 1)
     assert error.value.message.startswith("tula cannot start short trainings of the script from its checkpoint: ")
     assert "tula compare --methods lbt,sqrt,lrs" in error.value.hint
+    assert ("--nodes 1" in error.value.hint) == ("divisible" in reason)
+
+
+def test_fewer_nodes_are_not_advised_if_the_batch_does_not_divide_on_one(tmp_path: Path) -> None:
+    job = script_job(reference={"batch": 15, "lr": 0.1}, launch="node")
+    job = validate_job({**job.model_dump(exclude_unset=True), "cluster": {"gpus_per_node": 2}}, source="test")
+    with pytest.raises(SpecError, match="15 is not divisible by 2") as error:
+        prepare(RunDir.create(tmp_path, job), job)
+    assert error.value.hint.startswith("set script.reference to the settings of a batch that is divisible by 2; ")
 
 
 def test_a_checkpoint_outside_of_the_folder_of_the_script_is_not_overwritten(tmp_path: Path) -> None:

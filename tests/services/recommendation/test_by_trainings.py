@@ -134,6 +134,21 @@ def test_a_training_whose_steps_are_left_out_is_shown_with_its_duration(run: Run
     assert get_row(ask(run)).trained_hours is None
 
 
+@pytest.mark.parametrize(
+    "settings", [{"method": "auto"}, {"method": "polo"}, {"method": "lbt", "diagnostics": ["gradient_norms"]}]
+)
+def test_a_training_whose_steps_are_not_those_of_probes_is_shown(tmp_path: Path, settings: dict[str, Any]) -> None:
+    run = RunDir.create(tmp_path, spec(search={"nodes": [1, 2, 4], "max_batch": 512}, train=settings))
+    for probe in probe_all(TRUTH, {1: (32, 128, 512), 2: (32, 256), 4: (8, 128)}):
+        run.write_result(probe)
+    before = get_row(ask(run))
+    train(run, 0.5)
+    finish(run, 0.25)
+    row = get_row(ask(run))
+    assert (row.trained, row.source) == ("ab12cd34", "predicted, trained (15.0 min)")
+    assert row.step_time == before.step_time and not row.includes_training
+
+
 def test_of_several_trainings_of_a_configuration_the_newest_is_shown(run: RunDir) -> None:
     train(run, 0.08, name="ab12cd30")
     train(run, 0.5, name="ab12cd31", hardware="Other GPU")

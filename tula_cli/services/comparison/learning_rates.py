@@ -174,9 +174,16 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
         advice = "correct how the script resumes, and run tula check --rehearse"
     elif reference % divisor:
         problem = f"script.reference.batch {reference} is not divisible by {divisor} (nodes x GPUs per node x train.accumulate)"
-        advice = "search on fewer nodes: --nodes 1"
+        advice = (
+            f"set script.reference to the settings of a batch that is divisible by {divisor}"
+            if reference % compute_batch_divisor(run.spec, 1)
+            else "search on fewer nodes: --nodes 1"
+        )
     elif size is None:
         problem, advice = "the number of samples per epoch is unknown", "set script.dataset_size"
+    elif size < reference:
+        problem = f"script.reference.batch {reference} is larger than an epoch of {size} samples"
+        advice = "correct script.dataset_size or script.reference.batch"
     if problem or size is None:
         raise SpecError(
             f"tula cannot start short trainings of the script from its checkpoint: {problem}",

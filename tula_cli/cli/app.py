@@ -362,7 +362,7 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
         return SpecError(message, f"did you mean {nearest}?" if nearest else help_hint)
     if match := re.fullmatch(r"Got unexpected extra arguments? ?(?:\(s\))? \((.*)\)", message):
         return _make_extra_argument_error(match[1], arguments, path)
-    if match := re.fullmatch(r"Invalid value for '([^']*)': (.*)", message):
+    if match := re.fullmatch(r"Invalid value for '([^']*)'(?: / '[^']*')*: (.*)", message):
         message = f"{match[1]}: {match[2]}"
     if message.startswith("Missing argument") and context is not None:
         return SpecError(message.rstrip("."), re.sub(r"Usage: |[{}]", "", context.get_usage()))

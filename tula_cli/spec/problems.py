@@ -88,6 +88,8 @@ def _describe(item: Any, *, of_script: bool) -> _Description:
         is_unexpected = isinstance(error, UnexpectedValue)
         expected, given = (error.expected, error.given) if is_unexpected else ("", "")
         return _Description(_describe_value_error(item, path), expected, given)
+    if item["type"] == "invalid_key":
+        return _Description(Problem(".".join(map(str, item["loc"])), "a key must be text"))
     if item["type"] in ("extra_forbidden", "missing"):
         return _Description(_describe_key(item, path, of_script=of_script))
     expected, given = _describe_expected(item), _format_value(item["input"])

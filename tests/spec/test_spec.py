@@ -199,7 +199,9 @@ def test_key_given_twice_is_refused_with_its_line(write, text):
 def test_key_that_is_no_word_is_refused(write):
     with pytest.raises(SpecError, match=r"line 1, column 3.*a key must be text"):
         load(write("? [model]\n: 3\n"))
-    assert problems(write(MINIMAL.replace("epochs: 10", "epochs: 10, 5: 1"))) == {"train.5": "a key must be text"}
+    assert problems(write(MINIMAL.replace("epochs: 10", "epochs: 10, 5: 1"))) == {
+        "train.5": "train.5: a key must be text"
+    }
 
 
 @pytest.mark.parametrize(

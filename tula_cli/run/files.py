@@ -534,7 +534,7 @@ def open_to_append(path: Path) -> BinaryIO:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise CannotWrite(
                 f"cannot append to {path}: it is a link or not a file, so the data would be written elsewhere",
-                f"remove it: rm {path}",
+                f"remove it: rm {shlex.quote(str(path))}",
             ) from error
         raise make_write_error(path, error) from error
 

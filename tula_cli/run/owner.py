@@ -3,6 +3,7 @@
 import errno
 import os
 import pwd
+import shlex
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -56,7 +57,7 @@ def require_run(path: Path) -> None:
         is_run = refused = False
     if refused:
         raise make_ownership_error(path / _SPEC_FILE) or SpecError(
-            f"no permission to read {path}", f"chmod -R u+rwX {path}"
+            f"no permission to read {path}", f"chmod -R u+rwX {shlex.quote(str(path))}"
         )
     if not path.exists():
         raise SpecError(f"there is no run {path}", "tula list shows all runs")

@@ -409,3 +409,10 @@ def test_points_are_not_sent_again_after_an_error_behind_them(
 
 def refuse(*_: object) -> None:
     raise TrackerError("the tracker is down", "wait")
+
+
+@pytest.mark.parametrize("result", [("tensorboard", "/a b"), ("mlflow", "sqlite:////a b/mlflow.db")])
+def test_the_command_that_shows_the_data_is_quoted_for_the_shell(result: tuple[str, str]) -> None:
+    to, uri = result
+    *_, command = service.describe_exports([ExportResult(to, uri, "toy", 1, 1, 0, 0)])
+    assert f" '{uri}'" in command

@@ -1,5 +1,6 @@
 """Send a run to trackers: once, while its jobs run, or while a command waits for them."""
 
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -449,9 +450,9 @@ def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":
 def _describe_destination(result: "ExportResult") -> str:
     """Return the command or address for viewing the exported data."""
     if result.to == "tensorboard":
-        return f"tensorboard --logdir {result.uri}"
+        return f"tensorboard --logdir {shlex.quote(result.uri)}"
     if result.offline:
-        return f"wandb sync {result.uri}/wandb/offline-run-*   (project {result.project})"
+        return f"wandb sync {shlex.quote(result.uri)}/wandb/offline-run-*   (project {result.project})"
     if result.to == "mlflow" and result.uri.startswith("sqlite:"):
-        return f"mlflow ui --backend-store-uri {result.uri}   (experiment {result.project})"
+        return f"mlflow ui --backend-store-uri {shlex.quote(result.uri)}   (experiment {result.project})"
     return f"{result.uri or result.to}   (project {result.project})"

@@ -1367,6 +1367,16 @@ def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path)
     assert where(lambda: space["call"](lambda: app._convert_usage_error(None, []))) == ""
 
 
+def test_ctrl_c_while_modules_are_imported_exits_without_a_traceback():
+    code = (
+        "import sys\nfrom tula_cli.__main__ import main\n"
+        "class Pressed:\n    def find_spec(self, name, *_):\n        if name == 'tula_cli.show': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Pressed())\nmain()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("words", ["--help", "status", "status --json"])
 def test_141_where_the_reader_leaves(here, words):
     RunDir.create(here / "tula-runs", make.spec())

@@ -4,6 +4,7 @@ In input written by a user (files, variables, `--set`, mappings in Python) the o
 with the new one, and a removed key is an error. Runs of older versions stay readable: `drop_removed_values`.
 """
 
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,6 +113,7 @@ REMOVED_KEYS: Mapping[str, str] = {
     "train.tensorboard": "set export: [{to: tensorboard}]",
 }
 """Advice on what to do instead of a key that no longer exists."""
+_REMOVED_PATHS = [path.split(".") for path in REMOVED_KEYS]
 
 
 class OldKeyWarning(FutureWarning):
@@ -176,8 +178,8 @@ def drop_removed_values(content: Any) -> Any:
         return content
     updated = replace_old_keys(content)
     stopping = _get_section(_get_section(updated, "train"), "early_stopping")
-    for path in REMOVED_KEYS:
-        updated = _remove_path(updated, path.split("."))
+    for path in _REMOVED_PATHS:
+        updated = _remove_path(updated, path)
     search, train = _get_section(updated, "search"), _get_section(updated, "train")
     if str(search.get("strategy")) in REMOVED_STRATEGIES:
         updated["search"] = {**search, "strategy": "auto"}
@@ -196,13 +198,19 @@ def _get_section(content: Any, name: str) -> Mapping[str, Any]:
 
 
 def _remove_path(content: Any, keys: Sequence[str]) -> Any:
-    """Return content without the value at a path of keys; of a list, without that of each item."""
+    """Return content without the value at a path of keys; of a list, without that of each item.
+
+    Content without the value is not copied: a command reads hundreds of stored jobs, few of which have a removed key.
+    """
     if isinstance(content, list):
-        return [_remove_path(item, keys) for item in content]
+        items = [_remove_path(item, keys) for item in content]
+        return content if all(map(operator.is_, items, content)) else items
     if not isinstance(content, Mapping) or keys[0] not in content:
         return content
-    rest = {key: value for key, value in content.items() if key != keys[0]}
-    return {**content, keys[0]: _remove_path(content[keys[0]], keys[1:])} if keys[1:] else rest
+    if len(keys) == 1:
+        return {key: value for key, value in content.items() if key != keys[0]}
+    remaining = _remove_path(content[keys[0]], keys[1:])
+    return content if remaining is content[keys[0]] else {**content, keys[0]: remaining}
 
 
 def _complete_train(train: Mapping[str, Any], *, is_of_other_metric: bool) -> dict[str, Any]:

@@ -326,7 +326,9 @@ def test_an_interrupted_comparison_resumes_wherever_it_was_and_trains_nothing_tw
     whole = RunDir.create(tmp_path / "whole", make.spec(**SPEC))
     expected, everything = trained(whole, Trains()), Trains()
     trained(RunDir.create(tmp_path / "all", make.spec(**SPEC)), everything)
-    for most in range(17):
+    for most in range(
+        0, 17, 3
+    ):  # 16 trainings in all: interrupted before the first, in each round, and in the last training
         run = RunDir.create(tmp_path / f"cut-{most}", make.spec(**SPEC))
         first, second = Trains(), Trains()
         trained(run, first, most=most)

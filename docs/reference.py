@@ -19,7 +19,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 from tula_cli import errors
 from tula_cli.cli import options
 from tula_cli.cli.app import BROKEN_PIPE_EXIT_CODE, COMMANDS
-from tula_cli.cluster.decisions import TRAINING
+from tula_cli.cluster.decisions import TRAINING_RULES
 from tula_cli.errors import TulaError
 from tula_cli.host.failures import FAILURE_KINDS
 from tula_cli.presets import AGS_PRESETS
@@ -259,7 +259,7 @@ settings of the script."""
 
 def _describe_what_follows(outcome: OutcomeClass) -> str:
     """Return what follows a failure of a training, from the rows of the table of decisions."""
-    rows = [(situation, action) for kind, situation, action in TRAINING if kind == outcome]
+    rows = [(situation, action) for kind, situation, action in TRAINING_RULES if kind == outcome]
     if not rows or rows[-1][0] != "always":
         rows.append(("always", "the end"))
     texts = [f"If {situation}, {_write_action(action)}." for situation, action in rows[:-1]]

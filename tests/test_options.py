@@ -94,7 +94,7 @@ def test_options_that_are_not_given_take_the_defaults_of_the_class() -> None:
 )
 def test_the_options_of_a_query_are_what_asks_it_again(query: WithNewOption) -> None:
     command_line = CommandLine()
-    command_line.run(*" ".join(query.options).split(), "--json")
+    command_line.run(*" ".join(query.command_line_options).split(), "--json")
     assert command_line.asked == [query]
 
 

@@ -205,8 +205,8 @@ def _describe_fields(options: Callable[..., object]) -> list[str]:
 
 # --- Options of several commands
 
-ROOT = "tula-runs"
-OBSERVED = "tula-observed"
+DEFAULT_RUNS_FOLDER = "tula-runs"
+DEFAULT_OBSERVATIONS_FOLDER = "tula-observed"
 """Folder of the observations of `tula observe`."""
 Root = Annotated[
     str | Path, Option("Folder that contains the runs.", "--run-dir", metavar="FOLDER", type=Path, advanced=True)

@@ -184,7 +184,7 @@ class Query:
             raise SpecError(f"min_efficiency {self.min_efficiency:g}: must be at most 1", "write 0.8 for 80 %")
 
     @property
-    def is_for_same_progress(self) -> bool:
+    def compares_at_equal_progress(self) -> bool:
         """Whether deadline and budget are for the same progress, not for the epochs of the job."""
         return self.objective == "accuracy-time"
 
@@ -194,7 +194,7 @@ class Query:
         return None if self.nodes is None else [self.nodes]
 
     @property
-    def options(self) -> list[str]:
+    def command_line_options(self) -> list[str]:
         """All options that differ from their defaults, except the objective, as typed on the command line."""
         typed = []
         for parameter, option in list_fields(Query):

@@ -36,13 +36,13 @@ def format_duration(seconds: float | None) -> str:
     return f"{format_number(seconds / divisor)} {unit}"
 
 
-WIDEST_INTERVAL = 3.0
+MAX_INTERVAL_RATIO = 3.0
 """Ratio of the upper to the lower end of an interval above which it is too wide to base a decision on."""
 
 
 def is_interval_too_wide(low: float | None, high: float | None) -> bool:
     """Return whether an interval is too wide to base a decision on; False if one of its ends is unknown."""
-    return low is not None and high is not None and high > WIDEST_INTERVAL * max(low, 0.0)
+    return low is not None and high is not None and high > MAX_INTERVAL_RATIO * max(low, 0.0)
 
 
 def format_interval_of_hours(low: float | None, high: float | None) -> str:

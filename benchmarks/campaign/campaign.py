@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "replay"))
 
 from replay_data import MeasuredSet, load
 
-from tula_cli.models.choice.campaign import Option, find_shortest_makespan, plan_cheapest
+from tula_cli.models.choice.campaign import TrainingOption, find_shortest_makespan, plan_cheapest
 
 TRAININGS = (4, 8, 30)
 FEWEST_SIZES = 3  # numbers of nodes that a batch must have been measured on
@@ -70,7 +70,7 @@ def _interpolate(costs: Mapping[int, float], batch: int) -> float:
 
 def compare(hours: Mapping[int, float], trainings: int, nodes: int) -> tuple[float, float, float]:
     """Return speedup and share of node-hours of the plan, and the largest speedup of any schedule."""
-    options = [Option(width, value, width * value) for width, value in hours.items()]
+    options = [TrainingOption(width, value, width * value) for width, value in hours.items()]
     makespan = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
     starts = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=makespan)
     assert starts is not None

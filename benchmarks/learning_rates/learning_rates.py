@@ -268,7 +268,7 @@ def _summarise_group(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             )
             for line in lines
         )
-        for rule in rate_search.RULES
+        for rule in rate_search.LR_SCALING_RULES
     }
     return {
         "settings": len(lines),

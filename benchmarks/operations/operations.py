@@ -179,7 +179,11 @@ def cases() -> list[str]:
     """Return every method of the table, by itself and clipped, and with what section ags can change of it."""
     results = []
     for name, method in METHODS.items():
-        more = [CLIP] + [UPDATE] * method.scales + [TENSOR, ROBUST] * (method.scales and method.refreshes)
+        more = (
+            [CLIP]
+            + [UPDATE] * method.scales_gradients
+            + [TENSOR, ROBUST] * (method.scales_gradients and method.refreshes)
+        )
         more += [ADAMW] * (method.orthogonalises or name == PLAIN)
         results += [name, *(f"{name}, {variant}" for variant in more)]
     return results
@@ -188,7 +192,7 @@ def cases() -> list[str]:
 def sections(case: str, *, precision: str, reference_batch: int) -> dict[str, Any]:
     """Return what a case asks of a job: the method, with an optimizer that it takes."""
     method, _, variant = case.partition(", ")
-    sgd = variant != ADAMW and "SGD" in (METHODS[method].replaces or ("SGD",))
+    sgd = variant != ADAMW and "SGD" in (METHODS[method].replaced_optimizers or ("SGD",))
     # fused as on a GPU, where the other kinds read nothing either: on the CPU they read their number of steps
     fused = {"args": {"fused": True}} if variant == ADAMW else {}
     adam = {"name": "AdamW", "lr": 1e-3, "momentum": None, "weight_decay": 5e-4, **fused}

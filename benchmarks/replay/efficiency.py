@@ -31,7 +31,7 @@ from tula_cli.models.efficiency import (
     compute_equivalent_constant_noise,
     compute_steps_ratio,
 )
-from tula_cli.models.ramp import GROWTH
+from tula_cli.models.ramp import NOISE_GROWTH_EXPONENT
 
 COLUMNS = ("app", "global_batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var")
 LEVELS = (0.5, 0.8, 0.95)
@@ -196,7 +196,7 @@ def report(cases: Sequence[Case], missed: int) -> dict[str, Any]:
     return {
         "cases": {app: sum(case.app == app for case in cases) for app in apps},
         "not_reached": missed,
-        "growth": {**growths, "all": fit_growth(cases), "product": GROWTH},
+        "growth": {**growths, "all": fit_growth(cases), "product": NOISE_GROWTH_EXPONENT},
         "errors": {name: {**_by_app(by_app), "all": _summary(_joined(by_app))} for name, by_app in errors.items()},
         "mean_of_medians": {name: _mean_of_medians(by_app) for name, by_app in errors.items()},
         "range_covers": {

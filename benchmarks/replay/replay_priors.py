@@ -38,7 +38,7 @@ VAGUE = replace(
     floor=Prior(0.0, 2.5),
     level=Prior(-1.0, 2.5),
     growth=Prior(0.0, 1.0),
-    inside=Prior(-1.0, 1.5),
+    log_sync_within_node=Prior(-1.0, 1.5),
     forward=Prior(-0.7, 1.0),  # a third of the compute, the textbook's share of the forward pass
     exposed=Prior(-2.0, 1.5),
     compute=replace(PRIORS.compute, sd=0.1, white=0.1),
@@ -99,7 +99,7 @@ def refined(priors: Priors, posteriors: Sequence[Posterior], apps: Sequence[str]
         floor=expected_value[1],
         level=expected_value[2],
         growth=expected_value[3],
-        inside=expected_value[4],
+        log_sync_within_node=expected_value[4],
         forward=expected_value[5],
         exposed=expected_value[6],
         compute=_scaled(priors.compute, [value.compute for value in posteriors]),

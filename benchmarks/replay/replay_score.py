@@ -64,7 +64,7 @@ def _open_candidates(offer: Offer, fit: step_time.StepTimeFit, seen: Iterable[Ob
             gpus_per_node=place.gpus_per_node,
             local_batch=place.local_batch,
             batch=offer.batches[place],
-            size=offer.size(place),
+            node_or_gpu_count=offer.size(place),
             steps=offer.samples / (place.replicas * place.local_batch),
             price=float(offer.size(place)),
             probe_seconds=offer.size(place) * PROBE(float(seconds)),

@@ -29,7 +29,7 @@ from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.slurm import site
 from tula_cli.errors import DiskFull, Infeasible, JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family
+from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
@@ -437,7 +437,7 @@ def test_130_on_ctrl_c_and_the_jobs_continue(cluster, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(live.ChangesLive, "update", lambda self, now: interrupt(now))
+    monkeypatch.setattr(live.LineDisplay, "update", lambda self, now: interrupt(now))
     ended = tula("profile", "job.yaml")
     assert ended.code == 130 and cluster.launcher.cancelled == []
     assert "the jobs continue" in ended.err and "tula cancel tula-runs/toy-" in ended.err
@@ -1608,7 +1608,7 @@ def two_types(here, cluster, monkeypatch):
 
 
 def parts():
-    return {part.type: part for part in open_family(newest())}
+    return {part.type: part for part in open_runs_of_job(newest())}
 
 
 def test_all_types_are_measured_compared_and_trained_on(two_types):
@@ -1696,7 +1696,7 @@ def test_ctrl_c_tells_of_the_jobs_of_all_types(two_types, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(live.ChangesLive, "update", interrupt)
+    monkeypatch.setattr(live.LineDisplay, "update", interrupt)
     ended = tula("profile", "job.yaml")
     assert ended.code == 130
     cancels = "; ".join(f"tula cancel tula-runs/{part.id}" for part in parts().values())

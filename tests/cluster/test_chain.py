@@ -23,7 +23,7 @@ from tula_cli.cluster.chains import get_chain_state
 from tula_cli.cluster.decisions import History, decide
 from tula_cli.cluster.failures import convert_error_to_failure, write_follower_failure
 from tula_cli.cluster.full_disk import release_held_jobs
-from tula_cli.cluster.rank_processes import RankStart
+from tula_cli.cluster.rank_processes import RankLaunchPlan
 from tula_cli.cluster.rank_program import WorkerProgram
 from tula_cli.cluster.relaunch import make_next_attempt
 from tula_cli.cluster.scheduler import SchedulerState
@@ -105,7 +105,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     ):  # fmt: skip
         monkeypatch.setattr(scheduler, name, getattr(result, order))
     monkeypatch.setattr(scheduler, "find_end_time", lambda *_: None)
-    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
+    monkeypatch.setattr(cluster_attempt, "PEER_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(cluster_supervise, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(allocation, "ACCOUNTING_LAG", 0.0)
     return result
@@ -135,7 +135,7 @@ class Chain:
         self.script = ""
         self.submit(LINKS)
         monkeypatch.setattr(
-            RankStart, "make_command_line", lambda _: [sys.executable, "-c", textwrap.dedent(self.script)]
+            RankLaunchPlan, "make_command_line", lambda _: [sys.executable, "-c", textwrap.dedent(self.script)]
         )
 
     def submit(self, links: tuple[str, ...]) -> None:
@@ -679,7 +679,7 @@ def test_what_is_missing_on_the_node_is_reported_once_and_ends_the_chain(
 ) -> None:
     chain.script = "pass"
     if missing == "wrapper":
-        monkeypatch.setattr(RankStart, "make_command_line", lambda _: ["nosuch-wrapper", sys.executable])
+        monkeypatch.setattr(RankLaunchPlan, "make_command_line", lambda _: ["nosuch-wrapper", sys.executable])
     elif missing == "workdir":
         chain.run.write_task(chain.task.model_copy(update={"workdir": "/nosuch-workdir"}))
     else:
@@ -735,7 +735,7 @@ def test_attempt_numbers_are_not_used_twice(chain: Chain) -> None:
 
 
 def test_a_follower_waits_for_what_a_command_is_about(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_supervise, "NFS_LAG", 0.5)
+    monkeypatch.setattr(cluster_supervise, "MAX_NFS_DELAY_SECONDS", 0.5)
     follower = Supervisor(chain.run, Allocation(1, 2, 0, "11"))
     chain.run.write_leader_command("11.0", 0, LeaderCommand(task="train-s-1", attempt=1, ranks=2))
     with pytest.raises(TulaError, match="named by the leader, cannot be read"):
@@ -745,7 +745,7 @@ def test_a_follower_waits_for_what_a_command_is_about(chain: Chain, monkeypatch:
 def test_a_follower_sees_later_on_nfs_what_was_written_before_its_command(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_supervise, "POLL", 0.0)
+    monkeypatch.setattr(cluster_supervise, "POLL_SECONDS", 0.0)
     attempt, reads = make_runs.attempt(chain.task.id, start=1.0), []
 
     def appear_late(run: RunDir, task: str, number: int) -> Attempt | None:
@@ -762,7 +762,7 @@ def test_a_follower_sees_later_on_nfs_what_was_written_before_its_command(
 def test_a_rendezvous_of_the_shell_does_not_reach_the_ranks(chain: Chain) -> None:
     environ = {"MASTER_ADDR": "login1", "MASTER_PORT": "29500"}
     inherited = Allocation(0, 2, 0, "11", environ=environ)
-    start = RankStart(chain.run, inherited, chain.task, LeaderCommand(task=chain.task.id, attempt=1, ranks=2))
+    start = RankLaunchPlan(chain.run, inherited, chain.task, LeaderCommand(task=chain.task.id, attempt=1, ranks=2))
     assert not set(environ) & set(start.make_environments()[0])
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from tula_cli.cluster import decisions
 from tula_cli.cluster.decisions import (
-    CHECK,
-    EVALUATION,
-    PROBE,
-    RATE_SEARCH,
-    RESUME_TEST,
-    TRAINING,
+    CHECK_RULES,
+    EVALUATION_RULES,
+    PROBE_RULES,
+    RATE_SEARCH_RULES,
+    RESUME_TEST_RULES,
+    TRAINING_RULES,
     History,
     Rule,
     attribute_failure,
@@ -232,8 +232,8 @@ CHECKS: list[Row] = [
     ("any", "always", check(), f("port"), history(earlier=lost(MAX_RESTARTS)), Stop()),
 ]
 TABLES: list[tuple[tuple[Rule, ...], list[Row]]] = [
-    (TRAINING, TRAININGS), (PROBE, PROBES), (RESUME_TEST, REHEARSALS), (EVALUATION, EVALUATIONS),
-    (RATE_SEARCH, RATE_SEARCHES), (CHECK, CHECKS),
+    (TRAINING_RULES, TRAININGS), (PROBE_RULES, PROBES), (RESUME_TEST_RULES, REHEARSALS), (EVALUATION_RULES, EVALUATIONS),
+    (RATE_SEARCH_RULES, RATE_SEARCHES), (CHECK_RULES, CHECKS),
 ]  # fmt: skip
 CASES = [row for _, rows in TABLES for row in rows]
 

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.rank_processes import WORKER, ForkedRank, ForkServer, ForkUnavailable, RankCommand, RankSpawner
+from tula_cli.cluster.rank_processes import (
+    WORKER_ARGUMENTS,
+    ForkedRank,
+    ForkServer,
+    ForkUnavailable,
+    RankCommand,
+    RankSpawner,
+)
 from tula_cli.host.processes import read_start_time
 
 SERVER = """
@@ -42,7 +49,7 @@ class Server:
             self.server = ForkServer(self.start("pass"), output, program=program)
 
     def start(self, script: str, **environment: str) -> RankCommand:
-        command = (sys.executable, *WORKER, "run", "task", "1", textwrap.dedent(script))
+        command = (sys.executable, *WORKER_ARGUMENTS, "run", "task", "1", textwrap.dedent(script))
         return RankCommand(command, {**os.environ, **environment}, str(self.folder / "user"), str(self.log))
 
     def run(self, script: str, **environment: str) -> int:
@@ -190,7 +197,7 @@ def test_where_nothing_can_be_forked_ranks_are_executed_with_their_true_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
-    command = (sys.executable, *WORKER, str(tmp_path / "norun"), "task", "1")
+    command = (sys.executable, *WORKER_ARGUMENTS, str(tmp_path / "norun"), "task", "1")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     spawner, log = RankSpawner(), tmp_path / "log"
     start = RankCommand(command, environment, str(tmp_path), str(log))
@@ -204,7 +211,7 @@ def test_where_nothing_can_be_forked_ranks_are_executed_with_their_true_error(
 
 
 def test_what_is_not_the_worker_itself_is_executed(tmp_path: Path) -> None:
-    worker = (sys.executable, *WORKER, "run", "task", "1")
+    worker = (sys.executable, *WORKER_ARGUMENTS, "run", "task", "1")
     start = RankCommand(worker, {"RANK": "0", "A": "b"}, str(tmp_path), "log")
     assert start.is_forkable
     assert start.shared_environment == {"A": "b"}
@@ -230,7 +237,7 @@ def test_one_command_that_is_not_there_leaves_none_running(tmp_path: Path) -> No
 @pytest.mark.torch
 def test_the_worker_is_forked_and_imports_nothing_again(tmp_path: Path) -> None:
     log, spawner = tmp_path / "log", RankSpawner()
-    command = (sys.executable, *WORKER, str(tmp_path / "norun"), "task", "1")
+    command = (sys.executable, *WORKER_ARGUMENTS, str(tmp_path / "norun"), "task", "1")
     start = RankCommand(command, dict(os.environ), str(tmp_path), str(log))
     with open(log, "ab") as output:
         group = spawner.spawn([start, start], output, give_up=lambda: False)

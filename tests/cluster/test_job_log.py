@@ -56,7 +56,7 @@ def test_a_job_whose_folders_are_there_writes_its_log_at_once(shell: str, folder
 def test_a_job_waits_for_what_is_away_and_says_why(
     shell: str, folder: Path, away: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PAUSE", 1)
+    monkeypatch.setattr(scheduler, "MAX_RETRY_PAUSE_SECONDS", 1)
     place, python = folder / away, folder.parent / "python"
     python.symlink_to(sys.executable)
     hidden = folder.with_name("hidden")

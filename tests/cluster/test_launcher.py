@@ -23,7 +23,7 @@ from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import chains, inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster import local as cluster_local
-from tula_cli.cluster.rank_processes import RankStart
+from tula_cli.cluster.rank_processes import RankLaunchPlan
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import scheduler as slurm_scheduler
@@ -32,7 +32,7 @@ from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import CannotWrite, SchedulerError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family, open_run
+from tula_cli.run.job_runs import open_run, open_runs_of_job
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.recommendations import Stage, StageSteps
@@ -540,9 +540,9 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
         "queued",
         "continues after job 1000 (NODE_FAIL: a node of the job failed)",
     )
-    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == [plan.task.job]
+    assert cancel.cancel_jobs(open_runs_of_job(run), lambda _: launcher) == [plan.task.job]
     assert services_status.get_run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
-    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == []
+    assert cancel.cancel_jobs(open_runs_of_job(run), lambda _: launcher) == []
 
 
 # --- through the command line
@@ -712,9 +712,9 @@ def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeyp
         "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": job.links[0], "PATH": "/usr/bin:/bin",
     }  # fmt: skip
     monkeypatch.setenv("SLURMD_NODENAME", "gpu7")
-    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
+    monkeypatch.setattr(cluster_attempt, "PEER_GRACE_SECONDS", 0.0)
     dying = [sys.executable, "-c", "raise RuntimeError('CUDA error: uncorrectable ECC error encountered')"]
-    monkeypatch.setattr(RankStart, "make_command_line", lambda _: dying)
+    monkeypatch.setattr(RankLaunchPlan, "make_command_line", lambda _: dying)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)}  # fmt: skip
     supervise(run.path, task.id, environ=environ)
     for number, handler in handlers.items():
@@ -760,7 +760,7 @@ def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):
 def test_a_job_that_is_still_being_cancelled_is_not_attached_to(tmp_path: Path) -> None:
     run, fake = RunDir.create(tmp_path, make.spec()), make.FakeLauncher(says={"evaluate-1": "running"})
     run.write_job(make.job("evaluate-1"))
-    assert cluster_launcher.list_attachable_jobs(run, fake, ["evaluate-1"]) == ["evaluate-1"]
+    assert cluster_launcher.list_jobs_to_wait_for(run, fake, ["evaluate-1"]) == ["evaluate-1"]
     run.cancel("evaluate-1")
     with pytest.raises(SchedulerError, match="evaluate-1 is still being cancelled"):
-        cluster_launcher.list_attachable_jobs(run, fake, ["evaluate-1"])
+        cluster_launcher.list_jobs_to_wait_for(run, fake, ["evaluate-1"])

@@ -16,7 +16,14 @@ from fake_slurm import FakeSlurm, local
 
 from tula_cli.cluster.batch_launcher import submit_script
 from tula_cli.cluster.launcher import make_launcher
-from tula_cli.cluster.scheduler import AvoidsNodes, JobRequest, LocalScheduler, Scheduler, exclude_nodes, load_scheduler
+from tula_cli.cluster.scheduler import (
+    JobRequest,
+    LocalScheduler,
+    Scheduler,
+    SupportsNodeExclusion,
+    exclude_nodes,
+    load_scheduler,
+)
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as slurm_queue
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
@@ -200,7 +207,7 @@ def test_what_a_scheduler_cannot_do_it_says(tmp_path: Path) -> None:
     id_ = here.submit(here.job())
     assert here.scheduler.hold([id_]) and here.scheduler.release([id_]), "no job waits here"
     assert exclude_nodes(here.scheduler, [id_], "node1") == "this machine cannot exclude nodes from waiting jobs"
-    assert isinstance(SlurmScheduler(), AvoidsNodes) and not isinstance(here.scheduler, AvoidsNodes)
+    assert isinstance(SlurmScheduler(), SupportsNodeExclusion) and not isinstance(here.scheduler, SupportsNodeExclusion)
     with pytest.raises(SchedulerError, match="cannot wait for each other"):
         here.submit(here.job(name="later", after=(id_,)))
     assert here.scheduler.list_queued_jobs(["job"]) == [] and here.scheduler.list_partitions() == []

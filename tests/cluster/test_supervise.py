@@ -21,7 +21,7 @@ from tula_cli.cluster import failures
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.attempt import RunningAttempt
-from tula_cli.cluster.rank_processes import RankStart, get_first_rank
+from tula_cli.cluster.rank_processes import RankLaunchPlan, get_first_rank
 from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import TulaError
 from tula_cli.host import devices
@@ -50,7 +50,7 @@ class Ranks:
         self.run, self.folder = run, folder
         self.starts: list[str] = []
         self.scripts: list[str] = []
-        monkeypatch.setattr(RankStart, "make_command_line", lambda start: self.argv(start.task))
+        monkeypatch.setattr(RankLaunchPlan, "make_command_line", lambda start: self.argv(start.task))
 
     def will(self, *scripts: str) -> None:
         self.scripts = list(scripts)
@@ -605,7 +605,7 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
         sys.path[:0] = sys.argv[1].split(":")
         from tula_cli.cluster import rank_processes, supervise
         script = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-        rank_processes.RankStart.make_command_line = lambda _: [sys.executable, "-c", script]
+        rank_processes.RankLaunchPlan.make_command_line = lambda _: [sys.executable, "-c", script]
         import pathlib
         supervise.supervise(pathlib.Path({str(run.path)!r}), "train-s-1")
     """
@@ -626,7 +626,7 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
 def test_every_rank_of_a_job_here_is_started_by_its_supervisor(run: RunDir, probe: ProbeTask, tmp_path: Path) -> None:
     two_nodes, command = probe.model_copy(update={"nodes": 2}), LeaderCommand(task=probe.id, attempt=1)
     here = Allocation(0, 1, environ={"MASTER_ADDR": "elsewhere"})
-    starts = RankStart(run, here, two_nodes, command).make_rank_commands(tmp_path / "log")
+    starts = RankLaunchPlan(run, here, two_nodes, command).make_rank_commands(tmp_path / "log")
     assert [start.environment["RANK"] for start in starts] == ["0", "1"]
     assert {(start.environment["WORLD_SIZE"], start.environment["OMP_NUM_THREADS"]) for start in starts} == {("2", "1")}
     assert all("MASTER_ADDR" not in start.environment for start in starts), "they meet through a file"
@@ -646,7 +646,7 @@ def test_of_several_ranks_the_killed_one_is_reported_and_not_those_that_lost_it(
         raise SystemExit(1)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    monkeypatch.setattr(RankStart, "make_command_line", lambda _: command)
+    monkeypatch.setattr(RankLaunchPlan, "make_command_line", lambda _: command)
     monkeypatch.setattr(task_records, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
@@ -658,8 +658,8 @@ def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
     run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = "import os, time; time.sleep(60 * (os.environ['RANK'] == '0')); os._exit(3)"
-    monkeypatch.setattr(RankStart, "make_command_line", lambda _: [sys.executable, "-c", script])
-    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.1)
+    monkeypatch.setattr(RankLaunchPlan, "make_command_line", lambda _: [sys.executable, "-c", script])
+    monkeypatch.setattr(cluster_attempt, "PEER_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(task_records, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
@@ -701,13 +701,13 @@ def test_a_leader_waits_for_a_cause_where_ranks_have_only_lost_a_peer(run: RunDi
     started = time.monotonic()
     writing.start()
     leader._wait_for_reports()
-    assert 0.4 < time.monotonic() - started < cluster_attempt.PEER_GRACE
+    assert 0.4 < time.monotonic() - started < cluster_attempt.PEER_GRACE_SECONDS
     assert [failure.outcome for failure in run.read_failures(task.id)].count("signal") == 1
 
 
 def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -> None:
     task = on_slurm(probe)
-    start = RankStart(run, allocation(3, 4), task, LeaderCommand(task=task.id, attempt=2, ranks=4))
+    start = RankLaunchPlan(run, allocation(3, 4), task, LeaderCommand(task=task.id, attempt=2, ranks=4))
     assert start.make_command_line() == [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path), probe.id, "2"]
     environment = start.make_environments()[0]
     ranks = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
@@ -717,7 +717,7 @@ def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -
 def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, probe: ProbeTask) -> None:
     task = on_slurm(probe, launcher="torchrun")
     command = LeaderCommand(task=task.id, attempt=1, ranks=4, meeting="10.0.0.1:4711")
-    start = RankStart(run, allocation(1, 2), task, command)
+    start = RankLaunchPlan(run, allocation(1, 2), task, command)
     wanted = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=4711", "--nproc-per-node=2"}
     assert wanted < set(start.make_command_line())
     environment = start.make_environments()[0]
@@ -729,9 +729,9 @@ def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, 
 def test_a_wrapper_stands_before_every_rank(run: RunDir, probe: ProbeTask) -> None:
     words, command = ["numactl", "--localalloc"], LeaderCommand(task=probe.id, attempt=1, ranks=4, meeting="h:1")
     by_srun = on_slurm(probe, wrapper=words)
-    assert RankStart(run, allocation(0, 4), by_srun, command).make_command_line()[:3] == [*words, sys.executable]
+    assert RankLaunchPlan(run, allocation(0, 4), by_srun, command).make_command_line()[:3] == [*words, sys.executable]
     by_torchrun = on_slurm(probe, wrapper=words, launcher="torchrun")
-    argv = RankStart(run, allocation(0, 4), by_torchrun, command).make_command_line()
+    argv = RankLaunchPlan(run, allocation(0, 4), by_torchrun, command).make_command_line()
     at = argv.index("--no-python")
     assert argv[at + 1 : at + 4] == [*words, sys.executable]
 

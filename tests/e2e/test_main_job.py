@@ -308,7 +308,7 @@ def test_a_rank_that_hangs_is_reported_with_its_stack_and_started_again(tula) ->
     (tula.folder / "hanging.py").write_text(
         "import os, pathlib, time, torch\n"
         "from tula_cli.worker.train import hang_watch\n"
-        "hang_watch.MIN_LIMIT = 2.0\n"
+        "hang_watch.MIN_HANG_SECONDS = 2.0\n"
         "class Net(torch.nn.Module):\n"
         "    def __init__(self, num_classes=10):\n"
         "        super().__init__()\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tula_cli.run.job_runs import open_family
+from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.probes import Measured
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
@@ -23,7 +23,7 @@ def test_two_types_from_profile_to_trained_model(tula) -> None:
     profile = tula("profile", "job.yaml")
     assert profile["status"] == "done"
     run = tula.run()
-    parts = {part.type: part for part in open_family(run)}
+    parts = {part.type: part for part in open_runs_of_job(run)}
     for name, ranks in (("single", 1), ("pair", 2)):
         results = parts[name].read_results()
         assert [(result.nodes, result.local_batch) for result in results] == [(1, 64 // ranks), (1, 128 // ranks)]
@@ -50,7 +50,7 @@ def test_numbers_of_gpus_from_profile_to_trained_model(tula) -> None:
     job.write_text(f"{text}cluster: {{gpus_per_node: 2}}\n")
     assert tula("profile", "job.yaml")["status"] == "done"
     run = tula.run()
-    first, two = open_family(run)
+    first, two = open_runs_of_job(run)
     probes = [[(r.nodes, r.gpus_per_node, r.local_batch) for r in part.read_results()] for part in (first, two)]
     assert probes[0] == [(1, 1, 64), (1, 1, 128)]
     assert {(nodes, gpus) for nodes, gpus, _ in probes[1]} == {(1, 2), (2, 2)}

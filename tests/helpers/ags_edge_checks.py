@@ -115,7 +115,7 @@ def listeners_hear_of_gradients_while_the_replicas_are_apart(package: Any) -> No
         heard.append("before")
         return lambda: heard.append("after")
 
-    state = reduction.Reduction(group=None, local=True, listeners=[listener])
+    state = reduction.ReductionHook(group=None, local=True, listeners=[listener])
     gradient = torch.ones(3)
     value = reduction._reduce(state, SimpleNamespace(buffer=lambda: gradient)).wait()
     assert heard == ["before", "after"]

@@ -11,13 +11,13 @@ from make_results import spec as job_spec
 
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family
+from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.services import recommend as recommending
 from tula_cli.services.document import Document, Figure, Section, Series, Table
 
 if TYPE_CHECKING:
-    from tula_cli.extras.report.material import Material
+    from tula_cli.extras.report.material import ReportData
 
 AT = make.START + 1000
 JOB = job_spec(search={"nodes": [1, 2, 4, 8], "min_batch": 32, "max_batch": 512})
@@ -48,7 +48,7 @@ def script_job() -> Any:
 
 def answered(run: RunDir, objective: Any = "time") -> RunDir:
     """Return the run with an answer that training takes."""
-    runs = open_family(run)
+    runs = open_runs_of_job(run)
     recommending.save_answer(runs, recommending.recommend(runs, Query(objective=objective), now=1.0))
     return run
 
@@ -111,10 +111,10 @@ def compared(run: RunDir) -> RunDir:
     return run
 
 
-def seen(run: RunDir, launcher: make.FakeLauncher | None = None) -> "Material":
-    from tula_cli.extras.report.material import gather_material
+def seen(run: RunDir, launcher: make.FakeLauncher | None = None) -> "ReportData":
+    from tula_cli.extras.report.material import collect_report_data
 
-    return gather_material(open_family(run), lambda _: launcher or make.FakeLauncher(), now=AT)
+    return collect_report_data(open_runs_of_job(run), lambda _: launcher or make.FakeLauncher(), now=AT)
 
 
 def report(run: RunDir) -> Document:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.host.processes import adopt_orphans, die_with_parent
+from tula_cli.host.processes import adopt_orphans, set_parent_death_signal
 from tula_cli.run.records.scripts import RankResult, ShimPlan
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ class ScriptRanks:
 
 def _become(rank: int, request: dict[str, Any], port: int) -> None:
     """Be one rank of a script, to the end of this process."""
-    die_with_parent()
+    set_parent_death_signal()
     folder, world = Path(request["folder"]), request["world"]
     with open(folder / f"{rank}.log", "wb", buffering=0) as text:
         for descriptor in (1, 2):

@@ -15,7 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from tula_cli.host.processes import die_with_parent
+from tula_cli.host.processes import set_parent_death_signal
 
 ROOT = Path(__file__).parents[2]
 MODULES = ("torch", "torch._dynamo", "torchvision")
@@ -51,7 +51,7 @@ def errors(folder: Path, world: int) -> str:
 
 def _become(rank: int, script: str, folder: str) -> int:
     """Run the script as one rank; return its exit code."""
-    die_with_parent()
+    set_parent_death_signal()
     with open(Path(folder, f"{rank}.err"), "wb", buffering=0) as text:
         os.dup2(text.fileno(), 1)
         os.dup2(text.fileno(), 2)

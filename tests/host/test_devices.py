@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.host import devices, leftovers
-from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers, make_mark
+from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers, make_process_mark
 from tula_cli.host.processes import read_start_time
 
 
@@ -107,13 +107,13 @@ def test_without_nvidia_smi_its_holders_tell(stand_in: Path, monkeypatch: pytest
 
 
 def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: Path) -> None:
-    mark = make_mark(tmp_path, "train-s-1", "12.0", 1)
+    mark = make_process_mark(tmp_path, "train-s-1", "12.0", 1)
     marks = {
         "earlier attempt": mark,
-        "earlier job of the chain": make_mark(tmp_path, "train-s-1", "11.0", 7),
-        "another supervisor": make_mark(tmp_path, "train-s-1", "12.0", 0),
-        "another training": make_mark(tmp_path, "train-z-1", "11.0", 1),
-        "another run": make_mark(tmp_path / "other", "train-s-1", "11.0", 1),
+        "earlier job of the chain": make_process_mark(tmp_path, "train-s-1", "11.0", 7),
+        "another supervisor": make_process_mark(tmp_path, "train-s-1", "12.0", 0),
+        "another training": make_process_mark(tmp_path, "train-z-1", "11.0", 1),
+        "another run": make_process_mark(tmp_path / "other", "train-s-1", "11.0", 1),
         "no mark of ours": "train-s-1",
         "spared": mark,
     }
@@ -138,7 +138,7 @@ def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: P
 
 
 def test_a_supervisor_that_was_started_under_a_mark_does_not_kill_itself(tmp_path: Path) -> None:
-    mark = make_mark(tmp_path, "train-s-1", "", 0)
+    mark = make_process_mark(tmp_path, "train-s-1", "", 0)
     program = "import sys; from tula_cli.host.leftovers import kill_leftovers; print(kill_leftovers(sys.argv[1]))"
     command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", program, mark]
     ended = subprocess.run(command, env={**os.environ, MARK_VARIABLE: mark}, capture_output=True, text=True, timeout=60)

@@ -9,7 +9,7 @@ from make_results import spec
 from tula_cli.models.cost import (
     INTERRUPTION_SECONDS,
     TrainingTime,
-    WorkCount,
+    TrainingWork,
     compute_checkpoint_interval,
     compute_cost,
     compute_interruption_rate,
@@ -24,7 +24,7 @@ from tula_cli.spec.resources import UNPRICED_PRICING, Pricing, Spot
 NOTHING = Overheads(startup=0, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
 
 
-def count(batch: int = 512, *, world: int = 8, dataset_size: int = 50_000, **sections: object) -> WorkCount:
+def count(batch: int = 512, *, world: int = 8, dataset_size: int = 50_000, **sections: object) -> TrainingWork:
     return count_work(
         spec(**sections), batch=batch, world=world, dataset_size=dataset_size, eval_size=10_000, eval_batch_size=64
     )
@@ -58,7 +58,7 @@ def test_eq_4a_is_epochs_times_steps_times_step_time() -> None:
 
 def test_wall_clock_time_counts_what_is_beside_the_steps() -> None:
     overheads = Overheads(startup=30, eval_batch=0.5, eval_batch_size=64, checkpoint=2, refresh=3)
-    todo = WorkCount(epochs=10, steps=100, eval_batches=4, refreshes=10)
+    todo = TrainingWork(epochs=10, steps=100, eval_batches=4, refreshes=10)
     beside_saving = 30 + 10 * (100 * 4.0 + 4 * 0.5) + 10 * 3
 
     def saved(every: float | None) -> float:
@@ -75,7 +75,7 @@ def test_wall_clock_time_counts_what_is_beside_the_steps() -> None:
 def test_the_parts_of_a_training_are_its_whole_time(step_time: float, every: float, tunes: bool) -> None:
     overheads = Overheads(startup=30, eval_batch=0.5, eval_batch_size=64, checkpoint=2, refresh=3)
     branches = {"branches": 4, "branch_steps": 50, "branch_evals": 2} if tunes else {}
-    time = TrainingTime(WorkCount(epochs=10, steps=100, eval_batches=4, refreshes=10, **branches), overheads, every)
+    time = TrainingTime(TrainingWork(epochs=10, steps=100, eval_batches=4, refreshes=10, **branches), overheads, every)
     parts = TimeParts(**time.compute_parts(step_time, data_wait=0.001))
     assert parts.total == pytest.approx(3600 * time.compute_hours(step_time))
     assert (parts.evaluation, parts.rest, parts.data) == (20.0, 30.0, pytest.approx(1.0))
@@ -128,7 +128,7 @@ def test_cost_grows_with_hours(hours: float, price: float, market: str) -> None:
 
 # --- spot nodes
 
-TODO = WorkCount(epochs=3, steps=1000, eval_batches=10, refreshes=3)
+TODO = TrainingWork(epochs=3, steps=1000, eval_batches=10, refreshes=3)
 OVERHEADS = Overheads(startup=60, eval_batch=1.5, eval_batch_size=64, checkpoint=8, refresh=20)
 
 
@@ -197,21 +197,21 @@ def test_checkpoints_are_closer_where_nodes_are_taken_away() -> None:
 
 def test_a_start_that_is_interrupted_begins_again() -> None:
     starting = Overheads(startup=1000, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
-    nothing = WorkCount(epochs=1, steps=0, eval_batches=0, refreshes=0)
+    nothing = TrainingWork(epochs=1, steps=0, eval_batches=0, refreshes=0)
     expected = compute_training_seconds(nothing, step_time=1.0, overheads=starting, rate=1 / 1000)
     assert expected == pytest.approx(1000 * (math.e - 1))
 
 
 def test_what_was_not_measured_is_left_out() -> None:
     unknown = Overheads(startup=30, eval_batch=None, eval_batch_size=None, checkpoint=None, refresh=None)
-    todo = WorkCount(epochs=10, steps=100, eval_batches=4, refreshes=10)
+    todo = TrainingWork(epochs=10, steps=100, eval_batches=4, refreshes=10)
     assert compute_training_seconds(todo, step_time=4.0, overheads=unknown) == pytest.approx(30 + 10 * 100 * 4.0)
     assert compute_training_seconds(todo, step_time=4.0, overheads=unknown, checkpoint_every=60) == pytest.approx(4030)
 
 
 def test_where_saving_was_not_measured_an_interruption_loses_the_epoch() -> None:
     unknown = NOTHING.model_copy(update={"checkpoint": None})
-    todo, rate = WorkCount(epochs=10, steps=1000, eval_batches=0, refreshes=0), 1 / 3600
+    todo, rate = TrainingWork(epochs=10, steps=1000, eval_batches=0, refreshes=0), 1 / 3600
     each = math.expm1(rate * 1000) / rate
     assert compute_training_seconds(todo, step_time=1.0, overheads=unknown, rate=rate) == pytest.approx(10 * each)
     saves_often = compute_training_seconds(todo, step_time=1.0, overheads=NOTHING, rate=rate)

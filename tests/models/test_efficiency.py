@@ -16,7 +16,7 @@ from tula_cli.models.efficiency import (
     estimate_noise_scale,
     summarize_gradient_norms,
 )
-from tula_cli.models.ramp import GROWTH
+from tula_cli.models.ramp import NOISE_GROWTH_EXPONENT
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.run.records.recommendations import Prediction, SameProgress
 
@@ -133,7 +133,7 @@ def test_the_noise_grows_with_the_length_of_the_training() -> None:
     assert efficiency.compute_equivalent_constant_noise(50, reference=128, epochs=1) == 50
     assert efficiency.compute_equivalent_constant_noise(50, reference=128, epochs=0.5) == 50
     assert efficiency.compute_equivalent_constant_noise(50, reference=128, epochs=90) == pytest.approx(
-        178 * 90**GROWTH - 128
+        178 * 90**NOISE_GROWTH_EXPONENT - 128
     )
 
 

@@ -130,7 +130,7 @@ def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> Non
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     result = fitted("spot")
     whole = result.candidates().predictions()
-    monkeypatch.setattr(estimator, "_BLOCK", 7)
+    monkeypatch.setattr(estimator, "_CONFIGURATIONS_PER_CHUNK", 7)
     assert all(same(*rows) for rows in zip(whole, result.candidates().predictions(), strict=True))
 
 

@@ -9,7 +9,7 @@ from tula_cli.models import cost
 from tula_cli.models.cost import CheckpointSchedule
 from tula_cli.models.estimator import Estimator
 from tula_cli.run.records.probes import Overheads
-from tula_cli.run.records.results import Save
+from tula_cli.run.records.results import ScriptCheckpointSave
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate_job
 
@@ -27,8 +27,10 @@ def job(resume: dict | None = RESUME, save: str = "none", **sections) -> JobSpec
     return validate_job({"script": script, "search": search, **sections}, source="test")
 
 
-def saves(*samples: int, batch: int = 32, seconds: float | None = 7.0) -> list[Save]:
-    return [Save(saved_at=0.0, batch=batch, steps=n // batch, samples=n, seconds=seconds) for n in samples]
+def saves(*samples: int, batch: int = 32, seconds: float | None = 7.0) -> list[ScriptCheckpointSave]:
+    return [
+        ScriptCheckpointSave(saved_at=0.0, batch=batch, steps=n // batch, samples=n, seconds=seconds) for n in samples
+    ]
 
 
 def saving(*samples: int, spec: JobSpec | None = None, seconds: float | None = 7.0) -> CheckpointSchedule:
@@ -111,7 +113,7 @@ def test_each_interruption_takes_a_script_back_to_its_own_checkpoint() -> None:
     assert lost == pytest.approx(2 * (300 + 100), rel=0.15), "two interruptions of half an interval and a restart each"
 
 
-def forecast(spec: JobSpec, seen: list[Save]) -> Estimator:
+def forecast(spec: JobSpec, seen: list[ScriptCheckpointSave]) -> Estimator:
     probes = [of_a_script(probe) for probe in probe_all(Truth(), PROBES)]
     return Estimator.fit(spec, probes, saves=seen)
 

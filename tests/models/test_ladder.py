@@ -94,7 +94,7 @@ def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
 def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
     step = find_next_fallback((128, 64), 1, known(128, 64, **of))
     assert step is not None and step.description == words
-    assert step.statistics == ("BatchNorm's statistics over 64 samples" if "normalised" in of else "")
+    assert step.batch_norm_text == ("BatchNorm's statistics over 64 samples" if "normalised" in of else "")
 
 
 @pytest.mark.parametrize(

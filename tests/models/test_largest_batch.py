@@ -6,7 +6,7 @@ import make_runs
 import pytest
 from make_results import Truth, measured
 
-from tula_cli.models.largest_batch import RESOLUTION, BatchBracket
+from tula_cli.models.largest_batch import BRACKET_RESOLUTION, BatchBracket
 from tula_cli.run.records.base import Components, Footprint, PeakMemory
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import BatchBounds
@@ -76,7 +76,7 @@ def test_a_few_trials_find_the_largest_batch_to_a_few_percent(script: bool) -> N
     for seed in range(60):
         gpu = Gpu(seed, script=script, accumulate=1 + seed % 3)
         bracket, trials = gpu.search()
-        assert gpu.largest * (1 - 1 / RESOLUTION) - gpu.accumulate <= bracket.fitting <= gpu.largest
+        assert gpu.largest * (1 - 1 / BRACKET_RESOLUTION) - gpu.accumulate <= bracket.fitting <= gpu.largest
         assert bracket.failing is None or bracket.failing > gpu.largest
         counts.append(len(trials))
     assert sorted(counts)[len(counts) // 2] <= 5 and max(counts) <= 8

@@ -84,7 +84,7 @@ def test_other_batches_are_tried_with_the_rule_that_was_chosen() -> None:
 
 
 def test_where_every_learning_rate_diverges_no_other_batch_is_tried() -> None:
-    lost = [branch(None, rule, diverged=True) for rule in rate_search.RULES]
+    lost = [branch(None, rule, diverged=True) for rule in rate_search.LR_SCALING_RULES]
     assert rate_search.find_next_arm(job(), (512, 256, 1024), lost, 1.0) is None
 
 

@@ -12,7 +12,7 @@ from tula_cli.cluster.scripts.resume_test import (
     find_observed_schedule,
     read_learning_rate_curve,
 )
-from tula_cli.models.resuming import ResumeJudgement, judge_resume_test
+from tula_cli.models.resuming import ResumeVerdict, judge_resume_test
 from tula_cli.run.records.scripts import ObservedStart, Schedule
 from tula_cli.spec.scripts.script import Length
 
@@ -273,7 +273,7 @@ def resumed(batch: int, curve: Curve) -> ObservedStart:
     return start("same" if batch == 32 else "half", batch, TOTAL - SAVED, first_lr=rates[0][1], rates=rates)
 
 
-def curves_judged(curve: Curve, ratio: float | None = 1.0) -> ResumeJudgement:
+def curves_judged(curve: Curve, ratio: float | None = 1.0) -> ResumeVerdict:
     after = [0.1 * curve((SAVED + 32 * step) / TOTAL, 32) for step in (0, 2)]
     return judge_resume_test(
         [begin(SAVED, next_lr=after[0], lr_step=abs(after[1] - after[0])), resumed(32, curve), resumed(16, curve)],

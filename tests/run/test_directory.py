@@ -19,7 +19,7 @@ from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.recommendations import QueryLimits
-from tula_cli.run.records.results import Save, ScriptSaves
+from tula_cli.run.records.results import ScriptCheckpointSave, ScriptSaves
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.run.snapshot import is_moved, is_of_another_run
 
@@ -397,7 +397,7 @@ def test_nothing_grows_where_a_run_was(held: RunDir, write: Callable[[Path], obj
     for place in (held.path, held.path / "types" / "x"):
         with pytest.raises(RunGone, match="moved or removed"):
             write(place)
-    assert files.is_run_gone(held.path) and held.path.exists() == another
+    assert files.is_pinned_run_gone(held.path) and held.path.exists() == another
     assert not another or not any(held.path.iterdir())
     write(held.path.with_name("elsewhere"))
 
@@ -457,7 +457,7 @@ def test_a_probe_without_steps_nodes_or_memory_is_damaged(run, key, value):
 
 def test_checkpoints_of_the_training_that_saved_last_are_the_newest_of_a_batch(run):
     def save(signature, *moments, batch=8):
-        saves = [Save(saved_at=at, batch=batch, steps=10, samples=80, seconds=1.0) for at in moments]
+        saves = [ScriptCheckpointSave(saved_at=at, batch=batch, steps=10, samples=80, seconds=1.0) for at in moments]
         run.get_training(signature).write_script_saves(ScriptSaves(saves=saves))
 
     assert run.find_newest_script_saves() == ()

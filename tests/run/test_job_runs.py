@@ -14,9 +14,9 @@ from tula_cli.run.job_runs import (
     find_chosen_run,
     make_runs,
     mark_chosen_run,
-    open_family,
     open_run,
     open_runs,
+    open_runs_of_job,
     save_runs,
     select_runs,
 )
@@ -41,24 +41,24 @@ def test_each_node_type_is_a_run_that_its_own_spec_identifies(family: tuple[Run,
 
 
 def test_runs_of_a_job_find_each_other_and_a_copy_is_alone(family: tuple[Run, ...], tmp_path: Path) -> None:
-    opened = open_family(family[1])
+    opened = open_runs_of_job(family[1])
     assert [(run.path, run.type) for run in opened] == [(run.path, run.type) for run in family]
     assert open_run(family[1]).family[0].path == family[0].path
     copy = tmp_path / "copy"
     shutil.copytree(family[1].path, copy)
-    assert [run.path for run in open_family(RunDir(copy))] == [copy]
+    assert [run.path for run in open_runs_of_job(RunDir(copy))] == [copy]
     shutil.rmtree(family[0].path)
-    assert [run.path for run in open_family(family[1])] == [family[1].path]
+    assert [run.path for run in open_runs_of_job(family[1])] == [family[1].path]
 
 
 def test_overrides_of_a_node_type_apply_to_its_run(family: tuple[Run, ...]) -> None:
-    opened = open_family(family[0], ["node_types.b.x.pricing.price=9", "train.epochs=7"])
+    opened = open_runs_of_job(family[0], ["node_types.b.x.pricing.price=9", "train.epochs=7"])
     assert [run.spec.pricing.price for run in opened] == [1.0, 9.0]
     assert {run.spec.train.epochs for run in opened} == {7}
     with pytest.raises(SpecError, match="changes settings on which the measurements of"):
-        open_family(family[0], ["node_types.b.x.cluster.gpus_per_node=3"])
+        open_runs_of_job(family[0], ["node_types.b.x.cluster.gpus_per_node=3"])
     with pytest.raises(SpecError):
-        open_family(family[0], ["node_types.c.pricing.price=9"])
+        open_runs_of_job(family[0], ["node_types.c.pricing.price=9"])
 
 
 def test_runs_of_different_jobs_are_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_only_a_comparison_of_all_its_runs_chooses_the_run_of_a_job(family: tupl
 
 
 def test_one_run_or_those_of_a_family_are_not_renamed(family: tuple[Run, ...]) -> None:
-    assert [run.type for run in combine_runs(open_family(family[0]))] == ["a", "b.x"]
+    assert [run.type for run in combine_runs(open_runs_of_job(family[0]))] == ["a", "b.x"]
     assert select_runs(family, "a") == (family[0],)
     with pytest.raises(SpecError, match="no node type 'c'") as caught:
         select_runs(family, "c")
@@ -135,7 +135,7 @@ def test_the_chosen_run_is_known_in_every_run_and_outlives_another_profile(famil
     family[1].write_recommendation(make.recommendation())
     mark_chosen_run(family[1], family)
     save_runs(make_runs(family[0].path.parent, make.spec(node_types=TYPES | {"c": TYPES["a"]})), None)
-    opened = open_family(family[0])
+    opened = open_runs_of_job(family[0])
     assert len(opened) == 3
     chosen = find_chosen_run(opened)
     assert chosen is not None and chosen.path == family[1].path
@@ -144,7 +144,7 @@ def test_the_chosen_run_is_known_in_every_run_and_outlives_another_profile(famil
 def test_runs_of_fewer_gpus_are_known_when_they_are_opened(tmp_path: Path) -> None:
     job = make.spec(cluster={"gpus_per_node": 2}, search={"gpus_per_node": [1, 2], "nodes": [1]})
     runs = make.create_runs(tmp_path, job)
-    for family in (runs, open_family(runs[0], [])):
+    for family in (runs, open_runs_of_job(runs[0], [])):
         assert [(run.spec.cluster.gpus_per_node, run.spec.measured_with_fewer_gpus) for run in family] == [
             (1, True), (2, False),
         ]  # fmt: skip

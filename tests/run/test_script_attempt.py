@@ -47,8 +47,8 @@ def test_lines_of_the_end_begin_with_a_whole_one(tmp_path: Path) -> None:
 
 def test_the_end_that_is_near_is_reported_once(tmp_path: Path) -> None:
     attempt = ScriptAttempt(tmp_path, "t", 1)
-    before = files.read_news_state(attempt.run)
+    before = files.read_change_marker(attempt.run)
     attempt.write_allocation_end(1234.56)
-    assert files.read_news_state(attempt.run) not in (None, before), "followers look where there is news"
+    assert files.read_change_marker(attempt.run) not in (None, before), "followers look where there is news"
     attempt.write_allocation_end(9.0)
     assert attempt.read_end_time() == 1234.6

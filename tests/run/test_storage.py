@@ -24,7 +24,7 @@ from tula_cli.run import disk_space, shortages
 
 run = Path(sys.argv[1])
 told = {"empty": disk_space.choose_full_disk_errno(run)}
-shortages.allocate_reserve(run)
+shortages.create_reserve_file(run)
 try:
     write_atomic(run / "large", bytes(2**20))
 except DiskFull as error:

@@ -14,7 +14,7 @@ from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.campaign import Campaign
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family, open_runs_by_job
+from tula_cli.run.job_runs import open_runs_by_job, open_runs_of_job
 from tula_cli.services.campaign import MAX_TRAININGS, plan_campaign, plan_trainings
 from tula_cli.services.recommend import recommend
 from tula_cli.show.campaign import render_campaign
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def plan(run: RunDir, trainings: int, **query: Any) -> Campaign:
-    return plan_campaign([open_family(run)], Query(**query), [trainings])
+    return plan_campaign([open_runs_of_job(run)], Query(**query), [trainings])
 
 
 def test_many_trainings_are_planned_on_few_nodes_each(run: RunDir) -> None:
@@ -43,7 +43,7 @@ def test_many_trainings_are_planned_on_few_nodes_each(run: RunDir) -> None:
 
 
 def test_the_knee_limits_the_batch_and_time_does_not(run: RunDir) -> None:
-    knee = recommend(open_family(run), Query(), now=1.0).recommendation.choice.batch
+    knee = recommend(open_runs_of_job(run), Query(), now=1.0).recommendation.choice.batch
     by_knee, by_time = plan(run, 1), plan(run, 1, objective="time")
     assert by_knee.max_batch == knee >= by_knee.batch
     assert by_time.max_batch is None and by_time.batch > knee and by_time.hours < by_knee.hours
@@ -153,7 +153,7 @@ def test_a_plan_has_the_warnings_of_the_answer_with_their_codes(
 ) -> None:
     quiet(monkeypatch, tmp_path)
     query = Query(nodes=64, max_nodes=64)
-    answer = recommend(open_family(run), query, now=1.0)
+    answer = recommend(open_runs_of_job(run), query, now=1.0)
     assert answer.warnings and plan(run, 3, nodes=64, max_nodes=64).warnings == tuple(answer.warnings)
     screen = Screen(out=io.StringIO(), err=io.StringIO())
     options = ["--trainings", "3", "--nodes", "64", "--max-nodes", "64", "--json"]
@@ -217,7 +217,7 @@ def plan_jobs(runs: list[RunDir], *trainings: int, save: bool = False, **query: 
 
 
 def test_trainings_of_several_jobs_are_planned_together(two_jobs: list[RunDir]) -> None:
-    names = [open_family(run)[0].job_name for run in two_jobs]
+    names = [open_runs_of_job(run)[0].job_name for run in two_jobs]
     together = plan_jobs(two_jobs, 5, 8)
     assert [(job.job, job.trainings) for job in together.jobs] == [(names[0], 5), (names[1], 8)]
     assert together.trainings == 13 and sum(wave.trainings for wave in together.waves) == 13
@@ -252,7 +252,7 @@ def test_numbers_of_trainings_that_do_not_match_the_jobs_are_refused(two_jobs: l
         with pytest.raises(SpecError, match=r"--trainings: got . numbers? \(.*\) for . jobs? \("):
             plan_jobs(runs, *trainings)
     with pytest.raises(SpecError, match="is given for two jobs"):
-        plan_trainings([open_family(two_jobs[0])] * 2, Query(), (5, 8))
+        plan_trainings([open_runs_of_job(two_jobs[0])] * 2, Query(), (5, 8))
     with pytest.raises(SpecError, match="at most 500"):
         plan_jobs(two_jobs, 300, 300)
     with pytest.raises(SpecError, match="cannot be stored"):

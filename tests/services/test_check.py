@@ -13,7 +13,7 @@ from read_diagnostics import codes, values
 
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
-from tula_cli.cluster.slurm.site import NodeKind, Partition
+from tula_cli.cluster.slurm.site import Partition, PartitionNodeType
 from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
 from tula_cli.host.failures import describe_advice
 from tula_cli.run.directory import RunDir
@@ -562,7 +562,7 @@ def test_ranks_on_cpus_that_the_kernel_killed_for_memory_are_to_request_more(nod
     nodes.ends(outcome="device_oom", message="the kernel killed a process because the memory was used up")
     nodes.log(0, 1)
     reason = values(nodes.conclude().problems, "ranks-cannot-communicate")["reason"]
-    assert reason.endswith(f"was used up; {nodes.task.spec.cluster.backend.more_memory}")
+    assert reason.endswith(f"was used up; {nodes.task.spec.cluster.backend.more_memory_advice}")
 
 
 @pytest.mark.parametrize(
@@ -778,7 +778,9 @@ def test_tula_cancel_ends_the_waiting(nodes):
 
 
 def offer(monkeypatch, **sizes: int) -> None:
-    results = [Partition(n, n == "main", True, 60, None, (NodeKind(size, 4, 0, ()),)) for n, size in sizes.items()]
+    results = [
+        Partition(n, n == "main", True, 60, None, (PartitionNodeType(size, 4, 0, ()),)) for n, size in sizes.items()
+    ]
     monkeypatch.setattr(site, "list_partitions", lambda: tuple(results))
 
 

@@ -109,11 +109,11 @@ def test_the_first_job_and_the_probes_are_shown_and_asked_for_once(world: World)
     (requested,) = world.confirmed
     first, settled = world.planned()
     assert first == requested, "what it has settled is shown, not asked again"
-    assert requested.node_hours == pytest.approx(first_job.MINUTES / 60 + (1 + 2) * 22 / 60)
+    assert requested.node_hours == pytest.approx(first_job.INSPECTION_JOB_MINUTES / 60 + (1 + 2) * 22 / 60)
     assert settled.node_hours <= requested.plans[None].probe_node_hours, "it is within what was allowed"
     shown = [line for line in show_profile.render_plans(requested.plans) if isinstance(line, str)]
     assert shown[0] == "python cannot build the model: no torch"
-    assert f"on 1 node, in at most {first_job.MINUTES} min" in shown[1]
+    assert f"on 1 node, in at most {first_job.INSPECTION_JOB_MINUTES} min" in shown[1]
     assert "on 1 2 nodes, at most 1.10 node-h" in shown[2]
     tried = world.tried
     world.profile()
@@ -200,7 +200,7 @@ def test_a_dry_run_shows_the_first_job_and_touches_nothing(world: World) -> None
     would = run_work(profile.make_dry_run([world.run], world.means()), world.events.append)
     (text,) = would[None].scripts
     assert "-m tula_cli.worker.measure.inspect" in text
-    assert f"#SBATCH --time={first_job.MINUTES}" in text
+    assert f"#SBATCH --time={first_job.INSPECTION_JOB_MINUTES}" in text
     assert text in list(show_profile.render_dry_run(would))
     assert (world.first_jobs, world.confirmed, world.run.exists) == (0, [], False)
 
@@ -211,7 +211,7 @@ def test_a_dry_run_shows_the_first_job_and_touches_nothing(world: World) -> None
 def test_check_tells_what_the_first_job_may_cost(world: World) -> None:
     report = services_check.check(spec(), inspector=world._inspect)
     assert report.unsettled is not None
-    assert report.node_hours_at_most == pytest.approx(first_job.MINUTES / 60 + 1.1)
+    assert report.node_hours_at_most == pytest.approx(first_job.INSPECTION_JOB_MINUTES / 60 + 1.1)
     assert not report.problems
     assert any("first job" in line for line in show_check.render_check(report, {}) if isinstance(line, str))
     tight = services_check.check_all_node_types(
@@ -361,12 +361,14 @@ def left_behind(world: World) -> Path:
     return world.run.submitit_dir / "inspection-spec.json"
 
 
-@pytest.mark.parametrize(("age", "seconds"), [(0, 20), (100, 120), (86400, 60 * first_job.MINUTES)])
+@pytest.mark.parametrize(("age", "seconds"), [(0, 20), (100, 120), (86400, 60 * first_job.INSPECTION_JOB_MINUTES)])
 def test_a_first_job_whose_command_was_killed_is_taken_up(
     world: World, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float
 ) -> None:
     requested = left_behind(world)
-    assert first_job.count_node_hours(world.run) == first_job.MINUTES / 60, "it may take as much, and nobody looks"
+    assert first_job.count_node_hours(world.run) == first_job.INSPECTION_JOB_MINUTES / 60, (
+        "it may take as much, and nobody looks"
+    )
     os.utime(requested, (time.time() - age,) * 2)
     assert wait(world, monkeypatch, *[RUNNING] * 9) == []
     assert world.first_jobs == 1

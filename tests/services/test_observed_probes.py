@@ -7,7 +7,7 @@ import pytest
 from make_runs import script_spec
 from observed_jobs import make_job
 
-from tula_cli.cluster.scripts.probe import NotMeasured
+from tula_cli.cluster.scripts.probe import MeasurementFailed
 from tula_cli.errors import BadMeasurements, CommandNotStarted, SpecError
 from tula_cli.models.observed import MeasuredJob
 from tula_cli.run.directory import Run, RunDir
@@ -40,12 +40,12 @@ def test_an_observed_job_is_a_probe_with_its_step_times_memory_and_epoch(spec: J
 
 
 def test_a_job_that_contradicts_the_settings_or_has_no_batch_is_no_probe(spec: JobSpec) -> None:
-    with pytest.raises(NotMeasured, match=r"4 ranks on 2 nodes, but cluster.gpus_per_node is 4"):
+    with pytest.raises(MeasurementFailed, match=r"4 ranks on 2 nodes, but cluster.gpus_per_node is 4"):
         make_probe_result(make_job(2, 2), spec)
     local = script_spec({"gpus_per_node": 2, "device": "cpu"}, epochs=3)
-    with pytest.raises(NotMeasured, match=r"with 1, each process counts as a node"):
+    with pytest.raises(MeasurementFailed, match=r"with 1, each process counts as a node"):
         make_probe_result(make_job(1, 1), local)
-    with pytest.raises(NotMeasured, match="batch is unknown"):
+    with pytest.raises(MeasurementFailed, match="batch is unknown"):
         make_probe_result(dataclasses.replace(make_job(2, 4), samples=None), spec)
 
 

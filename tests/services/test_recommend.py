@@ -21,11 +21,11 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.job_runs import make_runs, open_family, open_run
+from tula_cli.run.job_runs import make_runs, open_run, open_runs_of_job
 from tula_cli.run.records.base import PeakMemory
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
-from tula_cli.run.records.results import Save, ScriptSaves
+from tula_cli.run.records.results import ScriptCheckpointSave, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import api, messages
 from tula_cli.services.measurements import describe_epochs
@@ -59,13 +59,15 @@ def ask(
     run: RunDir, objective: Any = "time", *, pending: int = 0, type_: str | None = None, **limits: Any
 ) -> Recommendation:
     """Ask, and keep the answer."""
-    answer = recommend(open_family(run), Query(objective=objective, **limits), pending={type_: pending}, now=1.0)
-    save_answer(open_family(run), answer)
+    answer = recommend(open_runs_of_job(run), Query(objective=objective, **limits), pending={type_: pending}, now=1.0)
+    save_answer(open_runs_of_job(run), answer)
     return answer.recommendation
 
 
 def warnings_of(run: RunDir, objective: Any = "time", *, pending: int = 0, **limits: Any) -> Sequence[Diagnostic]:
-    return recommend(open_family(run), Query(objective=objective, **limits), pending={None: pending}, now=1.0).warnings
+    return recommend(
+        open_runs_of_job(run), Query(objective=objective, **limits), pending={None: pending}, now=1.0
+    ).warnings
 
 
 def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
@@ -111,14 +113,14 @@ def test_more_nodes_than_any_probe_had_are_reported_to_be_extrapolated(run: RunD
 
 def test_an_answer_alone_writes_nothing(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
-    recommend(open_family(run), Query(objective="time"), now=1.0)
+    recommend(open_runs_of_job(run), Query(objective="time"), now=1.0)
     assert sorted(run.path.iterdir()) == before
 
 
 def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(run: RunDir) -> None:
     def answer(objective: Any = "time", *, overrides: tuple[str, ...] = (), **limits: Any) -> Recommendation:
         query = Query(objective=objective, **limits)
-        return recommend(open_family(run), query, overrides=overrides, now=1.0).recommendation
+        return recommend(open_runs_of_job(run), query, overrides=overrides, now=1.0).recommendation
 
     assumed, limited = answer(overrides=("pricing.price=9",)), answer(max_nodes=2)
     assert should_replace(answer(), None) and should_replace(limited, None) and not should_replace(assumed, None)
@@ -132,7 +134,7 @@ def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> N
     answer = recommend(
         [Run(run.path, dear)], Query(objective="time"), overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0
     )
-    save_answer(open_family(run), answer)
+    save_answer(open_runs_of_job(run), answer)
     path = run.path / "recommended.yaml"
     assert load_spec(path, environ={}, site_files=()) == run.read_spec()
     assert "EUR" in path.read_text() and "# Criteria: time, --set pricing=" in path.read_text()
@@ -305,9 +307,9 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
     program = (
         "import sys; from pathlib import Path; from tula_cli.run.directory import RunDir\n"
-        "from tula_cli.run.job_runs import open_family\n"
+        "from tula_cli.run.job_runs import open_runs_of_job\n"
         "from tula_cli.query import Query; from tula_cli.services.recommend import recommend\n"
-        "run = RunDir(Path(sys.argv[1])); recommend(open_family(run), Query(objective='cost'), now=0.0)\n"
+        "run = RunDir(Path(sys.argv[1])); recommend(open_runs_of_job(run), Query(objective='cost'), now=0.0)\n"
         "print([m for m in ('torch', 'matplotlib', 'kneed', 'rich', 'submitit', 'statsmodels.api') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -318,7 +320,7 @@ def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
 
 @pytest.mark.parametrize(("hours", "typed"), [(36, "36"), (1.5, "1.5"), (1 / 3, "20m"), (1.1 / 60, "1.1m")])
 def test_the_criteria_have_the_deadline_as_it_was_typed(hours: float, typed: str) -> None:
-    assert Query(deadline_hours=hours).options == [f"--deadline {typed}"]
+    assert Query(deadline_hours=hours).command_line_options == [f"--deadline {typed}"]
 
 
 def test_a_deadline_that_may_be_missed_is_a_duration() -> None:
@@ -443,7 +445,7 @@ def on_spot(
     pricing = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0, **spot}}
     job = spec(search={"max_batch": 4096}, pricing=pricing)
     answer = recommend([Run(run.path, job)], Query(objective=objective, **(limits or {})), now=1.0)
-    save_answer(open_family(run), answer)
+    save_answer(open_runs_of_job(run), answer)
     return answer.recommendation
 
 
@@ -533,7 +535,7 @@ def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
     assert (fastest.choice.type, cheapest.choice.type) == ("fast", "slow")
     assert {row.type for row in fastest.rows} == {"fast", "slow"}
     assert fastest.price == "fast: 9 USD per node-hour\nslow: 1 USD per node-hour"
-    table = pd.read_csv(open_family(run)[1].path / "results.csv")
+    table = pd.read_csv(open_runs_of_job(run)[1].path / "results.csv")
     assert set(table[table.chosen].node_type) == {"slow"} and set(table.gpus_per_node) == {1, 2}
     assert {row.type for row in ask(run, "cost", node_type="fast").rows} == {"fast"}
     with pytest.raises(SpecError, match="no node type 'quick'"):
@@ -542,8 +544,8 @@ def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
 
 def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
     run = two_types(tmp_path)
-    together = recommend(open_family(run), Query(objective="time"), now=1.0).with_all_rows()
-    for name, part in zip(("fast", "slow"), open_family(run), strict=True):
+    together = recommend(open_runs_of_job(run), Query(objective="time"), now=1.0).with_all_rows()
+    for name, part in zip(("fast", "slow"), open_runs_of_job(run), strict=True):
         alone = recommend([part], Query(objective="time"), now=1.0).recommendation
         merged = [row for row in together.rows if row.type == name]
         assert [(row.step_time, row.hours, row.cost) for row in merged] == [
@@ -555,7 +557,7 @@ def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
 def test_each_type_keeps_its_own_best(tmp_path: Path) -> None:
     run = two_types(tmp_path)
     answer = ask(run, "time")
-    fast, slow = open_family(run)
+    fast, slow = open_runs_of_job(run)
     known = [part.read_recommendation() for part in (fast, slow)]
     assert known[0] is not None and known[0].choice.batch == answer.choice.batch
     assert known[1] is not None and known[1].choice.type == "slow"
@@ -723,7 +725,7 @@ def test_the_cost_of_an_interruption_of_a_script_is_reported(tmp_path: Path) -> 
     result = ask(run)
     assert result.interruption.startswith("the checkpoint interval is unknown until the script trains")
     assert values(warnings_of(run), "no-spot-saves-unknown") == {"nodes": result.choice.nodes}
-    save = Save(saved_at=5.0, batch=64, steps=100, samples=6400, seconds=None)
+    save = ScriptCheckpointSave(saved_at=5.0, batch=64, steps=100, samples=6400, seconds=None)
     run.get_training("old").write_script_saves(
         ScriptSaves(saves=(save.model_copy(update={"saved_at": 1.0, "steps": 7}),))
     )
@@ -765,5 +767,5 @@ def test_cells_of_what_was_not_measured_are_empty(script: RunDir) -> None:
 def test_a_damaged_job_is_reported_and_left_out(run: RunDir) -> None:
     (run.path / "jobs").mkdir()
     (run.path / "jobs/probe-n001.json").write_text("{")
-    assert count_pending_probes(open_family(run), lambda _: make.FakeLauncher()) == {None: 0}
+    assert count_pending_probes(open_runs_of_job(run), lambda _: make.FakeLauncher()) == {None: 0}
     assert ["probe-n001.json is damaged" in text for text in ask(run).warnings].count(True) == 1

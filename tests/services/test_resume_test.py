@@ -192,7 +192,7 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
 
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     keep(run, None, why="not tested: no checkpoint within 30 s")
-    nothing = resume_test.ResumeFinding(
+    nothing = resume_test.ResumeTestFinding(
         ResumeTestRecords(run.path).read_records(compute_resume_test_signature(run.read_spec(), ""))[0],
         "rehearse",
         kept=False,
@@ -298,7 +298,7 @@ def test_a_training_on_nodes_that_it_is_granted_needs_a_script_that_resumes_ther
         on_granted_nodes(run, job).require_resume_on_other_nodes()
     unknown = ResumeTestResult(task="t", key="k", began_at=0.0, verdict="any", told=("not tested: no memory",))
     with pytest.raises(ResumeUntested, match="no memory"):
-        resume_test.ResumeFinding(unknown, "same", kept=False).require_resume_on_other_nodes()
+        resume_test.ResumeTestFinding(unknown, "same", kept=False).require_resume_on_other_nodes()
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,9 @@ def test_a_range_of_nodes_is_refused_if_the_script_cannot_be_tested(
 )
 def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, verdict: Any, code: str) -> None:
     rehearsal = ResumeTestResult(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
-    finding_events = list(resume_test._list_finding_events(resume_test.ResumeFinding(rehearsal, setting, kept=True)))
+    finding_events = list(
+        resume_test._list_finding_events(resume_test.ResumeTestFinding(rehearsal, setting, kept=True))
+    )
     assert [event.warning.code for event in finding_events if isinstance(event, WarningEvent)] == [code] * bool(code)
 
 

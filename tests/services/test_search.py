@@ -6,7 +6,7 @@ from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import Infeasible
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.observations import OtherSizes
+from tula_cli.models.observations import OtherGpuCountMeasurements
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -205,7 +205,7 @@ def test_trainings_and_other_sizes_count_in_the_rounds_and_what_they_measured_is
     )  # fmt: skip
     later = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), trained=[training])
     assert local not in later.probes.get(nodes, ())
-    others = OtherSizes(tuple(probe_all(Truth(gpus_per_node=2), {1: (16, 256), 2: (16,)})))
+    others = OtherGpuCountMeasurements(tuple(probe_all(Truth(gpus_per_node=2), {1: (16, 256), 2: (16,)})))
     answer = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), others=others)
     assert answer.words != first.words
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family
+from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.results import Cell, Comparison, CountedEnergy
 from tula_cli.run.records.tasks import JobSize, Rung
 from tula_cli.services import cancel, run_list, status, waiting
@@ -308,7 +308,7 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
     assert [job.id for job in now.jobs] == [good]
     (warning,) = now.warnings
     assert warning.code == "damaged-job" and f"{damaged} is damaged" in str(warning.values["problem"])
-    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == [good] and launcher.cancelled == [good]
+    assert cancel.cancel_jobs(open_runs_of_job(run), lambda _: launcher) == [good] and launcher.cancelled == [good]
 
 
 @pytest.mark.parametrize("folder", ["attempts", "tasks"])
@@ -318,7 +318,7 @@ def test_a_damaged_record_of_a_job_does_not_keep_another_job_from_being_cancelle
     (damaged,) = (path for path in (run.path / folder).iterdir() if "n001" in path.name)
     damaged.write_text("{")
     launcher = make.FakeLauncher({over: "ended", running: "running"})
-    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == [running]
+    assert cancel.cancel_jobs(open_runs_of_job(run), lambda _: launcher) == [running]
     (warning,) = run.read_snapshot().record_warnings
     assert str(damaged) in str(warning.values["problem"])
 
@@ -385,7 +385,7 @@ def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_att
         assert (spent.hours, spent.node_hours) == (hours, node_hours)
         assert spent.cost == pytest.approx(price * node_hours)
         assert [(part.nodes, part.hours, part.cost) for part in spent.rest] == [(n, h, n * h) for n, h in rest]
-    line = show_status.describe_spent_and_rest(spent)
+    line = show_status.describe_spent_and_remaining_cost(spent)
     log = value.get_log_path(f"{job}-2", 1)  # its supervisor was killed, and the next job of the chain waits
     log.parent.mkdir(exist_ok=True)
     log.write_text("step 1\n")
@@ -845,10 +845,10 @@ def test_a_line_says_what_of_its_run_cannot_be_read(shared):
 def test_cancels_what_is_queued_or_running_and_nothing_else(run):
     done, queued, running = (make.add_probes(run, nodes, (32,)) for nodes in (1, 2, 4))
     launcher = make.FakeLauncher({done: "ended", queued: "pending", running: "running"})
-    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == [queued, running]
+    assert cancel.cancel_jobs(open_runs_of_job(run), lambda _: launcher) == [queued, running]
     assert launcher.cancelled == [queued, running]
     assert not run.is_cancelled(done)
-    assert cancel.cancel_jobs(open_family(run), lambda _: launcher) == []
+    assert cancel.cancel_jobs(open_runs_of_job(run), lambda _: launcher) == []
 
 
 class Refusing(make.FakeLauncher):
@@ -931,12 +931,12 @@ def test_one_job_that_is_not_cancelled_is_reported_as_it_is(run):
     launcher = Refusing({name: "running"})
     launcher.refused = (name,)
     with pytest.raises(SchedulerError, match=r"^scancel: probe-n001: Unable"):
-        cancel.cancel_jobs(open_family(run), lambda _: launcher)
+        cancel.cancel_jobs(open_runs_of_job(run), lambda _: launcher)
 
 
 def test_cancels_a_job_the_scheduler_does_not_know(run):
     name = make.add_probes(run, 1, (32,))
-    assert cancel.cancel_jobs(open_family(run), lambda _: make.FakeLauncher({name: "unknown"})) == [name]
+    assert cancel.cancel_jobs(open_runs_of_job(run), lambda _: make.FakeLauncher({name: "unknown"})) == [name]
     assert run.is_cancelled(name)
 
 

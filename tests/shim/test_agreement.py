@@ -11,7 +11,7 @@ from tula_cli.shim.tula_shim import ranks as ranks_module
 from tula_cli.shim.tula_shim import recorder
 from tula_cli.shim.tula_shim.plan import read_plan
 from tula_cli.shim.tula_shim.ranks import NoStoreError, share_decision
-from tula_cli.shim.tula_shim.supervision import HeartbeatWriter, Requests
+from tula_cli.shim.tula_shim.supervision import HeartbeatWriter, SaveRequestPoller
 
 
 class Store(dict[str, bytes]):
@@ -68,7 +68,7 @@ def test_a_request_is_seen_by_all_ranks_at_the_same_look(ranks: SimpleNamespace,
     for ranks.rank in (0, 1):
         pulse = Asked(read_plan(str(tmp_path / "plan.json")))
         pulse.rank = ranks.rank
-        requests = Requests(pulse.plan)
+        requests = SaveRequestPoller(pulse.plan)
         looks = []
         for step in range(1, 13):  # a step takes 0.5 s: a look every 4
             if step == 6 and ranks.rank == 0:
@@ -99,6 +99,6 @@ def test_requests_are_off_where_ranks_cannot_agree(monkeypatch: pytest.MonkeyPat
     plan = {"version": 1, "task": "t", "folder": str(tmp_path), "mode": "train", "warmup": 1, "save": True}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     pulse = Asked(read_plan(str(tmp_path / "plan.json")))
-    requests = Requests(pulse.plan)
+    requests = SaveRequestPoller(pulse.plan)
     assert [requests.poll(step, pulse, 2) for step in (1, 2)] == ["", ""]
     assert "cannot be requested" in requests.note

@@ -16,7 +16,7 @@ from tula_cli.optim import TulaOptimizer, configure_ags
 from tula_cli.presets import AGS_PRESETS, DIVIDING
 from tula_cli.run.records.scripts import AgsPlan, ShimPlan
 from tula_cli.shim.tula_shim import ags as ags_module
-from tula_cli.shim.tula_shim.ags import AgsSteps, CannotScaleError
+from tula_cli.shim.tula_shim.ags import AgsHooks, CannotScaleError
 from tula_cli.shim.tula_shim.ddp_split import DdpSplit
 from tula_cli.shim.tula_shim.plan import PlanError, read_plan
 
@@ -30,11 +30,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def around(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AgsSteps]]:
+def around(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AgsHooks]]:
     """Make AGS as the shim does, from a plan that is written."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def make(preset: str = "paper", **changes: Any) -> AgsSteps:
+    def make(preset: str = "paper", **changes: Any) -> AgsHooks:
         settings = {**AGS_PRESETS[preset], "refresh": {"every": 1}}
         given = {
             "code": str(library), "settings": settings, "apply_to": None, "b_large": 8, "b_small": 2, "available": 8,
@@ -42,7 +42,7 @@ def around(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> It
         }  # fmt: skip
         plan = ShimPlan(task="t", folder=str(tmp_path), mode="train", ags=AgsPlan.model_validate(given))
         (tmp_path / "plan.json").write_text(plan.model_dump_json())
-        return AgsSteps(read_plan(str(tmp_path / "plan.json")), DdpSplit())
+        return AgsHooks(read_plan(str(tmp_path / "plan.json")), DdpSplit())
 
     yield make
 
@@ -56,14 +56,14 @@ class Loop:
         more = {"momentum": 0.9} if name == "SGD" else {}
         self.optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(self.net.parameters(), lr=0.1, **more)
         self.base = self.optimizer
-        self.ags: AgsSteps | None = None
+        self.ags: AgsHooks | None = None
 
     def by_hand(self, target: Target) -> "Loop":
         made = configure_ags({**AGS_PRESETS["paper"], "refresh": {"every": 1}, "apply_to": target})
         self.optimizer = TulaOptimizer(self.base, model=self.net, b_large=8, b_small=2, **made)
         return self
 
-    def around(self, ags: AgsSteps) -> "Loop":
+    def around(self, ags: AgsHooks) -> "Loop":
         self.ags = ags
         ags.register_optimizer(self.base)
         ags.register_model(self.base, self.net)
@@ -104,7 +104,7 @@ class Loop:
 @pytest.mark.parametrize(("name", "target"), [("SGD", "gradient"), ("AdamW", "update")])
 @pytest.mark.parametrize("closure", [False, True])
 def test_the_papers_elementwise_form_through_the_hooks_is_the_librarys(
-    around: Callable[..., AgsSteps], name: str, target: Target, closure: bool
+    around: Callable[..., AgsHooks], name: str, target: Target, closure: bool
 ) -> None:
     value = Loop(name).around(around()).train(range(5), closure=closure)
     assert torch.equal(value.weights, Loop(name).by_hand(target).train(range(5)).weights)
@@ -118,7 +118,7 @@ def test_the_papers_elementwise_form_through_the_hooks_is_the_librarys(
 
 
 def test_what_a_checkpoint_of_the_optimizer_holds_goes_on_exactly(
-    around: Callable[..., AgsSteps], tmp_path: Path
+    around: Callable[..., AgsHooks], tmp_path: Path
 ) -> None:
     first = Loop().around(around()).train(range(3))
     torch.save({"model": first.net.state_dict(), "optimizer": first.base.state_dict()}, tmp_path / "last.pt")
@@ -138,7 +138,7 @@ def test_what_a_checkpoint_of_the_optimizer_holds_goes_on_exactly(
 
 
 def test_a_checkpoint_without_the_optimizer_is_reported_and_another_batch_begins_anew(
-    around: Callable[..., AgsSteps],
+    around: Callable[..., AgsHooks],
 ) -> None:
     first = Loop().around(around()).train(range(3))
     silent = around(resumed=True)
@@ -150,7 +150,7 @@ def test_a_checkpoint_without_the_optimizer_is_reported_and_another_batch_begins
     assert smaller.tula is not None and not smaller.tula.factors.has_factors and smaller.tula._n_steps == 3
 
 
-def test_a_state_of_another_version_is_refused(around: Callable[..., AgsSteps]) -> None:
+def test_a_state_of_another_version_is_refused(around: Callable[..., AgsHooks]) -> None:
     value = Loop().around(around()).train(range(2))
     state = value.base.state_dict()
     state["tula_ags"]["version"] = 1
@@ -158,7 +158,7 @@ def test_a_state_of_another_version_is_refused(around: Callable[..., AgsSteps]) 
         value.base.load_state_dict(state)
 
 
-def test_a_step_that_an_error_breaks_off_is_none(around: Callable[..., AgsSteps]) -> None:
+def test_a_step_that_an_error_breaks_off_is_none(around: Callable[..., AgsHooks]) -> None:
     value = Loop("AdamW").around(around()).train(range(2))
     kept = value.weights
     value._backward(2)
@@ -176,7 +176,7 @@ def told(folder: Path) -> str:
     return str(failure["text"])
 
 
-def test_one_process_alone_is_refused_and_goes_on_being_so(around: Callable[..., AgsSteps], tmp_path: Path) -> None:
+def test_one_process_alone_is_refused_and_goes_on_being_so(around: Callable[..., AgsHooks], tmp_path: Path) -> None:
     loop, ags = Loop(), around("robust")
     ags.register_optimizer(loop.base)
     loop.base.register_step_pre_hook(ags.before_step)
@@ -188,7 +188,7 @@ def test_one_process_alone_is_refused_and_goes_on_being_so(around: Callable[...,
         loop.train(range(1))  # a script that catches it trains no step more
 
 
-def test_a_loop_that_offers_no_small_batch_is_refused(around: Callable[..., AgsSteps]) -> None:
+def test_a_loop_that_offers_no_small_batch_is_refused(around: Callable[..., AgsHooks]) -> None:
     for preset, words in (("robust", "there is no other"), ("paper", "needs tula_hooks.small_batch")):
         loop, ags = Loop(), around(preset)
         loop.around(ags).ags = None
@@ -202,7 +202,7 @@ class Fused(torch.optim.SGD):
     _step_supports_amp_scaling = True
 
 
-def test_a_fused_step_lets_the_scaler_unscale_first(around: Callable[..., AgsSteps]) -> None:
+def test_a_fused_step_lets_the_scaler_unscale_first(around: Callable[..., AgsHooks]) -> None:
     loop = Loop()
     loop.base = loop.optimizer = Fused(loop.net.parameters(), lr=0.1)
     loop.around(around())
@@ -224,17 +224,17 @@ def test_gradients_are_scaled_where_that_is_known_to_act_else_updates(kind: Any,
     assert ags_module.scales_gradients(kind.__new__(kind), DIVIDING) is gradients
 
 
-def test_gradients_of_adam_are_refused(around: Callable[..., AgsSteps]) -> None:
+def test_gradients_of_adam_are_refused(around: Callable[..., AgsHooks]) -> None:
     with pytest.raises(CannotScaleError, match="divides by the magnitude of the gradient"):
         Loop("Adam").around(around(apply_to="gradient"))
 
 
-def test_no_optimizer_of_torch_is_refused(around: Callable[..., AgsSteps]) -> None:
+def test_no_optimizer_of_torch_is_refused(around: Callable[..., AgsHooks]) -> None:
     with pytest.raises(CannotScaleError, match=r"builtins.object is not a torch optimizer"):
         around().register_model(object(), nn.Linear(1, 1))
 
 
-def test_an_optimizer_within_a_trainers_is_meant(around: Callable[..., AgsSteps]) -> None:
+def test_an_optimizer_within_a_trainers_is_meant(around: Callable[..., AgsHooks]) -> None:
     loop, ags = Loop(), around()
 
     class Prepared:
@@ -246,7 +246,7 @@ def test_an_optimizer_within_a_trainers_is_meant(around: Callable[..., AgsSteps]
 
 @pytest.mark.parametrize("versions", [((99, 0), (2, 6)), ((3, 10), (99, 0))], ids=["python", "torch"])
 def test_a_python_or_torch_that_is_too_old_is_refused_with_both(
-    around: Callable[..., AgsSteps], monkeypatch: pytest.MonkeyPatch, versions: tuple[tuple[int, int], tuple[int, int]]
+    around: Callable[..., AgsHooks], monkeypatch: pytest.MonkeyPatch, versions: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
     monkeypatch.setattr(ags_module, "LEAST_PYTHON", versions[0])
     monkeypatch.setattr(ags_module, "LEAST_TORCH", versions[1])
@@ -263,7 +263,7 @@ class Ddp(nn.Module):
         self.module = module
 
 
-def test_a_communication_hook_of_the_scripts_own_is_refused_by_name(around: Callable[..., AgsSteps]) -> None:
+def test_a_communication_hook_of_the_scripts_own_is_refused_by_name(around: Callable[..., AgsHooks]) -> None:
     loop, ags = Loop(), around("robust")
     model = Ddp(loop.net)
     ags.split.modules.append(weakref.ref(model))
@@ -274,18 +274,18 @@ def test_a_communication_hook_of_the_scripts_own_is_refused_by_name(around: Call
         ags.bind_largest()
 
 
-def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsSteps]) -> None:
+def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsHooks]) -> None:
     loop, ags = Loop(), around()
     model = Ddp(nn.Linear(2, 2))
     ags.split.modules.append(weakref.ref(model))
     ags.register_optimizer(loop.base)
     ags.bind_largest()
     with pytest.raises(CannotScaleError, match="no optimizer updates parameters of the model"):
-        for _ in range(ags_module.PATIENCE):
+        for _ in range(ags_module.MAX_INITIAL_STEPS_WITHOUT_AGS):
             ags.after_step(loop.base)
 
 
-def test_of_several_the_largest_model_and_optimizer_are_meant(around: Callable[..., AgsSteps]) -> None:
+def test_of_several_the_largest_model_and_optimizer_are_meant(around: Callable[..., AgsHooks]) -> None:
     loop, ags = Loop(), around()
     other = nn.Linear(2, 2)
     models = [Ddp(other), Ddp(loop.net)]
@@ -298,7 +298,7 @@ def test_of_several_the_largest_model_and_optimizer_are_meant(around: Callable[.
     assert not [text for text in ags.pop_notes() if "not scaled" in text], "its parameters are the same"
 
 
-def test_what_smaller_optimizers_of_the_model_train_is_reported_to_be_unscaled(around: Callable[..., AgsSteps]) -> None:
+def test_what_smaller_optimizers_of_the_model_train_is_reported_to_be_unscaled(around: Callable[..., AgsHooks]) -> None:
     loop, ags = Loop(), around()
     ags.split.modules.append(weakref.ref(model := Ddp(loop.net)))
     head = torch.optim.AdamW(list(loop.net[2].parameters()), lr=0.1)  # type: ignore[arg-type]
@@ -317,7 +317,7 @@ def test_what_smaller_optimizers_of_the_model_train_is_reported_to_be_unscaled(a
     assert "RMSprop (6 parameters)" in messages[0] and "of the largest model (" in messages[0]
 
 
-def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..., AgsSteps]) -> None:
+def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..., AgsHooks]) -> None:
     value = Loop().around(around())
     assert value.ags is not None
     value.ags.rounds = 2
@@ -330,7 +330,7 @@ def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..
     scaled.train(range(1))
 
 
-def test_another_optimizer_that_takes_over_is_refused(around: Callable[..., AgsSteps]) -> None:
+def test_another_optimizer_that_takes_over_is_refused(around: Callable[..., AgsHooks]) -> None:
     value, other = Loop().around(around()).train(range(1)), Loop()
     assert value.ags is not None
     with pytest.raises(CannotScaleError, match=r"but the script steps torch.optim.sgd.SGD"):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from tula_cli.shim.tula_shim.batches import (
-    LENGTH,
+    LENGTH_PATH_PART,
     DeliveredBatches,
     compute_content_digest,
     count_epoch_samples,
@@ -30,12 +30,16 @@ IMAGES, LABELS = Tensor((8, 3, 4, 4)), Tensor((8,))
         ((IMAGES, LABELS), 8, (0,)),
         ([Tensor((1, 3)), LABELS], 8, (1,)),  # something that all samples share comes first
         ({"ids": Tensor((8, 128)), "labels": LABELS}, None, ("ids",)),
-        (((Tensor((3, 9, 7)), Tensor((3, 5, 5))), ({"box": Tensor((2, 4))}, {})), 2, (0, LENGTH)),  # detection
+        (
+            ((Tensor((3, 9, 7)), Tensor((3, 5, 5))), ({"box": Tensor((2, 4))}, {})),
+            2,
+            (0, LENGTH_PATH_PART),
+        ),  # detection
         (IMAGES, None, ()),
         ((Tensor(()), IMAGES), None, (1,)),
         ("text", None, None),
         (7, 7, None),
-        (["a", "b"], 2, (LENGTH,)),
+        (["a", "b"], 2, (LENGTH_PATH_PART,)),
     ],
 )
 def test_where_the_samples_of_a_batch_are_counted(

@@ -23,7 +23,9 @@ def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, 
         name: of the file.
     """
     ended: list[int] = []
-    monkeypatch.setattr(supervision, "PATIENCE", 0.0)  # these files are of tomorrow, and do not settle
+    monkeypatch.setattr(
+        supervision, "CHECKPOINT_TIMEOUT_SECONDS", 0.0
+    )  # these files are of tomorrow, and do not settle
     monkeypatch.setattr(supervision.os, "kill", lambda *_: ended.append(1))
     message = folder / "told"
     message.mkdir()

@@ -14,7 +14,7 @@ from torch import nn
 from tula_cli.cluster.scripts.methods import copy_optim
 from tula_cli.optim import Ortho
 from tula_cli.run.records.scripts import OrthoPlan, ShimPlan
-from tula_cli.shim.tula_shim.ortho import CannotOrthogonaliseError, OrthoSteps, find_module
+from tula_cli.shim.tula_shim.ortho import CannotOrthogonaliseError, OrthoHooks, find_module
 from tula_cli.shim.tula_shim.plan import read_plan
 
 pytestmark = pytest.mark.torch
@@ -78,17 +78,17 @@ def test_a_resumed_script_goes_on_bit_for_bit_and_its_beta2_is_not_raised_again(
 
 
 @pytest.fixture
-def make(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], OrthoSteps]]:
+def make(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], OrthoHooks]]:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def made() -> OrthoSteps:
+    def made() -> OrthoHooks:
         (tmp_path / "plan.json").write_text(plan(tmp_path, library, 1.0).model_dump_json())
-        return OrthoSteps(read_plan(str(tmp_path / "plan.json")))
+        return OrthoHooks(read_plan(str(tmp_path / "plan.json")))
 
     yield made
 
 
-def take_step(steps: OrthoSteps, optimizer: torch.optim.Optimizer) -> None:
+def take_step(steps: OrthoHooks, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = gradient(p)
@@ -109,7 +109,7 @@ class Tied(nn.Module):
 
 
 def test_the_module_of_an_optimizer_is_found_and_its_embeddings_and_tied_heads_are_left(
-    make: Callable[[], OrthoSteps],
+    make: Callable[[], OrthoHooks],
 ) -> None:
     nets = [Tied() for _ in "ab"]
     nets[1].load_state_dict(nets[0].state_dict())
@@ -131,7 +131,7 @@ def spread(change: torch.Tensor) -> float:
     return float(values.max() / values.min())
 
 
-def test_two_optimizers_and_one_that_grows_are_all_orthogonalised(make: Callable[[], OrthoSteps]) -> None:
+def test_two_optimizers_and_one_that_grows_are_all_orthogonalised(make: Callable[[], OrthoHooks]) -> None:
     first, other = nn.Linear(4, 9), nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 30))
     optimizers = [torch.optim.SGD(first.parameters(), lr=1.0), torch.optim.Adam(other[0].parameters(), lr=1.0)]
     steps = make()
@@ -145,7 +145,7 @@ def test_two_optimizers_and_one_that_grows_are_all_orthogonalised(make: Callable
     assert spread(other[1].weight.detach() - before) < 2
 
 
-def test_a_step_that_an_exception_breaks_off_leaves_the_weights(make: Callable[[], OrthoSteps]) -> None:
+def test_a_step_that_an_exception_breaks_off_leaves_the_weights(make: Callable[[], OrthoHooks]) -> None:
     net = nn.Linear(4, 4)
     optimizer, steps = torch.optim.AdamW(net.parameters(), lr=0.0, weight_decay=0.0), make()
     before = net.weight.detach().clone()
@@ -155,7 +155,7 @@ def test_a_step_that_an_exception_breaks_off_leaves_the_weights(make: Callable[[
     assert torch.equal(net.weight, before)
 
 
-def test_nothing_to_orthogonalise_is_an_error_and_muon_is_left_as_it_is(make: Callable[[], OrthoSteps]) -> None:
+def test_nothing_to_orthogonalise_is_an_error_and_muon_is_left_as_it_is(make: Callable[[], OrthoHooks]) -> None:
     steps = make()
     optimizer = torch.optim.SGD(nn.Embedding(5, 4).parameters(), lr=0.1)
     with pytest.raises(CannotOrthogonaliseError, match="no optimizer of the script updates a matrix"):
@@ -171,7 +171,7 @@ def test_nothing_to_orthogonalise_is_an_error_and_muon_is_left_as_it_is(make: Ca
 
 
 def test_half_weights_of_an_own_optimizer_are_refused_with_the_reason(
-    make: Callable[[], OrthoSteps], tmp_path: Path
+    make: Callable[[], OrthoHooks], tmp_path: Path
 ) -> None:
     class Own(torch.optim.SGD):
         pass

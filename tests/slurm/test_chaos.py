@@ -176,7 +176,7 @@ HANGING = """
 import os, pathlib, time
 from emulated import Waiting
 from tula_cli.worker.train import hang_watch
-hang_watch.MIN_LIMIT = 3.0
+hang_watch.MIN_HANG_SECONDS = 3.0
 
 class Hanging(Waiting):
     seen = 0

@@ -40,7 +40,7 @@ def test_a_login_without_torch_takes_a_job_to_its_end(
     assert checked["inspection"] is None
     assert "no such module here" in checked["warnings"][0]
     assert "first job" in checked["warnings"][0]
-    assert checked["unsettled"]["first_job_minutes"] == first_job.MINUTES
+    assert checked["unsettled"]["first_job_minutes"] == first_job.INSPECTION_JOB_MINUTES
     refused = tula("train", "job.yaml", "--nodes", "1", "--batch", "128", *without_torch, code=6)
     assert "run tula profile job.yaml" in refused["error"]["hint"]
     tula("profile", "job.yaml", "--wait", *without_torch)

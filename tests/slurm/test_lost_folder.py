@@ -13,7 +13,7 @@ from driver import Tula
 from faults import in_mounts_of
 from test_recovery import ONE, attempts, finished, submit, waiting
 
-from tula_cli.cluster.supervise import MAX_SECONDS
+from tula_cli.cluster.supervise import MAX_STARTUP_SECONDS
 
 from conftest import JOB  # isort: skip
 
@@ -89,7 +89,7 @@ def test_a_run_directory_that_fails_under_a_running_job_costs_that_job(
     runs = (tula.folder / "tula-runs").resolve()
     submit(tula, *ONE, *waiting(tula, 60))
     tula.until(tula.epochs_done)
-    time.sleep(MAX_SECONDS)  # a job that fails at once delays the next one
+    time.sleep(MAX_STARTUP_SECONDS)  # a job that fails at once delays the next one
     fault(cluster, runs)
     tula.until(lambda: [j for j in tula("status")["data"]["jobs"] if "waits" in j["reason"]])
     in_mounts_of(cluster, f"umount --lazy '{runs}'")

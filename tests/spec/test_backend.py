@@ -32,8 +32,8 @@ def test_a_users_scheduler_is_waited_for_as_slurm_is_and_has_settings_of_its_own
         slurm.file_lag,
         slurm.poll,
     )
-    assert backend.more_memory == "request more with cluster.options"
-    assert slurm.more_memory == "request more with cluster.slurm.memory"
+    assert backend.more_memory_advice == "request more with cluster.options"
+    assert slurm.more_memory_advice == "request more with cluster.slurm.memory"
     assert not get_backend("local").has_queue
 
 

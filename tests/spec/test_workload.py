@@ -26,7 +26,7 @@ def workload(job: dict[str, Any]) -> Workload:
 
 def test_tulas_own_loop_takes_every_setting() -> None:
     loop = workload(LOOP)
-    assert loop.title == "resnet18 on digits" and loop.takes_workers and {"lr", "seed"} <= loop.settings
+    assert loop.description == "resnet18 on digits" and loop.takes_workers and {"lr", "seed"} <= loop.settings
     assert (loop.epochs_key, loop.count_epochs(1000), loop.short_epochs) == ("train.epochs", 20, 20)
     assert loop.warmup_epochs == 1.0 and not loop.reported_metrics and not loop.describe_accumulation_conflict()
 
@@ -40,7 +40,7 @@ def test_tulas_own_loop_takes_every_setting() -> None:
 )
 def test_a_script_takes_what_its_command_names(command: str, settings: set[str], short: int | None) -> None:
     value = workload(script(command, metric={"acc": "acc=(.*)"}))
-    assert (value.title, value.settings, value.short_epochs, value.reported_metrics) == (
+    assert (value.description, value.settings, value.short_epochs, value.reported_metrics) == (
         "run.py",
         settings,
         short,

@@ -45,7 +45,7 @@ def test_the_largest_are_kept() -> None:
 
 @pytest.fixture
 def unasked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in nccl.SETTINGS:
+    for name in nccl.NCCL_DEBUG_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -56,13 +56,13 @@ def test_it_writes_to_a_file_of_its_own_that_is_gone_afterwards(unasked: pytest.
         assert nccl.read_chosen_algorithms() == {}
         path.write_text(NAMED)
         assert nccl.read_chosen_algorithms()[26214400] == "ring, simple"
-        assert not set(environment.select_recorded_variables(os.environ)) & set(nccl.SETTINGS), (
+        assert not set(environment.select_recorded_variables(os.environ)) & set(nccl.NCCL_DEBUG_VARIABLES), (
             "tula's own settings are not the user's"
         )
-    assert not path.exists() and not set(os.environ) & set(nccl.SETTINGS)
+    assert not path.exists() and not set(os.environ) & set(nccl.NCCL_DEBUG_VARIABLES)
 
 
-@pytest.mark.parametrize("name", nccl.SETTINGS)
+@pytest.mark.parametrize("name", nccl.NCCL_DEBUG_VARIABLES)
 def test_a_user_who_asks_nccl_is_answered(unasked: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     (tmp_path / "own.log").write_text(NAMED)
     unasked.setenv(name, str(tmp_path / "own.log"))
@@ -74,4 +74,4 @@ def test_a_user_who_asks_nccl_is_answered(unasked: pytest.MonkeyPatch, tmp_path:
 
 def test_nothing_is_asked_where_it_is_not_wanted(unasked: pytest.MonkeyPatch) -> None:
     with nccl.record_nccl_output(enabled=False):
-        assert not set(os.environ) & set(nccl.SETTINGS)
+        assert not set(os.environ) & set(nccl.NCCL_DEBUG_VARIABLES)

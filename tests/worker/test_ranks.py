@@ -80,7 +80,7 @@ def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective
 
     one_rank.setenv("RANK", rank)
     one_rank.setenv("WORLD_SIZE", "2")
-    for name in nccl.SETTINGS:
+    for name in nccl.NCCL_DEBUG_VARIABLES:
         one_rank.delenv(name, raising=False)
     one_rank.setattr(ranks, "choose_device", lambda *place, **world: torch.device("cuda", 0))
     one_rank.setattr(ranks, "_make_store", lambda *place, **ranks: dist.HashStore())

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from tula_cli.cli.options import COMMON_OPTIONS, USAGE_ERROR, Command, ExtraCommand, Interrupted
 from tula_cli.errors import DiskFull, SpecError, StorageFailed, TulaError
-from tula_cli.options import ROOT
+from tula_cli.options import DEFAULT_RUNS_FOLDER
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS
 from tula_cli.run.files import choose_storage_hint
 from tula_cli.run.owner import ACCESS_ERRNOS
@@ -389,7 +389,7 @@ def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
             f"there is no command {word}", " ".join(COMMAND_HINTS[word].format(argument, argument).split())
         )
     # os.path, because Path.exists raises PermissionError in another user's folder.
-    run_folders = (os.path.join(folder, word, "spec.yaml") for folder in ("", ROOT))  # noqa: PTH118
+    run_folders = (os.path.join(folder, word, "spec.yaml") for folder in ("", DEFAULT_RUNS_FOLDER))  # noqa: PTH118
     quoted = shlex.quote(word)
     if word.endswith((".yaml", ".yml")) or any(map(os.path.exists, run_folders)):
         return SpecError(

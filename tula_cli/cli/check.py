@@ -14,7 +14,7 @@ from tula_cli.cli.options import ADVANCED_PANEL
 from tula_cli.cli.runs import JobOrRun, find_runs, load_job_file, resolve_job_or_run
 from tula_cli.cli.waiting import follow_work, make_inspector, refuse_option
 from tula_cli.errors import SpecError
-from tula_cli.options import ROOT, CheckedNodes, Fresh, NodeType, Overrides, Root, Timeout
+from tula_cli.options import DEFAULT_RUNS_FOLDER, CheckedNodes, Fresh, NodeType, Overrides, Root, Timeout
 from tula_cli.show import check as show_check
 from tula_cli.show import screen as show_screen
 from tula_cli.show import tables
@@ -218,7 +218,7 @@ class CheckOptions:
         ),
     ] = None
     nodes: CheckedNodes = None
-    root: Root = ROOT
+    root: Root = DEFAULT_RUNS_FOLDER
     fresh: Fresh = False
     node_type: NodeType = None
     timeout: Timeout = None

@@ -11,7 +11,7 @@ import typer
 from tula_cli.cli.options import Yes
 from tula_cli.cli.runs import find_named_runs, format_run_ids
 from tula_cli.errors import BadMeasurements, Pending, SpecError
-from tula_cli.options import ROOT, Root
+from tula_cli.options import DEFAULT_RUNS_FOLDER, Root
 from tula_cli.show import clean as show_clean
 from tula_cli.show.screen import Screen
 from tula_cli.words import SECONDS_PER_UNIT
@@ -26,7 +26,7 @@ def clean(
         list[Path] | None,
         typer.Argument(metavar="RUN", help="Names, folders or job files of runs (default: all runs)."),
     ] = None,
-    root: Root = ROOT,
+    root: Root = DEFAULT_RUNS_FOLDER,
     older: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +89,7 @@ def clean(
     done = service.remove_files(run_spaces)
     for problem in done.problems:
         screen.warn(f"cannot delete all files of {problem}")
-    return screen.answer(show_clean.make_clean_data(run_spaces, done), show_clean.describe_cleaned(done))
+    return screen.answer(show_clean.make_clean_data(run_spaces, done), show_clean.describe_freed_space(done))
 
 
 def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
@@ -105,7 +105,7 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
     from tula_cli.run.directory import RunDir
 
     if not named:
-        if not root.is_dir() and (root != Path(ROOT) or root.exists()):
+        if not root.is_dir() and (root != Path(DEFAULT_RUNS_FOLDER) or root.exists()):
             problem = "this is a file" if root.exists() else "this folder does not exist"
             raise SpecError(f"--run-dir {root}: {problem}", "name the folder that contains the runs")
         every = RunDir.list_all(root.absolute())

@@ -171,7 +171,7 @@ def _show_dry_run(screen: Screen, prepared: "PreparedComparison", submission: "S
     data = {
         "comparison": plan.comparison,
         "missing": plan.missing,
-        "undecided": len(plan.standing.undecided),
+        "undecided": len(plan.state.undecided),
         "hours_left": plan.hours_left,
         "scripts": scripts,
     }

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tula_cli.cli.runs import find_runs
-from tula_cli.options import ROOT, Root
+from tula_cli.options import DEFAULT_RUNS_FOLDER, Root
 from tula_cli.show.screen import Screen
 
 
@@ -18,7 +18,7 @@ def diff(
     b: Annotated[
         Path, typer.Argument(metavar="RUN_B", readable=False, help="Name, folder or job file of the second run.")
     ],
-    root: Root = ROOT,
+    root: Root = DEFAULT_RUNS_FOLDER,
 ) -> None:
     """Show the differences between two runs.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tula_cli.errors import BadMeasurements, SpecError
-from tula_cli.options import OBSERVED
+from tula_cli.options import DEFAULT_OBSERVATIONS_FOLDER
 from tula_cli.show.screen import Screen
 
 
@@ -35,7 +35,7 @@ def observe(
     ] = None,
     folder: Annotated[
         Path, typer.Option(metavar="ROOT", help="Folder in which observations are stored.", readable=False)
-    ] = Path(OBSERVED),
+    ] = Path(DEFAULT_OBSERVATIONS_FOLDER),
 ) -> None:
     """Run a training unchanged, and report how well it uses its nodes.
 
@@ -51,7 +51,7 @@ def observe(
             raise SpecError(
                 "--install cannot be combined with a command or --report", "run tula observe --install FOLDER alone"
             )
-        root = Path("~") / OBSERVED if folder == Path(OBSERVED) else folder
+        root = Path("~") / DEFAULT_OBSERVATIONS_FOLDER if folder == Path(DEFAULT_OBSERVATIONS_FOLDER) else folder
         if not str(root).startswith("~"):
             root = root.absolute()
         service.install_observer(install, root)

@@ -91,7 +91,7 @@ def recommend(
     explained = service.list_regressions(answer) if explain else {}
     line = describe_training_method(runs[0].spec)
     details_as_json = {"explanation": explained} if explain else {}
-    source = {"demo": show_recommend.DEMO_SOURCE} if demo else {}
+    source = {"demo": show_recommend.DEMO_CITATION} if demo else {}
     data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json, **source}
     shown = _render_answer(answer, every=every, kept=saved)
     details: Iterable[RenderableType] = [show_recommend.EXPLAIN_HINT]
@@ -122,7 +122,7 @@ def _show_campaign(
         one_by_one = "" if has_queue else "; on this machine, this command runs one training after the other"
         screen.note(f"The plan is stored for tula train --seeds {plan.trainings}{one_by_one}.")
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
-    data = {**vars(plan), **({"demo": show_recommend.DEMO_SOURCE} if demo else {})}
+    data = {**vars(plan), **({"demo": show_recommend.DEMO_CITATION} if demo else {})}
     screen.answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))
     screen.warn_all(plan.warnings)
 

@@ -13,7 +13,7 @@ import typer
 
 from tula_cli import words
 from tula_cli.errors import SpecError
-from tula_cli.options import ROOT, Option, Overrides, Root
+from tula_cli.options import DEFAULT_RUNS_FOLDER, Option, Overrides, Root
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class JobOrRun:
         typer.Argument(metavar="JOB_OR_RUN", help="A job file, or the name or folder of a run (default: newest run)."),
     ] = None
     named: NamedRuns = ()
-    root: Root = ROOT
+    root: Root = DEFAULT_RUNS_FOLDER
     overrides: Overrides = ()
 
     @property
@@ -117,7 +117,7 @@ class ExistingRun:
         typer.Argument(metavar="RUN", readable=False, help="Name, folder or job file of a run (default: newest run)."),
     ] = None
     named: NamedRuns = ()
-    root: Root = ROOT
+    root: Root = DEFAULT_RUNS_FOLDER
 
     def find_runs(self, screen: Screen) -> tuple["Run", ...]:
         """Return the runs, by default that of $TULA_RUN or those of the newest job."""

@@ -8,7 +8,7 @@ import typer
 from tula_cli.cli.options import ADVANCED_PANEL
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.errors import SpecError
-from tula_cli.options import ROOT, NodeType, Root
+from tula_cli.options import DEFAULT_RUNS_FOLDER, NodeType, Root
 from tula_cli.show import status as show_status
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
@@ -48,13 +48,13 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
     screen.warn_all(snapshot.record_warnings)
 
 
-def list_(screen: Screen, root: Root = ROOT) -> None:
+def list_(screen: Screen, root: Root = DEFAULT_RUNS_FOLDER) -> None:
     """List all runs, the most recently changed one first."""
     from tula_cli.run import files, owner
     from tula_cli.services import run_list
 
     root = Path(root)
-    if not root.is_dir() and (root != Path(ROOT) or root.exists()):
+    if not root.is_dir() and (root != Path(DEFAULT_RUNS_FOLDER) or root.exists()):
         problem = "this is a file" if root.exists() else "this folder does not exist"
         raise SpecError(f"--run-dir {root}: {problem}", "name the folder that contains the runs")
     if left_out := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):

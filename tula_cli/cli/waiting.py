@@ -40,7 +40,7 @@ class _EventDisplay:
 
     def __init__(self, screen: Screen, drawn: ExitStack) -> None:
         self.screen, self.drawn = screen, drawn
-        self.live: show_live.Live | None = None
+        self.live: show_live.LiveDisplay | None = None
 
     def show(self, event: "Event") -> None:
         from tula_cli.services import events
@@ -57,7 +57,7 @@ class _EventDisplay:
                 self.live = None
                 _show_message(self.screen, event)
 
-    def _live(self) -> show_live.Live:
+    def _live(self) -> show_live.LiveDisplay:
         if self.live is None:
             self.live = self.drawn.enter_context(show_live.open_live_display(self.screen))
         return self.live

@@ -14,8 +14,8 @@ from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.tasks import Task
 from tula_cli.spec.job import JobSpec
 
-POLL = 0.2  # seconds
-MAX_POLL = 2.0
+POLL_SECONDS = 0.2  # seconds
+MAX_POLL_SECONDS = 2.0
 """Maximum interval in seconds between two polls of a script's ranks."""
 ACCOUNTING_LAG = 1.0
 """Seconds to wait until the scheduler reports why an allocation ended."""
@@ -27,7 +27,7 @@ TIME_LIMIT_MARGIN = (0.05, 10.0, 60.0)
 class TerminationSignal:
     """Whether the scheduler has asked this job to exit: time limit, preemption, cancellation or lost node."""
 
-    received: bool = False
+    is_received: bool = False
 
     def install_handlers(self) -> None:
         """Install signal handlers; those of submitit would end this process on the time-limit warning."""
@@ -37,7 +37,7 @@ class TerminationSignal:
             signal.signal(number, _ignore_signal)
 
     def _receive(self, *_: object) -> None:
-        self.received = True
+        self.is_received = True
 
 
 def _ignore_signal(*_: object) -> None:
@@ -135,9 +135,9 @@ class Allocation:
             return None
         return max(1, self.cpus // (task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1))
 
-    def list_wrapper_words(self, spec: JobSpec) -> list[str]:
+    def list_wrapper_arguments(self, spec: JobSpec) -> list[str]:
         """Return the configured words before the command of a rank; none on this machine."""
-        return [] if self.is_local else sbatch.get_wrapper_words(spec, environ=self.environ)
+        return [] if self.is_local else sbatch.get_wrapper_arguments(spec, environ=self.environ)
 
     def has_nodes(self, nodes: int) -> bool:
         """Return whether the allocation has at least `nodes` nodes; always true on this machine."""
@@ -146,11 +146,11 @@ class Allocation:
     @property
     def poll_interval(self) -> float:
         """Seconds between two polls of a script's ranks; longer if many supervisors share the file system."""
-        return min(MAX_POLL, max(POLL, self.count / 50))
+        return min(MAX_POLL_SECONDS, max(POLL_SECONDS, self.count / 50))
 
     def make_time_limit_variable(self) -> dict[str, str]:
         """Return TULA_LEAVE_AT, the Unix time at which ranks save and exit; empty without a time limit."""
-        return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.compute_leave_time(self.ends_at):.1f}"}
+        return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.compute_exit_deadline(self.ends_at):.1f}"}
 
     def find_termination(self, allocation_id: str = "") -> Failure:
         """Return why the scheduler ended an allocation (`allocation_id`; default: this allocation)."""
@@ -160,14 +160,14 @@ class Allocation:
             outcome = self.scheduler.find_end_reason(job_id, restart=int(restarts))
             if outcome is not None or time.monotonic() >= deadline:
                 break
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         if outcome in TERMINATED_MESSAGES:
             cancel_hint = f" ({self.scheduler.cancel_command})" if self.scheduler.cancel_command else ""
             return Failure(outcome=outcome, message=TERMINATED_MESSAGES[outcome].format(job_id, cancel_hint))
         message = f"job {job_id} was stopped by something other than tula, or its supervisor was killed"
         return Failure(outcome="signal", message=message)
 
-    def compute_leave_time(self, ends_at: float) -> float:
+    def compute_exit_deadline(self, ends_at: float) -> float:
         """Return when the ranks of an allocation that starts now and ends at `ends_at` must exit (Unix times)."""
         share, least, most = TIME_LIMIT_MARGIN
         return ends_at - min(most, max(least, share * (ends_at - time.time())))

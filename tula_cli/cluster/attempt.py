@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tula_cli.cluster import failures
-from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
+from tula_cli.cluster.allocation import POLL_SECONDS, TERMINATED_MESSAGES, Allocation
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.failures import RankExit, find_supervisor_failure
 from tula_cli.cluster.rank_processes import (
@@ -31,23 +31,23 @@ from tula_cli.host.failures import has_cause
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import is_run_gone, read_last_bytes
+from tula_cli.run.files import is_pinned_run_gone, read_last_bytes
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import Task
 from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.version import __version__
 
-PEER_GRACE = 5.0
+PEER_GRACE_SECONDS = 5.0
 """Seconds that the other ranks have, after one failed, to exit by themselves and report why."""
-END_GRACE = 10.0
+SIGKILL_DELAY_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL of child processes."""
-LOG_PAUSE = 1.0
+LOG_CHECK_SECONDS = 1.0
 """Seconds between two checks of the size of the ranks' log."""
-LIFE_SIGN_SECONDS = 60.0
+HEARTBEAT_SECONDS = 60.0
 """Seconds between two heartbeats of a job on this machine."""
-TERMINATION_GRACE = 25.0
-"""END_GRACE for an allocation that the scheduler ends: SLURM kills all processes after KillWait, 30 s by default."""
+TERMINATION_SIGKILL_DELAY_SECONDS = 25.0
+"""SIGKILL_DELAY_SECONDS for an allocation that the scheduler ends: SLURM kills all processes after KillWait, 30 s by default."""
 
 
 def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
@@ -136,7 +136,10 @@ class RunningAttempt:
         child, code = group.find_first_failure() or (0, 0)
         return self._find_exit_failure(
             RankExit(
-                code, failures.count_oom_kills() > kills, read_last_bytes(log, LOG_TAIL), self._lowest_rank + child
+                code,
+                failures.count_oom_kills() > kills,
+                read_last_bytes(log, LOG_TAIL_BYTES),
+                self._lowest_rank + child,
             )
         )
 
@@ -173,7 +176,7 @@ class RunningAttempt:
 
     def apply_termination_reason(self, failure: Failure | None) -> Failure | None:
         """Return the failure of an attempt, replaced by the scheduler's reason if the scheduler ended the allocation."""
-        if self.allocation.termination.received and not self.run.is_finished(self.task):
+        if self.allocation.termination.is_received and not self.run.is_finished(self.task):
             if self.run.is_cancelled(self.task.job):
                 return Failure(outcome="cancelled", message="cancelled by the user")
             termination = self.allocation.find_termination()
@@ -213,18 +216,18 @@ class RunningAttempt:
         self.change_watcher.force_check()
         while group.is_running():
             is_due = self.change_watcher.is_due()
-            if is_due and is_run_gone(self.run.path):
+            if is_due and is_pinned_run_gone(self.run.path):
                 group.kill()
                 raise RunGone(self.run.path)
             self._touch_log()
             self._truncate_log()
             if (unwanted := self._find_reason_to_stop(is_due)) is not None:
-                group.end(END_GRACE)
+                group.end(SIGKILL_DELAY_SECONDS)
                 return unwanted
-            if self.allocation.termination.received:
-                self._end_ranks(group, deadline=time.monotonic() + TERMINATION_GRACE)
+            if self.allocation.termination.is_received:
+                self._end_ranks(group, deadline=time.monotonic() + TERMINATION_SIGKILL_DELAY_SECONDS)
                 return None
-            if (remaining := self._compute_seconds_to_leave(is_due)) is not None:
+            if (remaining := self._compute_seconds_to_exit(is_due)) is not None:
                 self._end_ranks(group, deadline=time.monotonic() + remaining)
                 return self._make_time_limit_failure()
             failed = group.find_first_failure() is not None
@@ -234,7 +237,7 @@ class RunningAttempt:
                 return stuck
             if failed_at is None and (failed or (is_due and self.run.has_failure(self.task.id, self.attempt.number))):
                 failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
+            if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE_SECONDS:
                 return self._end_waiting_ranks(group)
             if is_due and self._is_superseded():
                 group.kill()  # this node was considered lost: two allocations would write to one run
@@ -244,26 +247,30 @@ class RunningAttempt:
 
     def _touch_log(self) -> None:
         """Touch the log of a local job each minute, as a heartbeat for other machines that see the run directory."""
-        if self.allocation.is_local and time.monotonic() >= self._last_heartbeat + LIFE_SIGN_SECONDS:
+        if self.allocation.is_local and time.monotonic() >= self._last_heartbeat + HEARTBEAT_SECONDS:
             self._last_heartbeat = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(self.run.get_log_path(self.task.id, self.attempt.number))
 
     def _truncate_log(self) -> None:
-        """Limit the size of the ranks' log, such that all logs of a node together have at most MAX_LOG bytes."""
-        pause = max(LOG_PAUSE, self.allocation.count / 10)  # at most ten checks per second by all supervisors of a job
+        """Limit the size of the ranks' log, such that all logs of a node together have at most MAX_LOG_BYTES bytes."""
+        pause = max(
+            LOG_CHECK_SECONDS, self.allocation.count / 10
+        )  # at most ten checks per second by all supervisors of a job
         if time.monotonic() < self._log_truncated_at + pause:
             return
         self._log_truncated_at = time.monotonic()
-        most = MAX_LOG * (self.allocation.nodes or 1) // self.allocation.count
+        most = MAX_LOG_BYTES * (self.allocation.nodes or 1) // self.allocation.count
         truncate_log(self._log, most=most, keep=self._program.log_patterns)
 
     @cached_property
-    def _leave_time(self) -> float | None:
+    def _exit_deadline(self) -> float | None:
         """Unix time at which to leave before the time limit, computed once; None without a limit, and for followers."""
-        return None if self.allocation.ends_at is None else self.allocation.compute_leave_time(self.allocation.ends_at)
+        return (
+            None if self.allocation.ends_at is None else self.allocation.compute_exit_deadline(self.allocation.ends_at)
+        )
 
-    def _compute_seconds_to_leave(self, is_due: bool) -> float | None:
+    def _compute_seconds_to_exit(self, is_due: bool) -> float | None:
         """Return the seconds that a script has left to save before the time limit, or None if it need not save yet.
 
         None also for tula's worker, which saves by itself. Followers learn the time from a file that the leader writes,
@@ -271,11 +278,11 @@ class RunningAttempt:
         """
         if not self._monitor.can_save:
             return None
-        if self._leave_time is not None and time.time() >= self._leave_time:
+        if self._exit_deadline is not None and time.time() >= self._exit_deadline:
             self._monitor.write_allocation_end(self.allocation.ends_at or 0.0)
             is_due = True
         ends_at = self._monitor.read_allocation_end() if is_due else None
-        return None if ends_at is None else max(0.0, ends_at - END_GRACE - time.time())
+        return None if ends_at is None else max(0.0, ends_at - SIGKILL_DELAY_SECONDS - time.time())
 
     def _end_ranks(self, group: RankGroup, *, deadline: float) -> None:
         """Ask the ranks to save and exit, and kill what remains at the deadline (monotonic clock).
@@ -287,7 +294,7 @@ class RunningAttempt:
             while (
                 group.is_running() and time.monotonic() < deadline and not self._monitor.has_saved_since(since=asked_at)
             ):
-                time.sleep(POLL)
+                time.sleep(POLL_SECONDS)
                 self._monitor.record_progress()
             deadline = max(deadline, time.monotonic() + 1.0)
         group.end(deadline - time.monotonic())
@@ -307,7 +314,8 @@ class RunningAttempt:
 
     def _has_reason_not_to_start(self) -> bool:
         return (
-            self.allocation.termination.received or self._find_reason_to_stop(self.change_watcher.is_due()) is not None
+            self.allocation.termination.is_received
+            or self._find_reason_to_stop(self.change_watcher.is_due()) is not None
         )
 
     def _find_reason_to_stop(self, is_due: bool) -> Failure | None:
@@ -324,7 +332,7 @@ class RunningAttempt:
         if exited.exit_code == 0:
             return self._program.find_clean_exit_failure()
         failure = failures.find_rank_failure(self.run, self.task, self.attempt, exited)
-        if self.allocation.is_local or self.allocation.termination.received:
+        if self.allocation.is_local or self.allocation.termination.is_received:
             return failure
         self._write_exit_report(exited, failure)
         if not self.allocation.is_leader:
@@ -333,19 +341,19 @@ class RunningAttempt:
         return self._find_root_cause(failure)
 
     def _wait_for_reports(self) -> None:
-        """Wait, at most PEER_GRACE seconds, for the reports of all supervisors: the root cause may be on another one.
+        """Wait, at most PEER_GRACE_SECONDS seconds, for the reports of all supervisors: the root cause may be on another one.
 
         A rank that lost its peer reports so at once. Under torchrun its supervisor reports only when torchrun has
         exited, so reports of lost peers alone do not name the cause yet.
         """
-        deadline, ranks_each = time.monotonic() + PEER_GRACE, count_ranks_of_supervisor(self.task)
+        deadline, ranks_each = time.monotonic() + PEER_GRACE_SECONDS, count_ranks_of_supervisor(self.task)
         supervisors = set(range(0, self.command.ranks, ranks_each))
         while time.monotonic() < deadline:
             failed = self.run.list_failed_ranks(self.task.id, self.attempt.number)
             reported = supervisors <= {rank - rank % ranks_each for rank in failed}
             if reported and has_cause(self.run.read_failures(self.task.id, self.attempt.number)):
                 return
-            time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def _write_exit_report(self, exited: RankExit, failure: Failure) -> None:
         failures.write_exit_report(self.run, self.task, self.attempt, exited, failure)
@@ -356,17 +364,17 @@ class RunningAttempt:
 
 # --- The size of a log
 
-LOG_TAIL = 20_000
+LOG_TAIL_BYTES = 20_000
 """Bytes at the end of a log from which the failure of ranks that wrote no record is found."""
-MAX_LOG = 128 * 2**20
+MAX_LOG_BYTES = 128 * 2**20
 """Maximum bytes of the logs of a node in one attempt; the middle of a longer log is dropped."""
-_MAX_LINE = 65_536  # bytes; longer lines are cut
-_BLOCK = 2**22  # bytes of a log that are searched in one read
+_MAX_LINE_BYTES = 65_536  # bytes; longer lines are cut
+_READ_BYTES = 2**22  # bytes of a log that are searched in one read
 _DROPPED_LINE = b"tula: %d bytes of this log were dropped here: it had grown beyond %d MiB\n"
-_DROPPED = re.compile(rb"^tula: ([0-9]+) bytes of this log were dropped here: .*\n", re.MULTILINE)
+_DROPPED_BYTES_PATTERN = re.compile(rb"^tula: ([0-9]+) bytes of this log were dropped here: .*\n", re.MULTILINE)
 
 
-def truncate_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None:
+def truncate_log(log: Path, *, most: int = MAX_LOG_BYTES, keep: Sequence[str] = ()) -> None:
     """Drop the middle of a log that is too large, so that endless output does not fill the disk.
 
     Ranks open the log in append mode and can write while it is cut. A line in its place reports how much was dropped.
@@ -384,10 +392,10 @@ def truncate_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) ->
         ) as file:
             size = os.fstat(file.fileno()).st_size
             beginning = os.pread(file.fileno(), most // 8 + 256, 0)
-            earlier = _DROPPED.search(beginning)
+            earlier = _DROPPED_BYTES_PATTERN.search(beginning)
             head = earlier.start() if earlier else beginning.rfind(b"\n", 0, most // 8) + 1
             until = max(head, size - most // 4)
-            until += os.pread(file.fileno(), _MAX_LINE, until).find(b"\n") + 1
+            until += os.pread(file.fileno(), _MAX_LINE_BYTES, until).find(b"\n") + 1
             retained = b"".join(_find_matching_lines(file, head, until, keep)) if keep else b""
             retained = retained if len(retained) <= most // 4 else retained[retained.find(b"\n", -most // 4) + 1 :]
             file.seek(until)
@@ -402,9 +410,11 @@ def truncate_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) ->
 def _find_matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str]) -> Iterator[bytes]:
     """Yield the lines between two offsets of a file that match any of the patterns."""
     compiled, incomplete = [re.compile(pattern, re.MULTILINE) for pattern in patterns], b""
-    for at in range(begin, end, _BLOCK):
-        *lines, incomplete = (incomplete + os.pread(file.fileno(), min(_BLOCK, end - at), at)).splitlines(keepends=True)
-        lines += [incomplete] if at + _BLOCK >= end else []
+    for at in range(begin, end, _READ_BYTES):
+        *lines, incomplete = (incomplete + os.pread(file.fileno(), min(_READ_BYTES, end - at), at)).splitlines(
+            keepends=True
+        )
+        lines += [incomplete] if at + _READ_BYTES >= end else []
         yield from (
             line for line in lines if any(expression.search(line.decode(errors="replace")) for expression in compiled)
         )

@@ -94,7 +94,7 @@ class BatchLauncher:
 
     def _get_state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
         state = get_chain_state(job, states, forgotten=self.forgotten, released=snapshot.read_released_jobs(job.id))
-        if state.state == "pending" and is_moved(job, snapshot.here):
+        if state.state == "pending" and is_moved(job, snapshot.resolved_path):
             return SchedulerState("ended", f"the run was moved from {job.folder} after the job was submitted")
         if state.young and any(attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)):
             return SchedulerState("running", "the queue does not list the job")

@@ -62,7 +62,7 @@ def list_nodes_of_chain_jobs(task: Task) -> tuple[int, ...]:
     return tuple(link.nodes for link in list_chain_tasks(task))
 
 
-def get_start_delay(number: int) -> int:
+def compute_start_delay(number: int) -> int:
     """Return the minutes between the starts of job `number` (from 2) and its predecessor if the latter cannot start tula."""
     return min(MIN_START_DELAY_MINUTES * (number - 1), MAX_START_DELAY_MINUTES)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tula_cli.cluster.chains import get_start_delay
+from tula_cli.cluster.chains import compute_start_delay
 from tula_cli.host.failures import describe_advice
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
@@ -21,7 +21,7 @@ from tula_cli.run.records.tasks import (
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import MIN_AUTO_WORKERS
 
-MAX_SECONDS = 30.0
+MAX_STARTUP_SECONDS = 30.0
 """Seconds from the start of the ranks, for imports of Python, torch and the user's code and the first steps."""
 CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
 """Signals by which a program crashes. Any other signal is sent from outside, and may come at any time."""
@@ -114,8 +114,8 @@ Action = Literal[
     "the end",
     "the end, with the result of the batch",
 ]
-Kind = OutcomeClass | Literal["any", "none"]
-Rule = tuple[Kind, Situation, Action]
+FailureCategory = OutcomeClass | Literal["any", "none"]
+Rule = tuple[FailureCategory, Situation, Action]
 
 _SAME_FAILURE_TWICE: Situation = "the same failure occurs twice within 30 s of a start, or after the same samples"
 _AFTER_STEP: Situation = "it is the first failure since the newest checkpoint, after at least one step"
@@ -123,7 +123,7 @@ _AFTER_STEP_AND_WAITS: Situation = (
     "it is the first failure since the newest checkpoint, after at least one step, and a later job waits"
 )
 
-TRAINING: tuple[Rule, ...] = (
+TRAINING_RULES: tuple[Rule, ...] = (
     ("none", "always", "the end"),
     ("any", "the job is cancelled", "the end"),
     ("any", "a new start would fail too", "the end"),
@@ -175,7 +175,7 @@ _RESTARTS: tuple[Rule, ...] = (
 )
 """Failures after which a job that saves no checkpoint is started again in its allocation."""
 
-PROBE: tuple[Rule, ...] = (
+PROBE_RULES: tuple[Rule, ...] = (
     ("any", "the job has all its results", "the end"),
     ("none", "the search for the largest batch continues", "new processes"),
     ("none", "the job has all its results", "the end"),
@@ -192,7 +192,7 @@ PROBE: tuple[Rule, ...] = (
 )
 """A job that measures batches, in ascending order."""
 
-RESUME_TEST: tuple[Rule, ...] = (
+RESUME_TEST_RULES: tuple[Rule, ...] = (
     ("any", "the job has all its results", "the end"),
     ("none", "the job has all its results", "the end"),
     ("none", "always", "new processes"),  # the next start of the test
@@ -208,7 +208,7 @@ RESUME_TEST: tuple[Rule, ...] = (
 )
 """The test of how a script resumes."""
 
-EVALUATION: tuple[Rule, ...] = (
+EVALUATION_RULES: tuple[Rule, ...] = (
     ("none", "always", "the end"),
     ("any", "the allocation has ended", "the end"),
     ("any", "a new start would fail too", "the end"),
@@ -217,14 +217,14 @@ EVALUATION: tuple[Rule, ...] = (
 )
 """An evaluation of a training's weights."""
 
-RATE_SEARCH: tuple[Rule, ...] = (
+RATE_SEARCH_RULES: tuple[Rule, ...] = (
     ("none", "the job has all its results", "the end"),
     ("none", "always", "new processes"),  # a script is started once for each branch
-    *EVALUATION[1:],
+    *EVALUATION_RULES[1:],
 )
 """A search for a learning rate."""
 
-CHECK: tuple[Rule, ...] = (
+CHECK_RULES: tuple[Rule, ...] = (
     ("none", "always", "the end"),
     ("any", "the allocation has ended", "the end"),
     ("port", "attempts remain", "new processes"),
@@ -240,23 +240,23 @@ def decide(task: Task, failure: Failure | None, history: History) -> Relaunch | 
         failure: why the attempt ended, after `attribute_failure`; None after a success.
     """
     _, situation, action = find_rule(task, failure, history)
-    return _ACTIONS[action](_Case(task, failure, history), situation)
+    return _ACTIONS[action](_FailureContext(task, failure, history), situation)
 
 
 def find_rule(task: Task, failure: Failure | None, history: History) -> Rule:
     """Return the row that decides what follows an attempt; arguments as of `decide`."""
-    case = _Case(task, failure, history)
+    case = _FailureContext(task, failure, history)
     kinds = ("none",) if failure is None else (failure.outcome, "any")
     return next(rule for rule in RULES[task.kind] if rule[0] in kinds and _SITUATIONS[rule[1]](case))
 
 
 RULES = {
-    "train": TRAINING,
-    "probe": PROBE,
-    "rehearse": RESUME_TEST,
-    "evaluate": EVALUATION,
-    "rates": RATE_SEARCH,
-    "check": CHECK,
+    "train": TRAINING_RULES,
+    "probe": PROBE_RULES,
+    "rehearse": RESUME_TEST_RULES,
+    "evaluate": EVALUATION_RULES,
+    "rates": RATE_SEARCH_RULES,
+    "check": CHECK_RULES,
 }
 """The tables by the kind of a task."""
 
@@ -291,7 +291,7 @@ def is_resumed_by_next_job(attempt: Attempt, cluster: Cluster) -> bool:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _FailureContext:
     """A task with its failure and history: the input of the situations and actions of the tables."""
 
     task: Task
@@ -371,7 +371,7 @@ class _Case:
         ):
             return Stop(why="same_failure", samples=self.history.reached)
         seconds = max(each.count_seconds() for each in (previous, last))
-        return Stop(why="same_failure", seconds=seconds) if seconds <= MAX_SECONDS else None
+        return Stop(why="same_failure", seconds=seconds) if seconds <= MAX_STARTUP_SECONDS else None
 
     def has_saved_nothing(self) -> bool:
         """Return whether the whole allocation saved nothing; an earlier attempt in it may have, or storage failed."""
@@ -402,7 +402,7 @@ def _mask_varying_parts(failure: Failure) -> str:
     return re.sub(r"\d+", "", failure.message.replace(failure.host or "\0", ""))
 
 
-_SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
+_SITUATIONS: dict[Situation, Callable[[_FailureContext], bool]] = {
     "always": lambda _case: True,
     "the job is cancelled": lambda case: (
         case.history.cancelled or (case.outcome == "cancelled" and case.task.has_checkpoints)
@@ -410,17 +410,17 @@ _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
     "the job has all its results": lambda case: case.history.finished,
     "a new start would fail too": lambda case: case.failure is not None and case.failure.permanent,
     "the allocation has ended": lambda case: case.history.allocation_ended,
-    "the next stage has more nodes": _Case.has_larger_stage,
+    "the next stage has more nodes": _FailureContext.has_larger_stage,
     "a configuration takes less memory": lambda case: case.history.fallback is not None,
     "the number of loader processes can be lowered": lambda case: case.compute_fewer_workers() is not None,
     "the learning rate of the growing batch can be lowered": lambda case: case.compute_lower_lr_limit() is not None,
-    "attempts remain": _Case.has_attempts_left,
+    "attempts remain": _FailureContext.has_attempts_left,
     "attempts remain, and there is no scheduler": lambda case: case.is_local() and case.has_attempts_left(),
     "a later job waits": lambda case: case.history.later_jobs > 0,
     _AFTER_STEP_AND_WAITS: lambda case: case.is_first_after_step() and case.history.later_jobs > 0,
-    _AFTER_STEP: _Case.is_first_after_step,
+    _AFTER_STEP: _FailureContext.is_first_after_step,
     _SAME_FAILURE_TWICE: lambda case: case.find_repeated_failure() is not None,
-    "the job saved nothing": _Case.has_saved_nothing,
+    "the job saved nothing": _FailureContext.has_saved_nothing,
     "the supervisor has failed `train.max_attempts` times without a newer checkpoint": lambda case: (
         case.count_failed_supervisors() >= case.training.spec.train.max_attempts
     ),
@@ -435,18 +435,18 @@ _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
 # --- Actions
 
 
-def _relaunch_on_next_stage(case: _Case, _: Situation) -> Relaunch:
+def _relaunch_on_next_stage(case: _FailureContext, _: Situation) -> Relaunch:
     stage = case.training.next_stage
     assert stage is not None
     return Relaunch(nodes=stage.nodes, nodes_before=case.task.nodes, stage_batch=stage.batch)
 
 
-def _delay_next_job(case: _Case, _: Situation) -> Requeue:
+def _delay_next_job(case: _FailureContext, _: Situation) -> Requeue:
     jobs = {attempt.allocation for attempt in case.history.earlier if attempt.outcome == "storage"}
-    return Requeue(first="delay", minutes=get_start_delay(len(jobs | {case.history.allocation}) + 1))
+    return Requeue(first="delay", minutes=compute_start_delay(len(jobs | {case.history.allocation}) + 1))
 
 
-def _stop(case: _Case, situation: Situation) -> Stop:
+def _make_stop(case: _FailureContext, situation: Situation) -> Stop:
     match situation:
         case "the job saved nothing":
             return Stop(why="nothing_saved", setting="cluster.minutes")
@@ -457,7 +457,7 @@ def _stop(case: _Case, situation: Situation) -> Stop:
     return (case.find_repeated_failure() if situation == _SAME_FAILURE_TWICE else None) or Stop()
 
 
-_ACTIONS: dict[Action, Callable[[_Case, Situation], Relaunch | Requeue | Stop]] = {
+_ACTIONS: dict[Action, Callable[[_FailureContext, Situation], Relaunch | Requeue | Stop]] = {
     "new processes": lambda _case, _: Relaunch(),
     "new processes after a pause": lambda _case, _: Relaunch(pause=True),
     "new processes, once": lambda _case, _: Relaunch(after_progress=True),
@@ -477,6 +477,6 @@ _ACTIONS: dict[Action, Callable[[_Case, Situation], Relaunch | Requeue | Stop]] 
     "the next job, on other nodes": lambda _case, _: Requeue(first="exclude"),
     "the next job, 10 to 30 minutes later": _delay_next_job,
     "the later jobs are held until `tula train` finds space": lambda _case, _: Requeue(first="hold"),
-    "the end": _stop,
+    "the end": _make_stop,
     "the end, with the result of the batch": lambda _case, _: Stop(why="batch_failed"),
 }

@@ -37,7 +37,7 @@ from tula_cli.spec.signature import compute_measurement_signature
 
 # --- The inspection of a script's job
 
-PYTHON = re.compile(r"python(\d(\.\d+)?)?")
+PYTHON_COMMAND_PATTERN = re.compile(r"python(\d(\.\d+)?)?")
 IMPORT_SECONDS = 60.0
 """Timeout in seconds of the trial import of torch; no warning is given after a timeout."""
 
@@ -100,7 +100,7 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
         SpecError: torch cannot be imported and the job runs on this machine.
     """
     program = shlex.split(script.command)[0]
-    python = shutil.which(program) if PYTHON.fullmatch(Path(program).name) else None
+    python = shutil.which(program) if PYTHON_COMMAND_PATTERN.fullmatch(Path(program).name) else None
     is_tulas = python is None or Path(python).parent == Path(sys.executable).parent
     if python is None or is_tulas or spec.cluster.setup:  # set-up lines may activate another Python
         return ()
@@ -214,7 +214,7 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
     """
     if spec.script is not None:
         return describe_script_job(spec, spec.script)
-    python = get_interpreter_command(spec)
+    python = get_python_command(spec)
     command = ["bash", "-c", f"{python} -m {INSPECTION_MODULE}"]
     try:
         completed = run_command(
@@ -272,7 +272,7 @@ def _describe_limits(limit: ResourceLimit) -> str:
     return f" ({', '.join(limits)})" if limits else ""
 
 
-def get_interpreter_command(spec: JobSpec) -> str:
+def get_python_command(spec: JobSpec) -> str:
     """Return the shell command that starts the Python of the jobs."""
     return spec.cluster.python or shlex.quote(sys.executable)
 
@@ -431,7 +431,7 @@ def list_unmeasured_settings(spec: JobSpec) -> Dependencies:
         "metrics": train.metrics,
         "schedule": [spec.schedule.kind, train.epochs] if is_import_string(spec.schedule.kind) else None,
         "ags": spec.ags.parameters if train.training_method.uses_section("ags") else None,  # patterns must match
-        "arms": spec.auto.model_dump(mode="json") if train.training_method.tunes else None,
+        "arms": spec.auto.model_dump(mode="json") if train.training_method.is_self_tuning else None,
     }
 
 
@@ -452,7 +452,7 @@ print(json.dumps([sys.version, [[file, os.stat(file).st_mtime_ns] for file in fi
 def _read_package_states(spec: JobSpec) -> object:
     """Return the state of Python, torch and the packages that the job names, in the interpreter of the jobs."""
     names = ("torch", "torchvision", *_list_named_packages(spec))
-    command = f"{get_interpreter_command(spec)} -c {shlex.join([_PACKAGE_STATES, *names])}"
+    command = f"{get_python_command(spec)} -c {shlex.join([_PACKAGE_STATES, *names])}"
     try:
         completed = run_command(["bash", "-c", command], timeout=60.0, environ=make_environment_with_package())
         return json.loads(completed.stdout.strip().splitlines()[-1])

@@ -110,7 +110,7 @@ def list_unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]
     return [job.id for job in jobs if states[job.id].state in ("pending", "running")]
 
 
-def list_attachable_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
+def list_jobs_to_wait_for(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
     """Return those of the jobs that are pending or running and that a command may wait for, under `lock_submission`.
 
     Raises:
@@ -147,7 +147,7 @@ def submit_missing(run: RunDir, launcher: Launcher, tasks: Sequence[Task], code:
     Raises:
         SchedulerError: the scheduler refused a job, or one of them is still being cancelled.
     """
-    unfinished = list_attachable_jobs(run, launcher, [task.job for task in tasks])
+    unfinished = list_jobs_to_wait_for(run, launcher, [task.job for task in tasks])
     missing = [task for task in tasks if task.job not in unfinished]
     digest = take_snapshot(run, missing[0].spec, code) if missing else ""
     for task in missing:

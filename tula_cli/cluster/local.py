@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tula_cli.cluster.allocation import POLL
+from tula_cli.cluster.allocation import POLL_SECONDS
 from tula_cli.cluster.scheduler import JobRequest, LocalScheduler, SchedulerState
 from tula_cli.errors import JobFailed
 from tula_cli.host import devices, machine_lock
@@ -25,7 +25,7 @@ from tula_cli.words import format_count, format_moment
 
 JOB_MODULE, SUPERVISOR = "tula_cli.cluster.job_main", "tula_cli.cluster.supervise"
 """Modules started by name: the command line never runs them in its process."""
-MAX_SILENCE = 3600.0
+MAX_HEARTBEAT_AGE_SECONDS = 3600.0
 """Seconds without a heartbeat (one per minute) after which a job on another machine is considered lost."""
 
 
@@ -91,7 +91,7 @@ class LocalLauncher:
         if attempts := list_attempts_of_submission(snapshot, job):
             trainings = ", ".join(attempts[-1].disturbed_by)
             return SchedulerState("running", f"{trainings} may have disturbed the measured times" if trainings else "")
-        waits = machine_lock.describe_waiting(_describe_holder(snapshot.here, job.id))
+        waits = machine_lock.describe_waiting(_describe_holder(snapshot.resolved_path, job.id))
         return SchedulerState("pending", waits or "starting")
 
     def cancel(self, run: RunDir, job: Job) -> None:
@@ -148,7 +148,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
     if attempts[-1].ended_at is not None:
         return SchedulerState("ended", f"on {job.host}, according to its files")
     heard = snapshot.get_last_log_time(attempts[-1])
-    if heard is not None and time.time() - heard > MAX_SILENCE:
+    if heard is not None and time.time() - heard > MAX_HEARTBEAT_AGE_SECONDS:
         return SchedulerState("ended", f"on {job.host}, without a heartbeat since {format_moment(heard)}")
     return SchedulerState("running", f"on {job.host}, according to its files")
 
@@ -184,7 +184,7 @@ def register_on_machine(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
             with contextlib.suppress(OSError):  # e.g. no file descriptor is left: the conflicts remain unknown
                 if not ticket.list_probes_to_wait_for():
                     break
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         yield ticket
     finally:
         ticket.close()

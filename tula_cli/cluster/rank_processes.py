@@ -15,7 +15,7 @@ from typing import IO, Any, Union
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.host import network
-from tula_cli.host.processes import adopt_orphans, become_child
+from tula_cli.host.processes import adopt_orphans, prepare_supervised_child
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.tasks import Task
@@ -30,11 +30,11 @@ from tula_cli.run.records.tasks import Task
 SOCKET_POLL = 0.2  # seconds
 PROGRAM = "import sys; del sys.path[0]; from tula_cli.worker.preloaded import main; main()"
 """Program of the fork server; removes the working folder from sys.path, as its modules are for the ranks to import."""
-MAX_MESSAGE = 4096
+MAX_MESSAGE_BYTES = 4096
 """Bytes reserved in the command line of the server, which a forked rank overwrites with its own for ps and pgrep."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TULA_LEAVE_AT")
 """Environment variables that may differ between forked ranks; libraries may have read any other one when imported."""
-WORKER = ("-u", "-m", "tula_cli.worker")
+WORKER_ARGUMENTS = ("-u", "-m", "tula_cli.worker")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RankCommand:
     @property
     def is_forkable(self) -> bool:
         """Whether the command is the worker itself and can be forked; a wrapper or torchrun has to be executed."""
-        return self.command[:4] == (sys.executable, *WORKER)
+        return self.command[:4] == (sys.executable, *WORKER_ARGUMENTS)
 
     @property
     def shared_environment(self) -> dict[str, str]:
@@ -98,14 +98,14 @@ class ForkServer:
         environment = {**self.environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with far:
             self.process = subprocess.Popen(
-                [start.command[0], "-u", "-c", program, str(far.fileno()), " " * MAX_MESSAGE],
+                [start.command[0], "-u", "-c", program, str(far.fileno()), " " * MAX_MESSAGE_BYTES],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 cwd=start.folder,
                 start_new_session=True,
-                preexec_fn=become_child,
+                preexec_fn=prepare_supervised_child,
                 pass_fds=[far.fileno()],
             )
         self._socket.settimeout(SOCKET_POLL)
@@ -208,7 +208,7 @@ def list_visible_gpus(starts: Sequence[RankCommand]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class RankStart:
+class RankLaunchPlan:
     """How one supervisor starts its ranks of one attempt."""
 
     run: RunDir
@@ -226,7 +226,7 @@ class RankStart:
         """Return the command line of a rank, or of torchrun, which starts the ranks of a node."""
         task, spec = self.task, self.task.spec
         worker = ["-m", "tula_cli.worker", str(self.run.path.resolve()), task.id, str(self.command.attempt)]
-        wrapper = self.allocation.list_wrapper_words(spec)
+        wrapper = self.allocation.list_wrapper_arguments(spec)
         if not uses_torchrun(task):
             return [*wrapper, sys.executable, "-u", *worker]
         address, _, port = self.command.meeting.rpartition(":")
@@ -341,7 +341,7 @@ class RankSpawner:
         group = RankGroup([])
         try:
             for start in starts:
-                group.children.append(self._fork(start, output, give_up) or _execute(start, output))
+                group.children.append(self._fork(start, output, give_up) or _spawn_subprocess(start, output))
         except OSError:
             group.kill()
             raise
@@ -374,7 +374,7 @@ class RankSpawner:
         self.server = None
 
 
-def _execute(start: RankCommand, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+def _spawn_subprocess(start: RankCommand, output: IO[bytes]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         start.command,
         stdin=subprocess.DEVNULL,
@@ -383,5 +383,5 @@ def _execute(start: RankCommand, output: IO[bytes]) -> "subprocess.Popen[bytes]"
         env=start.environment,
         cwd=start.folder,
         start_new_session=True,
-        preexec_fn=become_child,
+        preexec_fn=prepare_supervised_child,
     )

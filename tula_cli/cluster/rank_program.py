@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tula_cli.cluster.allocation import POLL, Allocation
-from tula_cli.cluster.rank_processes import RankCommand, RankStart, find_rendezvous_address, uses_torchrun
+from tula_cli.cluster.allocation import POLL_SECONDS, Allocation
+from tula_cli.cluster.rank_processes import RankCommand, RankLaunchPlan, find_rendezvous_address, uses_torchrun
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.failures import Failure
@@ -62,7 +62,7 @@ class RankMonitor:
 
     def poll_interval(self, allocation: Allocation) -> float:
         """Return the seconds between two polls of the ranks."""
-        return POLL
+        return POLL_SECONDS
 
 
 class RankStarter(Protocol):
@@ -136,8 +136,8 @@ class WorkerProgram(RankProgram):
     def find_rank_rendezvous(self) -> str:
         return find_rendezvous_address(self.task) if uses_torchrun(self.task) else ""
 
-    def start(self, allocation: Allocation, command: LeaderCommand) -> RankStart:
-        return RankStart(self.run, allocation, self.task, command)
+    def start(self, allocation: Allocation, command: LeaderCommand) -> RankLaunchPlan:
+        return RankLaunchPlan(self.run, allocation, self.task, command)
 
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:
         return RankMonitor()

@@ -33,7 +33,7 @@ def find_newest_task(run: RunDir, task_id: str) -> Task:
     return (None if training is None else training.read_newest_task()) or task
 
 
-def is_over(run: RunDir, task: Task) -> bool:
+def is_task_finished(run: RunDir, task: Task) -> bool:
     """Return whether a task is cancelled or finished, so that nothing is left to do."""
     return run.is_cancelled(task.job) or run.is_finished(task)
 

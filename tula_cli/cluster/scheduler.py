@@ -27,7 +27,7 @@ from tula_cli.spec.resources import Cluster
 # If a scheduler opened the log itself, it would fail a job at once while the folder is unavailable, and then every
 # later job of the chain: a file system that is unavailable for seconds would end the whole chain.
 
-MAX_PAUSE = 30
+MAX_RETRY_PAUSE_SECONDS = 30
 """Maximum seconds between two attempts to open the log; the first pause is 1 s, and each further one twice as long."""
 
 
@@ -75,7 +75,7 @@ def make_lines_to_open_log(
         "  fi",
         '  sleep "$tula_pause"',
         "  tula_waited=$((tula_waited + tula_pause))",
-        f"  tula_pause=$((2 * tula_pause < {MAX_PAUSE} ? 2 * tula_pause : {MAX_PAUSE}))",
+        f"  tula_pause=$((2 * tula_pause < {MAX_RETRY_PAUSE_SECONDS} ? 2 * tula_pause : {MAX_RETRY_PAUSE_SECONDS}))",
         "done",
         f"cd {folder}",
         'exec >>"$tula_log.out" 2>>"$tula_log.err"',
@@ -263,7 +263,7 @@ class Scheduler(Protocol):
 
 
 @runtime_checkable
-class AvoidsNodes(Protocol):
+class SupportsNodeExclusion(Protocol):
     """A scheduler that can exclude nodes for pending jobs."""
 
     def exclude(self, ids: Sequence[str], nodes: str) -> str:
@@ -272,7 +272,7 @@ class AvoidsNodes(Protocol):
 
 
 @runtime_checkable
-class DelaysJobs(Protocol):
+class SupportsStartDelay(Protocol):
     """A scheduler on which a job of a chain starts minutes after the previous one, unless that one has started tula."""
 
     def end_delay(self, id_: str, after: str) -> str:
@@ -286,7 +286,7 @@ class DelaysJobs(Protocol):
 
 def exclude_nodes(scheduler: Scheduler, ids: Sequence[str], nodes: str) -> str:
     """Exclude nodes for pending jobs, if the scheduler can; return an error message, or empty."""
-    if isinstance(scheduler, AvoidsNodes):
+    if isinstance(scheduler, SupportsNodeExclusion):
         return scheduler.exclude(ids, nodes)
     return f"{scheduler.name} cannot exclude nodes from waiting jobs"
 
@@ -396,7 +396,7 @@ def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Sched
         module, _, name = BACKENDS[kind].scheduler.partition(":")
         cls = getattr(importlib.import_module(module), name)
     else:
-        cls = plugins.load(kind, {}, kind="scheduler")
+        cls = plugins.load_by_name(kind, {}, kind="scheduler")
     try:
         scheduler = cls(**(options or {}))
     except TypeError as error:

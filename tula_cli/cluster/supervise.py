@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tula_cli.cluster.allocation import POLL, Allocation
+from tula_cli.cluster.allocation import POLL_SECONDS, Allocation
 from tula_cli.cluster.attempt import RunningAttempt, close_attempt, open_attempt
-from tula_cli.cluster.chains import get_start_delay
-from tula_cli.cluster.decisions import MAX_SECONDS, History, attribute_failure, decide
+from tula_cli.cluster.chains import compute_start_delay
+from tula_cli.cluster.decisions import MAX_STARTUP_SECONDS, History, attribute_failure, decide
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.failures import (
     append_traceback,
@@ -34,16 +34,16 @@ from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.cluster.relaunch import (
     apply_decision,
     find_newest_task,
-    is_over,
+    is_task_finished,
     read_history,
     resize_to_allocation,
     write_summary,
 )
-from tula_cli.cluster.scheduler import DelaysJobs, Scheduler, exclude_nodes
+from tula_cli.cluster.scheduler import Scheduler, SupportsStartDelay, exclude_nodes
 from tula_cli.cluster.scripts.resume_test import require_resumable
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, OtherFormat, TulaError
-from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_mark
+from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_process_mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import is_running
@@ -99,7 +99,7 @@ FIRST_PAUSE, MAX_PAUSE = 5.0, 300.0
 """First and longest pause in seconds before a relaunch after a storage failure or a limit of the host."""
 ALLOCATION_ENDED = ("time_limit", "preempted", "node_failure")
 """Failures with which an allocation ends, whether or not its scheduler has warned by a signal."""
-NFS_LAG = 60.0
+MAX_NFS_DELAY_SECONDS = 60.0
 """Maximum seconds by which, on NFS, a file may become visible after a file that was written later."""
 
 
@@ -118,7 +118,10 @@ def supervise(
         pin_run(path)
         allocation = Allocation.from_environment(environ, scheduler)
         require_current_format(path, allocation)
-        allocation.environ = {**environ, MARK_VARIABLE: make_mark(path, task_id, allocation.id, allocation.index)}
+        allocation.environ = {
+            **environ,
+            MARK_VARIABLE: make_process_mark(path, task_id, allocation.id, allocation.index),
+        }
         supervisor = Supervisor(RunDir(path), allocation)
         with (
             record_supervisor_errors(
@@ -180,9 +183,9 @@ class Supervisor:
         shortages.release_reserve(self.run.path)
         task, attempt = self._current_attempt or (find_newest_task(self.run, task_id), None)
         failure = convert_error_to_failure(error, self.run, task)
-        if failure.outcome == "storage" and self._undelayed_job and time.time() < self.since + MAX_SECONDS:
+        if failure.outcome == "storage" and self._undelayed_job and time.time() < self.since + MAX_STARTUP_SECONDS:
             self._delay_job_start(
-                self._undelayed_job, get_start_delay(2)
+                self._undelayed_job, compute_start_delay(2)
             )  # else it would start at once and fail like this one
         if not self.allocation.is_leader:
             if attempt is not None:
@@ -205,7 +208,7 @@ class Supervisor:
         while job is not None and is_running(int(job.scheduler_id), job.process_started):
             if self.run.is_cancelled(task.job):
                 return
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
     def _make_running_attempt(
         self, task: Task, attempt: Attempt, command: LeaderCommand, ends: float
@@ -221,7 +224,7 @@ class Supervisor:
 
     def _run_as_leader(self, task_id: str) -> None:
         """Run attempts until the job is over, then write the command that ends the followers."""
-        if not self.allocation.termination.received:
+        if not self.allocation.termination.is_received:
             self._run_attempts_as_leader(find_newest_task(self.run, task_id))
         self._write_command(LeaderCommand(task=None))
 
@@ -229,13 +232,13 @@ class Supervisor:
         self._end_delay(self._list_later_jobs_of_chain(first_task))
         ends = time.monotonic() + first_task.timeout
         task = self._resume_from_earlier_jobs(first_task)
-        if isinstance(task, TrainTask) and self.allocation.nodes is not None and not is_over(self.run, task):
+        if isinstance(task, TrainTask) and self.allocation.nodes is not None and not is_task_finished(self.run, task):
             task = resize_to_allocation(self.run, task, self.allocation.nodes)
-        while task is not None and not is_over(self.run, task):
+        while task is not None and not is_task_finished(self.run, task):
             if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
                 self._cancel_small_jobs(task)
                 return  # the next job with enough nodes resumes
-            shortages.allocate_reserve(self.run.path)
+            shortages.create_reserve_file(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
             attempt = self._record_conflicting_trainings(attempt)
             self._current_attempt = (task, attempt)
@@ -322,7 +325,7 @@ class Supervisor:
 
     def _has_allocation_ended(self, failure: Failure | None) -> bool:
         """Return whether an attempt ended because its allocation has ended or is about to end."""
-        return failure is not None and (self.allocation.termination.received or failure.outcome in ALLOCATION_ENDED)
+        return failure is not None and (self.allocation.termination.is_received or failure.outcome in ALLOCATION_ENDED)
 
     def _prepare_later_jobs(
         self, task: Task, decision: Relaunch | Requeue | Stop, failure: Failure | None
@@ -346,9 +349,9 @@ class Supervisor:
         refused = sum((attempt.outcome, attempt.allocation) == (outcome, self.allocation.id) for attempt in earlier)
         deadline = time.monotonic() + min(FIRST_PAUSE * 4**refused, MAX_PAUSE)
         while time.monotonic() < deadline and not (
-            self.allocation.termination.received or self.run.is_cancelled(task.job)
+            self.allocation.termination.is_received or self.run.is_cancelled(task.job)
         ):
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
     def _cancel_small_jobs(self, task: Task) -> None:
         """Cancel later jobs with too few nodes for the rest of the training; one that still starts exits at once."""
@@ -364,7 +367,7 @@ class Supervisor:
     def _end_delay(self, waiting: Sequence[str]) -> None:
         """Remove the start delay of the next job of the chain, which is needed only if this job cannot start tula."""
         scheduler = self.allocation.scheduler
-        if self._undelayed_job or not waiting or not isinstance(scheduler, DelaysJobs):
+        if self._undelayed_job or not waiting or not isinstance(scheduler, SupportsStartDelay):
             return
         self._undelayed_job = waiting[0]
         if complaint := scheduler.end_delay(waiting[0], self.allocation.job_id):
@@ -373,7 +376,7 @@ class Supervisor:
     def _delay_job_start(self, id_: str, minutes: int) -> str:
         """Delay the start of a job until at least `minutes` from now; return an error message, or empty."""
         scheduler = self.allocation.scheduler
-        if isinstance(scheduler, DelaysJobs):
+        if isinstance(scheduler, SupportsStartDelay):
             return scheduler.delay(id_, minutes)
         return f"{scheduler.name} cannot delay jobs"
 
@@ -424,7 +427,7 @@ class Supervisor:
                 not self.change_watcher.is_due()
                 or (command := self.run.read_leader_command(self.allocation.id, number)) is None
             ):
-                if self.allocation.termination.received:
+                if self.allocation.termination.is_received:
                     return
                 self.change_watcher.pause()
             if command.task is None:
@@ -441,18 +444,18 @@ class Supervisor:
         """Return task and attempt of a command; they are written before it, but may become visible later on NFS.
 
         Raises:
-            TulaError: they do not appear within NFS_LAG seconds.
+            TulaError: they do not appear within MAX_NFS_DELAY_SECONDS seconds.
         """
-        patience_ends = time.monotonic() + NFS_LAG
+        patience_ends = time.monotonic() + MAX_NFS_DELAY_SECONDS
         while True:
             task, attempt = self.run.read_task(task_id), self.run.read_attempt(task_id, number)
             if task is not None and attempt is not None:
                 return task, attempt
             if time.monotonic() > patience_ends:
                 raise TulaError(
-                    f"task {task_id}, attempt {number}, named by the leader, cannot be read after {NFS_LAG:g} s"
+                    f"task {task_id}, attempt {number}, named by the leader, cannot be read after {MAX_NFS_DELAY_SECONDS:g} s"
                 )
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
     # --- Resumption after earlier allocations
 

@@ -39,7 +39,7 @@ class FailureKind:
     def advice_for(self, cluster: Cluster, *, script: bool = False) -> str:
         """Return the advice for the user, with the names of the settings of the cluster's scheduler."""
         advice = self.for_script if script and self.for_script else self.advice
-        return advice.format(more_memory=cluster.backend.more_memory)
+        return advice.format(more_memory=cluster.backend.more_memory_advice)
 
 
 FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {

@@ -22,7 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main(command: Sequence[str]) -> int:
     """Run a command; return its exit code, 128 + N if signal N killed it."""
     for number in STOP_SIGNALS:
-        signal.signal(number, _exit_once)
+        signal.signal(number, _exit_on_first_signal)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # other systems than Linux: only the process group is killed
             stack.enter_context(adopt_orphans())
@@ -34,7 +34,7 @@ def main(command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _exit_once(number: int, _: object) -> None:
+def _exit_on_first_signal(number: int, _: object) -> None:
     """Exit once: when tula exits, the kernel sends one signal per thread, and a second exit would spare descendants."""
     _ignore_stop_signals()
     sys.exit(128 + number)

@@ -18,7 +18,7 @@ from tula_cli.host import devices
 
 MARK_VARIABLE = "TULA_STARTED_BY"
 """Environment variable that marks all processes started by a supervisor."""
-REAP_TIMEOUT = 10.0
+REAP_TIMEOUT_SECONDS = 10.0
 """Seconds to wait until killed processes have exited: the driver first frees the memory of each."""
 MEMORY_TIMEOUT = 30.0
 """Seconds to wait until the memory of GPUs is free again."""
@@ -27,7 +27,7 @@ MAX_EXTRA_BYTES = 64 * 2**20
 POLL_SECONDS = 0.2
 
 
-def make_mark(run: Path, task: str, allocation: str, index: int) -> str:
+def make_process_mark(run: Path, task: str, allocation: str, index: int) -> str:
     """Return the value of `MARK_VARIABLE`.
 
     Args:
@@ -50,7 +50,7 @@ def kill_leftovers(mark: str, *, spare: Collection[int] = ()) -> list[int]:
     """
     spared = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
     killed: set[int] = set()
-    deadline = time.monotonic() + REAP_TIMEOUT
+    deadline = time.monotonic() + REAP_TIMEOUT_SECONDS
     while alive := [pid for pid in _find_leftover_pids(mark) if pid not in spared]:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):

@@ -26,7 +26,7 @@ _GUARD_TIMEOUT, _PIPE_TIMEOUT = 15.0, 1.0
 """Timeouts in seconds: for a guard to kill its descendants, and for reading a pipe after a command has exited."""
 
 
-def die_with_parent(parent: int | None = None, *, by: int = signal.SIGKILL) -> None:
+def set_parent_death_signal(parent: int | None = None, *, by: int = signal.SIGKILL) -> None:
     """Make the kernel kill this process when its parent exits.
 
     A worker that outlives its supervisor would be a second writer of the run.
@@ -43,9 +43,9 @@ def die_with_parent(parent: int | None = None, *, by: int = signal.SIGKILL) -> N
         os._exit(1)
 
 
-def become_child() -> None:
+def prepare_supervised_child() -> None:
     """Prepare a child of a supervisor before exec: it dies with its parent and ignores time-limit warnings."""
-    die_with_parent()
+    set_parent_death_signal()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
@@ -83,7 +83,7 @@ def run_command(
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ,
         start_new_session=True,  # Ctrl-C reaches only tula, which then kills the whole group
-        preexec_fn=None if outlives_parent else lambda: die_with_parent(parent, by=by),
+        preexec_fn=None if outlives_parent else lambda: set_parent_death_signal(parent, by=by),
     )  # fmt: skip
     assert process.stdin and process.stdout and process.stderr
     output, errors = bytearray(), bytearray()

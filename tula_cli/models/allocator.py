@@ -12,8 +12,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-UNIT = 512
-SMALL = 2**20  # largest request of the small pool, and smallest remainder that is split off in the large pool
+BLOCK_ALIGNMENT_BYTES = 512
+MAX_SMALL_REQUEST_BYTES = (
+    2**20
+)  # largest request of the small pool, and smallest remainder that is split off in the large pool
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
 MIN_DEDICATED_SEGMENT = 10 * 2**20  # requests of at least this size get their own segment
@@ -21,7 +23,7 @@ SEGMENT_UNIT = 2 * 2**20
 
 
 @dataclass(frozen=True)
-class Usage:
+class AllocatorPeaks:
     """Peaks over a sequence of allocations. Bytes."""
 
     allocated: int  # peak of allocated blocks
@@ -65,10 +67,10 @@ class CachingAllocator:
         """Allocate a block under a name; a size of 0 allocates nothing."""
         if size <= 0:
             return
-        rounded = -(-size // UNIT) * UNIT
+        rounded = -(-size // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
         block = self._find_block(rounded) or self._request_segment(rounded)
         remainder = block.size - rounded
-        if remainder >= UNIT if block.small else remainder > SMALL:
+        if remainder >= BLOCK_ALIGNMENT_BYTES if block.small else remainder > MAX_SMALL_REQUEST_BYTES:
             self._split(block, rounded)
         self._block_by_name[name] = block
         self.allocated += block.size
@@ -98,7 +100,7 @@ class CachingAllocator:
 
     def _find_block(self, size: int) -> _Block | None:
         """Return the smallest free block that is large enough."""
-        free = self._free[size <= SMALL]
+        free = self._free[size <= MAX_SMALL_REQUEST_BYTES]
         index = bisect_left(free, (size, -1))
         if index == len(free):
             return None
@@ -107,7 +109,7 @@ class CachingAllocator:
         return block
 
     def _request_segment(self, wanted: int) -> _Block:
-        small = wanted <= SMALL
+        small = wanted <= MAX_SMALL_REQUEST_BYTES
         size = (
             SMALL_SEGMENT
             if small
@@ -164,7 +166,7 @@ def replay_allocations(
     *,
     turns: int = 3,
     capacity: int | None = None,
-) -> Usage:
+) -> AllocatorPeaks:
     """Run recorded allocations through the caching allocator.
 
     Args:
@@ -188,8 +190,8 @@ def replay_allocations(
             for number in [] if turn else late:
                 allocator.allocate(number, round(sizes[number]))
     except DeviceMemoryExhausted:
-        return Usage(allocated=allocator.peak, reserved=allocator.most, fits=False)
-    return Usage(allocated=allocator.peak, reserved=allocator.most, flushes=allocator.flushes - flushes_before)
+        return AllocatorPeaks(allocated=allocator.peak, reserved=allocator.most, fits=False)
+    return AllocatorPeaks(allocated=allocator.peak, reserved=allocator.most, flushes=allocator.flushes - flushes_before)
 
 
 def _rename_allocations(allocator: CachingAllocator, stays: Sequence[int], replaced: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from tula_cli.run.records.base import Market
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.run.records.results import Save
+from tula_cli.run.records.results import ScriptCheckpointSave
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import BILLING_UNIT, UNPRICED_PRICING, Pricing
@@ -82,7 +82,7 @@ def compute_checkpoint_interval(save_seconds: Number | None, *, rate: Number = 0
 
 
 @dataclass(frozen=True)
-class WorkCount:
+class TrainingWork:
     """Number of steps, evaluations and refreshes of a training run at one configuration, or at each of many."""
 
     epochs: int
@@ -104,7 +104,7 @@ def count_work(
     dataset_size: int,
     eval_size: int | None,
     eval_batch_size: Number | None,
-) -> WorkCount:
+) -> TrainingWork:
     """Count steps (Eq. 4a with whole steps: the last, partial batch is dropped), evaluations and refreshes.
 
     Args:
@@ -123,7 +123,7 @@ def count_work(
             return 0
         return np.where(eval_batch_size > 0, -(-samples // np.maximum(1, world * eval_batch_size)), 0)[()]
 
-    work = WorkCount(
+    work = TrainingWork(
         epochs=spec.train.max_epochs,
         steps=dataset_size // batch,
         eval_batches=count_evaluations(eval_size),
@@ -132,7 +132,7 @@ def count_work(
             batch,
         ),
     )
-    if not spec.train.training_method.tunes:
+    if not spec.train.training_method.is_self_tuning:
         return work
     tuning = functools.cache(
         lambda global_batch: self_tuning.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
@@ -146,7 +146,7 @@ def count_work(
 
 
 def compute_training_seconds(
-    work: WorkCount,
+    work: TrainingWork,
     *,
     step_time: Number,
     overheads: "Overheads | OverheadColumns",
@@ -214,7 +214,7 @@ class TrainingTime:
     On spot nodes it is the expected time.
     """
 
-    work: WorkCount
+    work: TrainingWork
     overheads: "Overheads | OverheadColumns"
     checkpoint_every: Number  # seconds between checkpoints
     rate: Number = 0.0  # interruptions per second
@@ -501,7 +501,9 @@ class CheckpointSchedule:
         return f"; before a time limit, tula requests a checkpoint ({self.save_request})"
 
 
-def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> CheckpointSchedule:
+def find_checkpoint_schedule(
+    script: Script, saves: Iterable[ScriptCheckpointSave], *, dataset_size: int | None
+) -> CheckpointSchedule:
     """Return how often a script saves, as observed in its trainings.
 
     Args:
@@ -515,7 +517,7 @@ def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_s
         return CheckpointSchedule(resumes=False, save_request=script.save)
     if not observed_saves:
         return CheckpointSchedule(True, script.save)
-    by_batch: dict[int, list[Save]] = {}
+    by_batch: dict[int, list[ScriptCheckpointSave]] = {}
     for save in observed_saves:
         by_batch.setdefault(save.batch, []).append(save)
     newest_saves = by_batch[observed_saves[-1].batch]
@@ -530,7 +532,7 @@ def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_s
     return CheckpointSchedule(True, script.save, steps=usual)
 
 
-def _compute_spread(by_batch: Mapping[int, Sequence[Save]], unit: Literal["steps", "samples"]) -> float:
+def _compute_spread(by_batch: Mapping[int, Sequence[ScriptCheckpointSave]], unit: Literal["steps", "samples"]) -> float:
     """Return the ratio of the longest and the shortest interval between checkpoints at different batches.
 
     It is infinite if a script counts no steps or samples between checkpoints.
@@ -539,7 +541,7 @@ def _compute_spread(by_batch: Mapping[int, Sequence[Save]], unit: Literal["steps
     return max(medians) / min(medians) if min(medians) > 0 else math.inf
 
 
-def _find_whole_epochs(saves: list[Save], dataset_size: int | None) -> int | None:
+def _find_whole_epochs(saves: list[ScriptCheckpointSave], dataset_size: int | None) -> int | None:
     """Return the most frequent number of epochs between saves; None if most saves do not fit it.
 
     A save fits if it is within one batch per epoch of a whole number of epochs.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tula_cli.models.choice.candidates import NO_STAGES, Candidates
-from tula_cli.models.ramp import GROWTH
+from tula_cli.models.ramp import NOISE_GROWTH_EXPONENT
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.words import format_number
@@ -36,7 +36,7 @@ MIN_NOISE_GROWTH = 0.5
 
 EARLY_SHARE = 0.1
 """Share of a training's epochs after which a noise measurement is most informative for its cost (same benchmark as for
-`GROWTH`: p90 error reduced from 156 to 44 %)."""
+`NOISE_GROWTH_EXPONENT`: p90 error reduced from 156 to 44 %)."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _compute_noise_from_moments(total: _Moments, *, scatter: float, probes: int)
 
 
 def compute_equivalent_constant_noise(
-    noise: float, *, reference: float, epochs: float, growth: float = GROWTH, measured_at: float = 1.0
+    noise: float, *, reference: float, epochs: float, growth: float = NOISE_GROWTH_EXPONENT, measured_at: float = 1.0
 ) -> float:
     """Return the constant noise scale, in samples, that has the same effect as the growing one over a whole training.
 
@@ -273,6 +273,6 @@ def describe_noise(noise: Noise, *, reference: int, epochs: int) -> str:
     source = "a training" if noise.epoch else probes
     return (
         f"gradient noise scale {value} {at} ({bounds}{source}), {format_number(mean)} on average over the training if the scale"
-        f" grows with epochs^{GROWTH:g}; the epochs for the same progress as {epochs} at batch {reference} are predicted for plain SGD"
+        f" grows with epochs^{NOISE_GROWTH_EXPONENT:g}; the epochs for the same progress as {epochs} at batch {reference} are predicted for plain SGD"
         " with a scaled learning rate, and are an assumption for other methods"
     )

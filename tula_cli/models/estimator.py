@@ -31,7 +31,7 @@ from tula_cli.models.cost import CheckpointSchedule, find_checkpoint_schedule
 from tula_cli.models.memory import MemoryModel
 from tula_cli.models.observations import (
     NO_OTHER_SIZES,
-    OtherSizes,
+    OtherGpuCountMeasurements,
     Probe,
     T,
     find_capacity,
@@ -52,20 +52,20 @@ from tula_cli.models.ramp import NoisePath
 from tula_cli.models.ramp_costs import StageObjective, StageTimes
 from tula_cli.models.time import stretches
 from tula_cli.models.time.step_time import Estimates, StepTimeFit
-from tula_cli.models.time.stragglers import fit_with_stragglers
+from tula_cli.models.time.stragglers import fit_step_time_and_find_stragglers
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, TrainedSteps
-from tula_cli.run.records.results import Save
+from tula_cli.run.records.results import ScriptCheckpointSave
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Spot
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import format_count
 
-_BLOCK = 8192
+_CONFIGURATIONS_PER_CHUNK = 8192
 """Configurations that are predicted at a time, to bound the memory of intermediate arrays."""
 
 
@@ -100,10 +100,10 @@ class Estimator:
         *,
         inspection: Inspection | None = None,
         attempts: Iterable[Attempt] = (),
-        saves: Iterable[Save] = (),
+        saves: Iterable[ScriptCheckpointSave] = (),
         trained: Sequence[TrainedSteps] = (),
         trainings: Iterable[stretches.TrainedConfiguration] = (),
-        other_sizes: OtherSizes = NO_OTHER_SIZES,
+        other_sizes: OtherGpuCountMeasurements = NO_OTHER_SIZES,
         noise: NoisePath | None = None,
         queue: float = 0.0,
         stages_by: StageObjective = "time",
@@ -133,7 +133,9 @@ class Estimator:
         require_measurements(measured, ooms, _select_results(all_results, Failed), script=spec.script is not None)
         require_one_hardware([*measured, *other_sizes.probes])
         footprints = inspection.footprints if inspection else ()
-        steps, held_up = fit_with_stragglers(spec, [*measured, *other_sizes.probes], [*trained, *other_sizes.trained])
+        steps, held_up = fit_step_time_and_find_stragglers(
+            spec, [*measured, *other_sizes.probes], [*trained, *other_sizes.trained]
+        )
         memory_model = memory.fit_memory_model(
             [*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
         )
@@ -168,10 +170,10 @@ class Estimator:
 
     def compute_largest_local_batch(self, nodes: int) -> int | None:
         """Return the largest local batch on `nodes` nodes that leaves the memory margin free; None if unbounded."""
-        return self._largest(nodes if self.memory.sharded else 1)
+        return self._max_local_batch_by_nodes(nodes if self.memory.sharded else 1)
 
     @cached_property
-    def _largest(self) -> Callable[[int], int | None]:
+    def _max_local_batch_by_nodes(self) -> Callable[[int], int | None]:
         """Cached function from a number of nodes to its largest local batch."""
         gpus, margin = self.spec.cluster.gpus_per_node, MEMORY_MARGIN
         return functools.cache(
@@ -183,18 +185,18 @@ class Estimator:
         return convert_to_configs(*self._make_grid(nodes))
 
     @cached_property
-    def count(self) -> int:
+    def configuration_count(self) -> int:
         """Number of configurations of the spec."""
-        return len(self._grid_of_spec[0])
+        return len(self._candidate_grid[0])
 
     @cached_property
-    def _grid_of_spec(self) -> tuple[Ints, Ints]:
+    def _candidate_grid(self) -> tuple[Ints, Ints]:
         return self._make_grid(self.spec.search.nodes)
 
     def _make_grid(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return the columns (nodes, batch) of all configurations on these numbers of nodes; None: those of search.nodes."""
         if nodes is None:
-            return self._grid_of_spec
+            return self._candidate_grid
         search = self.spec.search
         grid = list_candidates(
             nodes,
@@ -328,8 +330,11 @@ class Estimator:
             nodes, batch: shape (n,).
         """
         tables = []
-        for start in range(0, max(1, len(nodes)), _BLOCK):
-            counts, batches = nodes[start : start + _BLOCK], batch[start : start + _BLOCK]
+        for start in range(0, max(1, len(nodes)), _CONFIGURATIONS_PER_CHUNK):
+            counts, batches = (
+                nodes[start : start + _CONFIGURATIONS_PER_CHUNK],
+                batch[start : start + _CONFIGURATIONS_PER_CHUNK],
+            )
             probes = self._find_probes(counts, batches // (counts * self.spec.cluster.gpus_per_node))
             steps = self._estimate_step_times(counts, batches)
             stages = self.stages.make_stage_table(counts, batches, steps)

@@ -15,9 +15,9 @@ from tula_cli.run.records.tasks import BatchBounds
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
 
-RESOLUTION = 32
+BRACKET_RESOLUTION = 32
 """The search ends once the bracket is at most this part of the batch wide, as two jobs differ by no less."""
-GROWTH = 1.125
+MIN_TRIAL_GROWTH = 1.125
 """Least factor to the next trial while every batch has fitted."""
 
 
@@ -109,7 +109,9 @@ class BatchBracket:
         if not self.fitting:
             wanted = float(self.bounds.start if estimate is None else estimate)
         else:
-            wanted = max(estimate or 0.0, GROWTH * self.fitting, self.fitting + self._compute_unit(self.fitting))
+            wanted = max(
+                estimate or 0.0, MIN_TRIAL_GROWTH * self.fitting, self.fitting + self._compute_unit(self.fitting)
+            )
         return min(self._round_down(wanted, self._compute_unit(wanted)), self.bounds.limit)
 
     def _round_down(self, local_batch: float, unit: int) -> int:
@@ -118,4 +120,4 @@ class BatchBracket:
 
     def _compute_unit(self, local_batch: float) -> int:
         """Return the power of two, times the accumulation steps, of which trials near a local batch are multiples."""
-        return self.step << max(0, math.floor(math.log2(max(local_batch, self.step) / self.step / RESOLUTION)))
+        return self.step << max(0, math.floor(math.log2(max(local_batch, self.step) / self.step / BRACKET_RESOLUTION)))

@@ -12,9 +12,9 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-WINDOW = 16
+LEVEL_WINDOW_STEPS = 16
 """Number of steps whose median is the level of the loss."""
-MAX_LOST_SHARE, OF_LOWEST, OF_NOISE = 0.5, 0.3, 6.0
+MAX_LOST_SHARE, MAX_RISE_OF_LOWEST, MAX_RISE_IN_SD = 0.5, 0.3, 6.0
 """A level is too high if it exceeds the lowest one by this share of the progress, by this share of the lowest level
 itself, and by this many standard deviations of single steps."""
 WHOLE_RISE, PARTIAL_FALL = 0.9, 0.25
@@ -59,7 +59,7 @@ class LossLevel:
                 judged.
         """
         if math.isfinite(loss):
-            self.newest = [*self.newest, loss][-WINDOW:]
+            self.newest = [*self.newest, loss][-LEVEL_WINDOW_STEPS:]
         level = self.level
         if self.first is None and level < math.inf:
             self.first = level
@@ -79,7 +79,7 @@ class LossLevel:
     @property
     def level(self) -> float:
         """Median of the newest steps; infinity before there are enough."""
-        return statistics.median(self.newest) if len(self.newest) == WINDOW else math.inf
+        return statistics.median(self.newest) if len(self.newest) == LEVEL_WINDOW_STEPS else math.inf
 
     def _count_steps_above(self, *, is_high: bool) -> None:
         level, first_level = self.level, self.first
@@ -103,4 +103,8 @@ class LossLevel:
         """Return the rise above the lowest level from which the loss is too high."""
         if self.first is None:
             return math.inf
-        return max(MAX_LOST_SHARE * (self.first - self.lowest), OF_LOWEST * abs(self.lowest), OF_NOISE * self.noise)
+        return max(
+            MAX_LOST_SHARE * (self.first - self.lowest),
+            MAX_RISE_OF_LOWEST * abs(self.lowest),
+            MAX_RISE_IN_SD * self.noise,
+        )

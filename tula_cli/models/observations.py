@@ -30,14 +30,14 @@ _MIN_WAITING_SHARE = 0.3  # share of a step spent waiting for the loader from wh
 
 
 @dataclass(frozen=True)
-class OtherSizes:
+class OtherGpuCountMeasurements:
     """Measurements of the same job on the same nodes with other numbers of GPUs; only the step-time model uses them."""
 
     probes: tuple[Measured, ...] = ()
     trained: tuple[TrainedSteps, ...] = ()
 
 
-NO_OTHER_SIZES = OtherSizes()
+NO_OTHER_SIZES = OtherGpuCountMeasurements()
 
 
 class TooFewMeasurements(BadMeasurements):

@@ -37,7 +37,7 @@ MIN_ADVISED_GROWTH = 1.5
 
 
 @dataclass(frozen=True)
-class OtherRequest:
+class AlternativeRequest:
     """The same training at the same batch per GPU on another number of GPUs, relative to the observed job.
 
     Ratios are of the time and the node-hours for the same number of samples, each with a 90 % interval.
@@ -82,7 +82,7 @@ class ObservedReport:
     batch_growth: float | None  # factor by which the local batch can grow within the memory of the GPU
     jobs_fitted: int  # observed jobs of this script that `other_requests` is based on
     configurations_fitted: int  # different configurations of these jobs: nodes, GPUs per node and batch
-    other_requests: tuple[OtherRequest, ...]
+    other_requests: tuple[AlternativeRequest, ...]
     observed_at: float  # Unix time of the last record of the job
     notes: tuple[str, ...]  # quantities that were not measured, and why
     warnings: tuple[Diagnostic, ...]
@@ -279,7 +279,7 @@ def list_other_requests(nodes: int, gpus_per_node: int) -> list[tuple[int, int]]
     return [(1, count) for count in sorted({max(1, gpus_per_node // 4), max(1, gpus_per_node // 2)} - {gpus_per_node})]
 
 
-def predict_other_requests(job: MeasuredJob, fitted_jobs: Sequence[MeasuredJob]) -> tuple[OtherRequest, ...]:
+def predict_other_requests(job: MeasuredJob, fitted_jobs: Sequence[MeasuredJob]) -> tuple[AlternativeRequest, ...]:
     """Return what the job would need on other numbers of GPUs, with the same batch per GPU."""
     requests = list_other_requests(job.nodes, job.gpus_per_node)
     if not requests:
@@ -298,7 +298,7 @@ def predict_request(
     gpus_per_node: int,
     *,
     samples: float | None = None,
-) -> OtherRequest:
+) -> AlternativeRequest:
     """Return the request of other nodes, relative to the observed one.
 
     If several nodes were observed and one is requested, the speed of the gradient exchange inside a node is unknown.
@@ -334,7 +334,7 @@ def predict_request(
     )
     if more > 1:  # a step on fewer GPUs computes as much and synchronises less
         low, middle, high = min(low, 1.0), min(middle, 1.0), min(high, 1.0 + BETWEEN_JOBS)
-    return OtherRequest(
+    return AlternativeRequest(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         batch=None if samples is None else round(samples / more),
@@ -368,7 +368,7 @@ def _predict_log_step_time(fit: StepTimeFit, nodes_and_gpus: tuple[int, int], lo
     return math.log(estimate.seconds), (math.log(estimate.high / estimate.low) / (2 * Z90)) ** 2
 
 
-def should_advise_request(request: OtherRequest) -> bool:
+def should_advise_request(request: AlternativeRequest) -> bool:
     """Return whether a smaller request probably saves a tenth of the node-hours (`benchmarks/observe` measures how often)."""
     return request.saving_chance >= MIN_ADVISED_CHANCE
 
@@ -376,7 +376,7 @@ def should_advise_request(request: OtherRequest) -> bool:
 def _list_advice(
     job: MeasuredJob,
     efficiency: float | None,
-    requests: Sequence[OtherRequest],
+    requests: Sequence[AlternativeRequest],
     shares: dict[str, float],
     growth: float | None,
 ) -> list[Diagnostic]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
-from tula_cli.models.choice.grid import name_nearest_multiples
+from tula_cli.models.choice.grid import describe_nearest_multiples
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
 from tula_cli.spec.job import JobSpec, get_warmup_epochs
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from tula_cli.models.choice.candidates import Floats, Ints
 # --- Stages
 
-EPOCH_SHARE = 0.05
+STAGE_EPOCH_SHARE = 0.05
 """Share of the training's epochs for each stage of `auto`."""
-MAX_SHARE = 0.5
+MAX_STAGES_EPOCH_SHARE = 0.5
 """Maximum share of the training's epochs for all stages of `auto` below its own batch together."""
 
 
-GROWTH = 0.65
+NOISE_GROWTH_EXPONENT = 0.65
 """Exponent of the noise scale over the epochs, fitted to six applications (benchmarks/replay/efficiency.py fits it with
 each of them left out: 0.60 to 0.70)."""
 
-MAX_NOISE = 1e12
+MAX_NOISE_SCALE = 1e12
 """Noise scale, in samples, that is assumed if the gradient cannot be distinguished from its noise."""
 NOISE_NOT_MEASURED = "train.ramp: noise needs the gradient noise scale, which was not measured"
 MEASURE_NOISE_HINT = "train once with train.diagnostics: [gradient_noise] to measure the scale, or set train.ramp: auto"
@@ -61,7 +61,7 @@ class NoisePath:
     """The gradient noise scale as a function of the epochs done.
 
     log(reference + noise) is linear in log(1 + epochs) between measurements, and after the last one continues with the
-    exponent of whole trainings (`GROWTH`). A measurement followed by a lower one is reduced to that value: a batch
+    exponent of whole trainings (`NOISE_GROWTH_EXPONENT`). A measurement followed by a lower one is reduced to that value: a batch
     starts where the noise remains high enough.
     """
 
@@ -71,7 +71,7 @@ class NoisePath:
     @classmethod
     def from_measurements(cls, measured: Mapping[float, float], *, reference: int) -> "NoisePath | None":
         """Return the path through noise scales (samples) by epochs done, or None if there are none."""
-        backwards = sorted(((epoch, min(scale, MAX_NOISE)) for epoch, scale in measured.items()), reverse=True)
+        backwards = sorted(((epoch, min(scale, MAX_NOISE_SCALE)) for epoch, scale in measured.items()), reverse=True)
         scales = accumulate((scale for _, scale in backwards), min)
         points = tuple(zip((epoch for epoch, _ in backwards), scales, strict=True))
         return cls(reference, points[::-1]) if points else None
@@ -87,7 +87,7 @@ class NoisePath:
         for (x0, y0), (x1, y1) in pairwise(line):
             if x <= x1:
                 return self._convert_to_noise_scale(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-        return self._convert_to_noise_scale(line[-1][1] + GROWTH * (x - line[-1][0]))
+        return self._convert_to_noise_scale(line[-1][1] + NOISE_GROWTH_EXPONENT * (x - line[-1][0]))
 
     def find_first_epoch(self, scale: float) -> float:
         """Return the epochs done from which on the noise scale is at least `scale` (samples)."""
@@ -97,13 +97,13 @@ class NoisePath:
         for (x0, y0), (x1, y1) in pairwise(line):
             if y <= y1:
                 return math.expm1(x0 + (x1 - x0) * (y - y0) / (y1 - y0))
-        return math.expm1(line[-1][0] + (y - line[-1][1]) / GROWTH)
+        return math.expm1(line[-1][0] + (y - line[-1][1]) / NOISE_GROWTH_EXPONENT)
 
     @property
     def _line(self) -> list[tuple[float, float]]:
         line = [(math.log1p(epoch), math.log(self.reference + scale)) for epoch, scale in self.points]
         x, y = line[0]
-        return line if x == 0 else [(0.0, y - GROWTH * x), *line]
+        return line if x == 0 else [(0.0, y - NOISE_GROWTH_EXPONENT * x), *line]
 
     def _convert_to_noise_scale(self, y: float) -> float:
         return max(0.0, math.exp(y) - self.reference)
@@ -123,10 +123,10 @@ class Ramp:
 
     def find_stage(self, passed: int) -> int:
         """Return the number, from 0, of the stage of a training after `passed` samples."""
-        return max(0, bisect_right(self._stage_begins, passed) - 1)
+        return max(0, bisect_right(self._stage_starts, passed) - 1)
 
     @functools.cached_property
-    def _stage_begins(self) -> list[int]:
+    def _stage_starts(self) -> list[int]:
         return [stage.begin for stage in self.stages]
 
     def find_batch(self, passed: int) -> int:
@@ -165,7 +165,7 @@ class Ramp:
         import numpy as np
 
         batches = [stage.batch for stage in self.stages]
-        ends = np.array([[*self._stage_begins[1:], np.inf]], dtype=float)
+        ends = np.array([[*self._stage_starts[1:], np.inf]], dtype=float)
         steps = count_steps_of_stages(
             np.array([batches]), ends, size=size, epochs=epochs, epoch=epoch, samples_done=samples_done
         )
@@ -282,7 +282,7 @@ def compute_auto_begins(spec: JobSpec, batches: "Ints", *, dataset_size: int) ->
     import numpy as np
 
     number = (batches > 0).cumsum(axis=1) - 1
-    share = np.minimum(EPOCH_SHARE, MAX_SHARE / np.maximum(1, number[:, -1:]))
+    share = np.minimum(STAGE_EPOCH_SHARE, MAX_STAGES_EPOCH_SHARE / np.maximum(1, number[:, -1:]))
     begins: Floats = np.rint(number * (share * spec.train.epochs * float(dataset_size)))
     return begins
 
@@ -380,7 +380,7 @@ def _plan_named_stages(
         if stage.batch % divisor_on_nodes:
             raise SpecError(
                 f"train.ramp: batch {stage.batch} is not divisible by {divisor_on_nodes} (GPUs x micro-batches of a step)",
-                name_nearest_multiples(stage.batch, divisor_on_nodes),
+                describe_nearest_multiples(stage.batch, divisor_on_nodes),
             )
         stages.append(Stage(begin=begin, batch=stage.batch))
         length = round(stage.epochs * dataset_size)
@@ -404,7 +404,9 @@ def _plan_auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], datase
     doubled = _list_doubled_batches(spec, batch)
     fitting = {doubled_batch: _find_fitting_batch(doubled_batch, divisors) for doubled_batch in doubled}
     fitting_batches = [fitting_batch for fitting_batch in fitting.values() if fitting_batch]
-    length = min(EPOCH_SHARE, MAX_SHARE / max(1, len(fitting_batches))) * spec.train.epochs * dataset_size
+    length = (
+        min(STAGE_EPOCH_SHARE, MAX_STAGES_EPOCH_SHARE / max(1, len(fitting_batches))) * spec.train.epochs * dataset_size
+    )
     remarks = [
         f"train.ramp: auto: batch {doubled_batch} is skipped, because it is smaller than the number of GPUs x micro-batches ({divisors[-1]})"
         for doubled_batch, fitting_batch in fitting.items()
@@ -444,7 +446,7 @@ def plan_stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -
     """
     parting = BRANCHING_EPOCH * size
     doubled = _list_batches_between(spec, arm, batch)
-    length = min(EPOCH_SHARE, MAX_SHARE / (1 + len(doubled))) * spec.train.epochs * size
+    length = min(STAGE_EPOCH_SHARE, MAX_STAGES_EPOCH_SHARE / (1 + len(doubled))) * spec.train.epochs * size
     begins = [max(parting, round(number * length)) for number in range(1, len(doubled) + 2)]
     return _build_stages(spec, [*doubled, batch], begins)
 
@@ -458,7 +460,7 @@ def plan_stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, le
         length: samples of the branch.
     """
     doubled = _list_batches_between(spec, arm, batch)
-    samples_per_stage = MAX_SHARE * length / max(1, len(doubled))
+    samples_per_stage = MAX_STAGES_EPOCH_SHARE * length / max(1, len(doubled))
     begins = [start + round(number * samples_per_stage) for number in range(len(doubled) + 1)]
     return _build_stages(spec, [*doubled, batch], begins)
 
@@ -466,7 +468,7 @@ def plan_stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, le
 def _list_batches_between(spec: JobSpec, arm: Arm, batch: int) -> list[int]:
     """Return the batches between the reference batch and the training's own that an arm's ramp uses."""
     reference = spec.train.reference_batch
-    ramps = METHODS[arm.method].ramps
+    ramps = METHODS[arm.method].grows_batch
     return [reference << k for k in range(1, batch.bit_length()) if reference << k < batch] if ramps else []
 
 

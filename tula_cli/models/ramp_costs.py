@@ -15,8 +15,8 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
 from tula_cli.models.choice.candidates import NO_STAGES, Flags, Floats, Ints, StageTable, convert_to_configs
-from tula_cli.models.choice.grid import Config, list_candidates, name_nearest_multiples
-from tula_cli.models.cost import WorkCount
+from tula_cli.models.choice.grid import Config, describe_nearest_multiples, list_candidates
+from tula_cli.models.cost import TrainingWork
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp import (
     NoisePath,
@@ -63,7 +63,7 @@ class StageTimes:
         if not isinstance(self.spec.train.stages, list):
             return ""
         try:
-            stages = self.list_stage_positions(config)
+            stages = self.list_stages(config)
             assign_nodes_to_stages(stages, list_nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes)
         except SpecError as error:
             return describe_error(error)
@@ -96,7 +96,7 @@ class StageTimes:
             [not self.describe_why_not_startable(config) for config in convert_to_configs(nodes, batch)], dtype=bool
         )
 
-    def list_stage_positions(self, config: Config) -> tuple[Stage, ...]:
+    def list_stages(self, config: Config) -> tuple[Stage, ...]:
         """Return the stages of a training at a configuration with their positions; empty if its batch does not grow."""
         if self.spec.train.stages is None:
             return ()
@@ -237,7 +237,7 @@ class StageTimes:
             step_high=spread_values(predicted.high, steps.high),
         )
 
-    def count_equivalent_work(self, work: WorkCount, table: StageTable) -> WorkCount:
+    def count_equivalent_work(self, work: TrainingWork, table: StageTable) -> TrainingWork:
         """Return the work of configurations in equivalent steps.
 
         These are the steps at their own batches that take as long as the steps of all stages.
@@ -423,7 +423,7 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
         _check_decay(
             spec, batch=batch, ramp=build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
         )
-    stages = _list_stages_naming_nodes(spec)
+    stages = _list_explicit_stages(spec)
     above = [stage.batch for stage in stages if stage.batch >= batch]
     if above:
         raise SpecError(
@@ -466,7 +466,7 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
         Problems, if no number of nodes has such a batch; and warnings, if only some have none, which are then left out.
     """
     size, most = dataset_size or sys.maxsize, spec.search.max_batch
-    if not (_list_stages_naming_nodes(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
+    if not (_list_explicit_stages(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
         return [], []
     grid = list_candidates(
         spec.search.nodes,
@@ -500,10 +500,10 @@ def describe_error(error: SpecError) -> str:
 
 def list_nodes_named_by_stages(spec: JobSpec) -> dict[int, int]:
     """Return the nodes that stages of the job name, by batch."""
-    return {stage.batch: stage.nodes for stage in _list_stages_naming_nodes(spec) if stage.nodes is not None}
+    return {stage.batch: stage.nodes for stage in _list_explicit_stages(spec) if stage.nodes is not None}
 
 
-def _list_stages_naming_nodes(spec: JobSpec) -> list[RampStage]:
+def _list_explicit_stages(spec: JobSpec) -> list[RampStage]:
     return spec.train.stages if isinstance(spec.train.stages, list) else []
 
 
@@ -533,7 +533,7 @@ def assign_nodes_to_stages(
                 raise SpecError(
                     f"train.ramp: batch {later.batch} is not divisible by {divisor} (GPUs x micro-batches on the"
                     f" {format_count(count)} of batch {stage.batch}), so the order of samples would change",
-                    name_nearest_multiples(later.batch, divisor),
+                    describe_nearest_multiples(later.batch, divisor),
                 )
     return stages_with_nodes if len(set(counts)) > 1 else tuple(stages)
 

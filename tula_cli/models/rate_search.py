@@ -19,7 +19,7 @@ from tula_cli.spec.methods import METHODS, TrainingMethod
 from tula_cli.spec.scripts.script import count_script_samples
 from tula_cli.spec.sections import NOISE_BATCHES
 
-RULES: tuple[LearningRateRule, ...] = ("none", "sqrt", "linear")
+LR_SCALING_RULES: tuple[LearningRateRule, ...] = ("none", "sqrt", "linear")
 """Values of `train.lr_scaling`, by their learning rate: 1, sqrt(k) and k times `optimizer.lr` at k times the batch."""
 
 START_SHARE = 0.02
@@ -34,7 +34,7 @@ BRANCHES_SHARE = 0.07
 MIN_STEPS = 5
 """Minimum optimizer steps of a branch."""
 
-START_SLACK = 0.05
+MAX_EARLY_CHECKPOINT_SHARE = 0.05
 """Share of the samples before the branches by which the checkpoint of a script may be earlier."""
 
 NOISE_SHARE, MIN_NOISE_BATCHES = 0.01, 8
@@ -76,7 +76,7 @@ class SearchPlan:
 
     def count_start_steps(self, batch: int) -> int:
         """Return the first step after which branches can start from a script's checkpoint; epochs may drop their last batches."""
-        return max(1, math.floor((1 - START_SLACK) * self.start / batch))
+        return max(1, math.floor((1 - MAX_EARLY_CHECKPOINT_SHARE) * self.start / batch))
 
     def count_branch_steps(self, batch: int) -> int:
         """Return the optimizer steps of a branch at a global batch."""
@@ -150,7 +150,7 @@ def list_arms(spec: JobSpec, batch: int) -> list[RateArm]:
     """Return the learning rates to try at a batch, ascending; rules with equal factors (train.max_lr_factor) are one."""
     arms = {
         (factor := compute_lr_scale(make_job_of_rule(spec, rule), batch)): RateArm(batch, rule, factor)
-        for rule in reversed(RULES)
+        for rule in reversed(LR_SCALING_RULES)
     }
     return sorted(arms.values(), key=lambda arm: arm.factor)
 

@@ -39,7 +39,7 @@ def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, worl
     """
     small = compute_small_batch_size(spec, batch)
     by_norms = world > 1 and spec.ags.resolved().source == "local_norms"
-    if not spec.train.training_method.scales or by_norms or small >= batch or available < 1:
+    if not spec.train.training_method.scales_gradients or by_norms or small >= batch or available < 1:
         return 1
     ranks = min(world, ceil(small / available))  # the same distribution as `count_samples_per_rank` of the optimizer
     return ceil(min(small, ranks * available) / ranks)

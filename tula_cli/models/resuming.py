@@ -12,13 +12,13 @@ LR_TOLERANCE = 0.01
 CURVE_TOLERANCE = 0.03
 """Tolerance between two learning-rate curves at equal samples, as a share of their range, because a slow schedule
 changes little."""
-ROUNDING = 1e-6
+LR_ROUNDING = 1e-6
 """Relative rounding error of a learning rate stored as a 32-bit number or written on a command line."""
 NO_STEP_SEEN = "no step of a torch optimizer was observed: check that the script uses torch.optim, and that Python is started without -I, -E and -S"
 
 
 @dataclass(frozen=True)
-class ResumeJudgement:
+class ResumeVerdict:
     """Verdict of a resume test; `verdict` is None if there is none.
 
     `reasons` holds all findings, `faults` those that describe faults. `other_nodes` is whether the script resumes at the
@@ -41,7 +41,7 @@ class _ResumedStart:
     faults: tuple[str, ...] = ()
 
 
-def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -> ResumeJudgement:
+def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -> ResumeVerdict:
     """Judge the starts of a resume test; what they did not reach is reported, never assumed.
 
     Args:
@@ -67,26 +67,26 @@ def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None
     )
 
 
-def _judge_batches(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -> ResumeJudgement:
+def _judge_batches(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -> ResumeVerdict:
     begin, same, half = (_find_last_of_phase(starts, phase) for phase in ("begin", "same", "half"))
     if begin is None or same is None or begin.saved_samples is None:
-        return ResumeJudgement(None, (_explain_no_checkpoint(begin),))
+        return ResumeVerdict(None, (_explain_no_checkpoint(begin),))
     same_batch = _judge_resumed(begin, same, lr_ratio=1.0)
     if same.ended == "failed" and same.outcome != "user":
-        return ResumeJudgement(None, (f"not tested: at batch {same.batch} {same.why}",))
+        return ResumeVerdict(None, (f"not tested: at batch {same.batch} {same.why}",))
     if same.ended == "cut" and not same_batch.faults:
-        return ResumeJudgement(None, same_batch.reasons)  # it may have started from the beginning
+        return ResumeVerdict(None, same_batch.reasons)  # it may have started from the beginning
     if same_batch.lost_progress:
-        return ResumeJudgement("none", same_batch.reasons, same_batch.faults)
+        return ResumeVerdict("none", same_batch.reasons, same_batch.faults)
     if half is None:
-        return ResumeJudgement("same", (*same_batch.reasons, "not tested at another batch"), same_batch.faults)
+        return ResumeVerdict("same", (*same_batch.reasons, "not tested at another batch"), same_batch.faults)
     second = _judge_resumed(begin, half, lr_ratio=lr_ratio)
     schedule = "" if second.faults else _find_schedule_fault(begin, same, half, lr_ratio)
     reasons = (*same_batch.reasons, *second.reasons, *([schedule] if schedule else []))
     faults = (*same_batch.faults, *second.faults, *([schedule] if schedule else []))
     if not second.exact or same_batch.faults or schedule:
-        return ResumeJudgement("same", reasons, faults)
-    return ResumeJudgement("epoch" if _is_at_epoch_end(begin) else "any", reasons, faults)
+        return ResumeVerdict("same", reasons, faults)
+    return ResumeVerdict("epoch" if _is_at_epoch_end(begin) else "any", reasons, faults)
 
 
 def _find_last_of_phase(starts: Sequence[ObservedStart], phase: Phase) -> ObservedStart | None:
@@ -291,7 +291,7 @@ def _find_first_difference(
     differ.
     """
     values = [rate for _, rate in same.rates]
-    slack = CURVE_TOLERANCE * (max(values) - min(values)) + ROUNDING * max(values)
+    slack = CURVE_TOLERANCE * (max(values) - min(values)) + LR_ROUNDING * max(values)
     for samples, rate in half.rates:
         tolerance = _compute_sample_tolerance(begin, half, samples)
         if samples > same.rates[-1][0] + tolerance:

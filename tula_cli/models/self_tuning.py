@@ -77,7 +77,7 @@ def make_job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
     The learning-rate scaling of a method is switched off, except for a ramp, whose learning rate follows the batch in
     use: the arm sets the factor, and all arms start equal.
     """
-    scaling = spec.train.lr_scaling if METHODS[arm.method].ramps else "none"
+    scaling = spec.train.lr_scaling if METHODS[arm.method].grows_batch else "none"
     train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
     schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
     optimizer = _scale_weight_decay(spec.optimizer, arm.decay_factor)
@@ -105,7 +105,7 @@ def _scale_weight_decay(optimizer: Optimizer, factor: float) -> Optimizer:
 
 def list_jobs_of_training(spec: JobSpec, batch: int) -> list[JobSpec]:
     """Return the job itself, or if it tunes itself, the job with the settings of each arm at a batch."""
-    if not spec.train.training_method.tunes:
+    if not spec.train.training_method.is_self_tuning:
         return [spec]
     return [make_job_of_arm(spec, arm) for arm in list_arms_of_training(spec, batch)]
 
@@ -117,7 +117,11 @@ def find_most_expensive_job(spec: JobSpec) -> JobSpec:
 
 def _rank_by_expense(spec: JobSpec) -> tuple[bool, ...]:
     method = spec.train.training_method
-    return method.scales, method.scales and spec.ags.resolved().granularity == "element", method.file != "plain"
+    return (
+        method.scales_gradients,
+        method.scales_gradients and spec.ags.resolved().granularity == "element",
+        method.file != "plain",
+    )
 
 
 def compute_lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
@@ -178,7 +182,7 @@ def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> N
     Raises:
         SpecError: the training set without the held-out samples is smaller than the batch.
     """
-    if not spec.train.training_method.tunes:
+    if not spec.train.training_method.is_self_tuning:
         return
     remaining = dataset_size - count_holdout_samples(dataset_size)
     if remaining < batch:
@@ -209,7 +213,7 @@ class TuningPlan:
 
 def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     """Count the branches and their samples; zeros if the method is not auto. The samples are a lower bound."""
-    if not spec.train.training_method.tunes:
+    if not spec.train.training_method.is_self_tuning:
         return TuningPlan(0, 0, 0)
     arms = list_arms_of_training(spec, batch)
     holdout = count_holdout_samples(dataset_size)
@@ -258,7 +262,7 @@ def _count_samples(steps: Mapping[int, int]) -> int:
     return sum(batch * count for batch, count in steps.items())
 
 
-class Measured(Protocol):
+class HeldOutResult(Protocol):
     """A branch or training with a held-out loss, which is None if it was not finite."""
 
     @property
@@ -267,7 +271,7 @@ class Measured(Protocol):
     def diverged(self) -> bool: ...
 
 
-M = TypeVar("M", bound=Measured)
+M = TypeVar("M", bound=HeldOutResult)
 
 
 def rank_branches(branches: Sequence[M]) -> list[M]:

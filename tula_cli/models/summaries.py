@@ -14,7 +14,7 @@ import numpy as np
 
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.time.step_time import Floats, Overlap, StepModel, StepTimeFit
+from tula_cli.models.time.step_time import Floats, OverlapFit, StepModel, StepTimeFit
 from tula_cli.words import format_count
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
         )
 
 
-def _summarize_overlap(model: Overlap, name: str, share: str) -> RegressionSummary:
+def _summarize_overlap(model: OverlapFit, name: str, share: str) -> RegressionSummary:
     names, result = model.coordinates, model.make_regression_result()
     about = (
         "the step-time model at its most probable parameters, by generalised least squares: one row per step time and, if"
@@ -84,7 +84,7 @@ def _summarize_paper_fit(steps: StepTimeFit) -> RegressionSummary:
     points, seconds = steps.list_measured_points()
     columns = {"fixed": np.ones(len(points)), "local batch": points.local_batch}
     if len(np.unique(points.replicas)) > 1:
-        columns["1 - 1/N"] = 1 - 1 / np.where(points.alone, 1.0, points.replicas)
+        columns["1 - 1/N"] = 1 - 1 / np.where(points.is_single_gpu, 1.0, points.replicas)
     about = "the paper's Eq. 2 for comparison, by ordinary least squares: milliseconds per step, without overlap"
     return _summarize_ols("step time by the paper", about, "step (ms)", 1e3 * seconds, columns)
 

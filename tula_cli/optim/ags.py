@@ -47,7 +47,7 @@ from .gradient_stats import (
 )
 from .sharding import compute_sharded_gradients, get_local_shard
 from .wrapper import (
-    Wrapper,
+    OptimizerWrapper,
     check_base_can_be_scaled,
     check_model_has_parameters_of_base,
     check_sharding,
@@ -462,7 +462,7 @@ def find_embeddings(model: nn.Module) -> list[nn.Parameter]:
 
 
 @dataclass(frozen=True)
-class Setup:
+class AgsSetup:
     """An optimizer's model, its global batch sizes, and the rank of this process."""
 
     base: torch.optim.Optimizer
@@ -489,7 +489,7 @@ class Setup:
         steps_per_epoch: int | None,
         seed: int,
         exclude: Iterable[Tensor] | None = None,
-    ) -> Setup:
+    ) -> AgsSetup:
         """Return the setup in the current process group.
 
         Raises:
@@ -567,7 +567,7 @@ class Setup:
 # --- The scaling factors (lines 11 to 18 and Eq. 8)
 
 
-class Factors(ABC):
+class ScalingFactors(ABC):
     """Base class of the ways to compute factors. An object belongs to one TulaOptimizer.
 
     Attributes:
@@ -578,9 +578,9 @@ class Factors(ABC):
     kind: ClassVar[str]
     reads_b_small = True
     n_refresh = 0
-    _setup: Setup | None = None
+    _setup: AgsSetup | None = None
 
-    def bind(self, setup: Setup) -> None:
+    def bind(self, setup: AgsSetup) -> None:
         """Attach the factors to a training.
 
         Raises:
@@ -590,12 +590,12 @@ class Factors(ABC):
             raise ValueError(f"this {type(self).__name__} belongs to another TulaOptimizer; create one for each")
         self._setup = setup
 
-    def change_setup(self, setup: Setup) -> None:
+    def change_setup(self, setup: AgsSetup) -> None:
         """Change the batch sizes: the factors so far are dropped, and the coming step refreshes them."""
         self._setup = setup
 
     @property
-    def setup(self) -> Setup:
+    def setup(self) -> AgsSetup:
         """The training that the factors belong to."""
         assert self._setup is not None, "bind the factors to an optimizer before you read them"
         return self._setup
@@ -667,7 +667,7 @@ class Factors(ABC):
     ) -> None:
         """Compute the small batch's gradients of these parameters (lines 13 and 14).
 
-        Args: as of `Setup.compute_small_batch_gradients`.
+        Args: as of `AgsSetup.compute_small_batch_gradients`.
         """
 
     def refresh_factors(self, grads: Mapping[Tensor, Tensor]) -> None:  # noqa: B027
@@ -701,10 +701,10 @@ class Factors(ABC):
         """
 
 
-Per = Literal["element", "tensor"]
+Granularity = Literal["element", "tensor"]
 
 
-class Static(Factors):
+class Static(ScalingFactors):
     """One constant factor for all gradients (Eq. 8), without a small batch.
 
     Args:
@@ -754,7 +754,7 @@ class Static(Factors):
         return {"factors": 1.0, "mean": self._constant_factor, "at_cap": 0.0, "at_floor": 0.0}
 
 
-class SmallBatch(Factors):
+class SmallBatch(ScalingFactors):
     """Factors from the ratio of a small batch's gradient to the large one's at the same weights (line 16).
 
     Each refresh computes the small batch's gradient in an extra pass; its factors are used from the next step on. Until
@@ -778,7 +778,7 @@ class SmallBatch(Factors):
 
     def __init__(
         self,
-        per: Per = "element",
+        per: Granularity = "element",
         *,
         refresh: Refresh = "epoch",
         s_min: float = 1e-3,
@@ -801,7 +801,7 @@ class SmallBatch(Factors):
         self._finite: Tensor | None = None  # whether `_staged` is finite, 0-dim, bool; None without gradients
         self._small_batch_staged = self._warned = False
 
-    def bind(self, setup: Setup) -> None:
+    def bind(self, setup: AgsSetup) -> None:
         super().bind(setup)
         self.schedule = RefreshSchedule.from_settings(self.refresh, setup.steps_per_epoch)
         if setup.sharded and self.per == "element":
@@ -841,7 +841,7 @@ class SmallBatch(Factors):
     def needs_small_batch(self) -> bool:
         return self.reads_b_small and self.is_due
 
-    def change_setup(self, setup: Setup) -> None:
+    def change_setup(self, setup: AgsSetup) -> None:
         super().change_setup(setup)
         self.discard_pending()
         self._factor = {}
@@ -917,7 +917,7 @@ class SmallBatch(Factors):
         if self.is_due and not self._small_batch_staged and not self._warned:
             self._warned = True
             warnings.warn(
-                f"an AGS refresh was due, but {self._missing_input_text}: the factors are not changed",
+                f"an AGS refresh was due, but {self._missing_input_message}: the factors are not changed",
                 MissedRefreshWarning,
                 stacklevel=2,
             )
@@ -930,7 +930,7 @@ class SmallBatch(Factors):
             self.schedule.count_step(refreshed=factors is not None)
 
     @property
-    def _missing_input_text(self) -> str:
+    def _missing_input_message(self) -> str:
         return "small_batch() was not called"
 
     def discard_pending(self) -> None:
@@ -995,7 +995,7 @@ class LocalNorms(SmallBatch):
         super().__init__("tensor", refresh=refresh, s_min=s_min, eps=eps, ema=ema)
         self._listener: NormListener | None = None
 
-    def bind(self, setup: Setup) -> None:
+    def bind(self, setup: AgsSetup) -> None:
         """Attach the factors to a training, and to the reductions of its DDP.
 
         Raises:
@@ -1038,8 +1038,8 @@ class LocalNorms(SmallBatch):
         return {p: s.to(p.device) for p, s in zip(params, factors, strict=True) if p in grads}
 
     @property
-    def _missing_input_text(self) -> str:
-        return super()._missing_input_text if self._listener is None else "no gradient came through DDP"
+    def _missing_input_message(self) -> str:
+        return super()._missing_input_message if self._listener is None else "no gradient came through DDP"
 
     def discard_pending(self) -> None:
         super().discard_pending()
@@ -1061,15 +1061,15 @@ def _has_sync_batch_norm(model: nn.Module) -> bool:
 
 # --- The settings of section `ags` of a job file
 
-Target = Literal["gradient", "update"]
+ScalingTarget = Literal["gradient", "update"]
 
 
 class AgsArguments(TypedDict):
     """Arguments for one TulaOptimizer; factors and gate hold its state."""
 
-    factors: Factors
+    factors: ScalingFactors
     gate: Gate
-    apply_to: Target
+    apply_to: ScalingTarget
 
 
 def configure_ags(settings: Mapping[str, Any]) -> AgsArguments:
@@ -1105,7 +1105,7 @@ Preset = Literal["paper", "robust"]
 VERSION = 2
 
 
-class TulaOptimizer(Wrapper):
+class TulaOptimizer(OptimizerWrapper):
     """Wraps a base optimizer and scales the large batch's gradients towards those of a small batch.
 
     At each step the gate compares the squared gradient norm with that of the step before (Eq. 5). If it changed by less
@@ -1158,9 +1158,9 @@ class TulaOptimizer(Wrapper):
         b_large: int,
         b_small: int = 128,
         preset: Preset = "paper",
-        factors: Factors | None = None,
+        factors: ScalingFactors | None = None,
         gate: Gate | None = None,
-        apply_to: Target = "gradient",
+        apply_to: ScalingTarget = "gradient",
         steps_per_epoch: int | None = None,
         available: int | None = None,
         max_grad_norm: float | None = None,
@@ -1175,7 +1175,7 @@ class TulaOptimizer(Wrapper):
             raise ValueError(f"max_grad_norm must be a number above 0, got {max_grad_norm}")
         check_sharding(base, model, shares=True)
         sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
-        self.setup = Setup.from_optimizer(
+        self.setup = AgsSetup.from_optimizer(
             base, model, **sizes, steps_per_epoch=steps_per_epoch, seed=seed, exclude=exclude
         )
         check_base_can_be_scaled(base, of_gradients=apply_to == "gradient")
@@ -1249,7 +1249,7 @@ class TulaOptimizer(Wrapper):
         """
         setup, steps = self.setup, self.setup.steps_per_epoch
         sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
-        new = Setup.from_optimizer(
+        new = AgsSetup.from_optimizer(
             self.base, setup.model, **sizes, steps_per_epoch=steps, seed=setup.seed, exclude=setup.excluded
         )
         if new == setup:

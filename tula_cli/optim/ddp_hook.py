@@ -14,7 +14,7 @@ from .gradient_stats import compute_norms
 
 # --- The hook
 #
-# A DDP has one hook for good, so `get_reduction(ddp)` registers it once and returns the same object afterwards.
+# A DDP has one hook for good, so `get_or_register_reduction_hook(ddp)` registers it once and returns the same object afterwards.
 # DDP checks the type hints of its hook: annotations of this module must not be strings (no `from __future__ import annotations`).
 
 Listener = Callable[[GradBucket], Callable[[], None] | None]
@@ -23,7 +23,7 @@ that it returns is called when the bucket holds the average. It must not refer t
 
 
 @dataclass(eq=False)
-class Reduction:
+class ReductionHook:
     """Averages the gradients over all ranks, as DDP does without a hook, or leaves them unaveraged.
 
     It does not refer to the module: DDP refers to it from C++, and a cycle through C++ is never collected.
@@ -34,10 +34,10 @@ class Reduction:
     listeners: list[Listener] = field(default_factory=list)
 
 
-_registered: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()
+_registered: weakref.WeakKeyDictionary[DistributedDataParallel, ReductionHook] = weakref.WeakKeyDictionary()
 
 
-def get_reduction(ddp: DistributedDataParallel) -> Reduction:
+def get_or_register_reduction_hook(ddp: DistributedDataParallel) -> ReductionHook:
     """Return the module's reduction; make the first call between two backward passes, ideally before the first.
 
     torch's manual asks for a call before the first; torch 2.6 to 2.15 accept a later one, as tests show.
@@ -46,7 +46,7 @@ def get_reduction(ddp: DistributedDataParallel) -> Reduction:
         RuntimeError: the module already has another hook.
     """
     if ddp not in _registered:
-        state = Reduction(ddp.process_group)
+        state = ReductionHook(ddp.process_group)
         ddp.register_comm_hook(state, _reduce)
         _registered[ddp] = state
     return _registered[ddp]
@@ -58,11 +58,11 @@ def add_listener(ddp: DistributedDataParallel, listener: Listener) -> None:
     Raises:
         RuntimeError: the module already has another hook.
     """
-    get_reduction(ddp).listeners.append(listener)
+    get_or_register_reduction_hook(ddp).listeners.append(listener)
 
 
 # DDP reads the annotations, so they must not be strings (no `from __future__ import annotations` here)
-def _reduce(state: Reduction, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def _reduce(state: ReductionHook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     gradient = bucket.buffer()
     finishers = [listener(bucket) for listener in state.listeners]
     after = [call for call in finishers if call is not None]
@@ -94,7 +94,7 @@ def _finish_reduction(gradient: Tensor, after: list[Callable[[], None]]) -> torc
 
 
 @dataclass
-class _BucketNorms:
+class _PendingBucketNorms:
     params: list[Tensor]
     local: Tensor  # (n,): squared norms of this rank's gradients
     averaged: Tensor | None = None  # the same after the reduction
@@ -111,13 +111,13 @@ class NormListener:
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self._wanted = wanted
-        self._buckets: dict[int, _BucketNorms] = {}
+        self._buckets: dict[int, _PendingBucketNorms] = {}
 
     def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
         if not self._wanted() or bucket.buffer().is_sparse:
             return None
         grads = bucket.gradients()
-        seen = self._buckets[bucket.index()] = _BucketNorms(bucket.parameters(), _compute_squares(grads))
+        seen = self._buckets[bucket.index()] = _PendingBucketNorms(bucket.parameters(), _compute_squares(grads))
 
         def after() -> None:
             seen.averaged = _compute_squares(grads)

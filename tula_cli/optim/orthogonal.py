@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import gradient_stats, sharding
 from .gradient_stats import chunk_indices, clip_, copy_tensors, get_accumulation_dtype, group_by_dtype
-from .wrapper import Wrapper, check_sharding, get_rank_and_world
+from .wrapper import OptimizerWrapper, check_sharding, get_rank_and_world
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the odd polynomial that Muon iterates: steep at 0, and its values stay near 1 without converging."""
@@ -65,7 +65,7 @@ def _list_class_names(instance: object) -> set[str]:
     return {kind.__name__ for kind in type(instance).__mro__}
 
 
-class Ortho(Wrapper):
+class Ortho(OptimizerWrapper):
     """Wraps an optimizer and replaces its update of each matrix by the nearest (semi-)orthogonal one of the same length.
 
     With u the update of a weight without its weight decay, as a matrix of (outputs, all else), and U S V^T its singular

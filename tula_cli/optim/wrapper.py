@@ -174,7 +174,7 @@ def _evaluate_closure(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-class Wrapper(Optimizer):
+class OptimizerWrapper(Optimizer):
     """An optimizer whose `param_groups`, `state` and `defaults` are the base optimizer's objects, not copies.
 
     Learning-rate schedulers and GradScaler therefore accept it, and nothing is outdated after the base loads a state.

@@ -36,7 +36,7 @@ class CleanPolicy:
 
 
 @dataclass(frozen=True)
-class RemovableFile:
+class RemovableEntry:
     """A file or folder that may be removed."""
 
     kind: Kind
@@ -58,7 +58,7 @@ def measure_size_and_time(path: Path) -> tuple[int, float]:
     return size, newest
 
 
-def list_removable_files(folder: Path, policy: CleanPolicy) -> Iterator[RemovableFile]:
+def list_removable_files(folder: Path, policy: CleanPolicy) -> Iterator[RemovableEntry]:
     """Yield the removable files of a run, of which no job may be active.
 
     Raises:
@@ -78,7 +78,7 @@ def list_removable_files(folder: Path, policy: CleanPolicy) -> Iterator[Removabl
             )
 
 
-def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> Iterator[RemovableFile]:
+def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> Iterator[RemovableEntry]:
     folder = training.path / "checkpoints"
     entries = _list_entries(folder) if _is_folder(folder) else {}
     complete_checkpoints = [
@@ -136,7 +136,7 @@ def _read_link_target(link: Path) -> str:
     return target.name if target.parent == Path("checkpoints") else ""
 
 
-def remove_file(holding: RemovableFile) -> None:
+def remove_file(holding: RemovableEntry) -> None:
     """Remove a file or folder, and the links to it first. An interrupted removal is completed by the next call.
 
     Raises:
@@ -167,8 +167,8 @@ def _remove_folder(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _make_removable_file(kind: Kind, path: Path) -> RemovableFile:
-    return RemovableFile(kind, path, measure_size_and_time(path)[0])
+def _make_removable_file(kind: Kind, path: Path) -> RemovableEntry:
+    return RemovableEntry(kind, path, measure_size_and_time(path)[0])
 
 
 def _has_type_of_name(name: str, mode: int) -> bool:

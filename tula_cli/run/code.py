@@ -33,7 +33,7 @@ from tula_cli.run.imports import (
 from tula_cli.run.job_runs import make_runs
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.script_files import (
-    NoCommandFile,
+    CommandFileMissing,
     list_module_names,
     list_script_warnings,
     select_script_files,
@@ -157,7 +157,7 @@ def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: 
         return Source(workdir, "", warnings=code.warnings)
     try:
         selection = code.select()
-    except NoCommandFile:
+    except CommandFileMissing:
         if run_snapshot is None:
             raise
         selection = Selection(workdir, (), (), (), ())

@@ -22,7 +22,7 @@ _MAX_VERIFIED_BYTES = 2**20
 """Bytes of a checkpoint whose checksums are verified; for the rest only the structure is checked, because it would take
 minutes."""
 _MAX_RANGES = 5
-_CONSEQUENCES = {
+_CONSEQUENCE_BY_RECORD = {
     "spec.yaml": "the job is read from spec.json",
     "job_file.json": "changes of the job file are not noticed",
     "variant.json": "the runs on other hardware of the same job are not found",
@@ -53,7 +53,8 @@ def warn_damaged_record(run: Path, path: Path, error: BadMeasurements) -> Diagno
     """Return a warning about a damaged record, with its consequence and what to do."""
     name = path.relative_to(run).as_posix()
     lost = next(
-        (consequence for pattern, consequence in _CONSEQUENCES.items() if fnmatchcase(name, pattern)), "it is skipped"
+        (consequence for pattern, consequence in _CONSEQUENCE_BY_RECORD.items() if fnmatchcase(name, pattern)),
+        "it is skipped",
     )
     return messages.damaged_record(problem=error.message, consequence=lost, advice=error.hint)
 

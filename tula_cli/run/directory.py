@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 from tula_cli.errors import BadMeasurements, UnreadableFile
 from tula_cli.run.files import (
-    announce_change,
     is_listed,
     list_files,
     make_folder,
@@ -21,6 +20,7 @@ from tula_cli.run.files import (
     open_to_append,
     read_record,
     read_text,
+    touch_change_marker,
     write_and_announce,
     write_atomic,
     write_record,
@@ -44,7 +44,7 @@ from tula_cli.run.records.results import (
     CountedEnergy,
     JobFile,
     RateSearch,
-    Save,
+    ScriptCheckpointSave,
     Summary,
     TrainResult,
     Tuning,
@@ -314,7 +314,7 @@ class RunDir:
         if not self.is_cancelled(job_id):
             require_ownership(self.path)
             write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
-            announce_change(self.path)
+            touch_change_marker(self.path)
 
     def remove_cancellation(self, job_id: str) -> None:
         (self.path / f"jobs/{job_id}.cancelled").unlink(missing_ok=True)
@@ -421,12 +421,12 @@ class RunDir:
         folders = [path for path in (self.path / "train").glob("*") if path.is_dir()]
         return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
 
-    def find_newest_script_saves(self) -> tuple[Save, ...]:
+    def find_newest_script_saves(self) -> tuple[ScriptCheckpointSave, ...]:
         """Return for each batch the checkpoints of the script's training that saved most recently, newest batch last."""
-        newest: dict[int, list[Save]] = {}
+        newest: dict[int, list[ScriptCheckpointSave]] = {}
         snapshot = self.read_snapshot()
         for signature in self.list_train_signatures():
-            by_batch: dict[int, list[Save]] = {}
+            by_batch: dict[int, list[ScriptCheckpointSave]] = {}
             for save in snapshot.get_training(signature).read_script_saves().saves:
                 by_batch.setdefault(save.batch, []).append(save)
             for batch, saves in by_batch.items():

@@ -74,7 +74,7 @@ def pin_run(run: Path) -> None:
     _PinnedRun.path, _PinnedRun.inode, _PinnedRun.folder = run.absolute(), os.fstat(folder).st_ino, folder
 
 
-def is_run_gone(run: Path) -> bool:
+def is_pinned_run_gone(run: Path) -> bool:
     """Return whether a pinned run is no longer at its path; another folder may have taken its place."""
     try:
         return run.absolute() == _PinnedRun.path and run.stat().st_ino != _PinnedRun.inode
@@ -90,7 +90,7 @@ def make_folder(folder: Path, *, mode: int = 0o700) -> None:
         OSError: it cannot be created.
     """
     pinned_path = _PinnedRun.path
-    if pinned_path is not None and folder.absolute().is_relative_to(pinned_path) and is_run_gone(pinned_path):
+    if pinned_path is not None and folder.absolute().is_relative_to(pinned_path) and is_pinned_run_gone(pinned_path):
         raise RunGone(pinned_path)
     try:
         folder.mkdir(mode=mode, exist_ok=True)
@@ -289,7 +289,7 @@ def read_record(path: Path, kind: "type[T] | TypeAdapter[T]") -> T | None:
     if _EXCESSIVE_NUMBER_PATTERN.search(content):
         try:
             limit = _MAX_MEASURED if path.parent.name == "results" else math.inf
-            json.loads(content, parse_constant=_reject_number, parse_float=partial(_check_number, limit))
+            json.loads(content, parse_constant=_reject_nan_and_infinity, parse_float=partial(_check_number, limit))
         except ValueError as error:
             raise make_damaged_error(path, str(error)) from None
     return record
@@ -319,12 +319,12 @@ _MAX_MEASURED = 1e150
 """Maximum of measured numbers: their squares must be finite."""
 
 
-def _reject_number(text: str) -> float:
+def _reject_nan_and_infinity(text: str) -> float:
     raise ValueError(f"{text} is not a valid number")
 
 
 def _check_number(limit: float, text: str) -> float:
-    return number if abs(number := float(text)) < limit else _reject_number(text)
+    return number if abs(number := float(text)) < limit else _reject_nan_and_infinity(text)
 
 
 _MOVE_ADVICE = (
@@ -444,7 +444,7 @@ def read_lines(file: BinaryIO, *, longest: int = MAX_LINE_BYTES) -> Iterator[byt
         yield line
 
 
-def read_lines_back(file: BinaryIO, *, end: int, block: int) -> Iterator[bytes]:
+def read_lines_reversed(file: BinaryIO, *, end: int, block: int) -> Iterator[bytes]:
     """Yield the lines of a file before `end`, last first.
 
     A block is read at a time; lines longer than a block are yielded in pieces.
@@ -617,16 +617,16 @@ def _load_statx() -> Callable[..., int] | None:
 
 # --- Marker of changes
 
-_NEWS_FILE = "news"
+_CHANGE_MARKER_FILE = "news"
 _POLLED_FOLDERS = ("orders", "handover", "failures")
 
 
-def announce_change(run: Path) -> None:
+def touch_change_marker(run: Path) -> None:
     """Announce a change in a run directory, after it has become readable.
 
     Takes no space, and errors are ignored: supervisors also poll without it.
     """
-    path = run / _NEWS_FILE
+    path = run / _CHANGE_MARKER_FILE
     with contextlib.suppress(OSError):
         try:
             os.utime(path, follow_symlinks=False)
@@ -644,12 +644,12 @@ def write_and_announce(run: Path, name: str, record: "BaseModel") -> None:
         TulaError: the disk is full or the folder cannot be written; the old record is unchanged.
     """
     write_record(run / name, record)
-    announce_change(run)
+    touch_change_marker(run)
 
 
-def read_news_state(run: Path) -> tuple[int, int] | None:
+def read_change_marker(run: Path) -> tuple[int, int] | None:
     """Return a value that changes with each announcement (one stat call); None if there has been none."""
-    return read_file_identity(run / _NEWS_FILE)
+    return read_file_identity(run / _CHANGE_MARKER_FILE)
 
 
 def prepare_folders(run: Path, *others: str) -> None:
@@ -663,4 +663,4 @@ def prepare_folders(run: Path, *others: str) -> None:
     """
     for name in (*_POLLED_FOLDERS, *others):
         make_folder(run / name)
-    announce_change(run)
+    touch_change_marker(run)

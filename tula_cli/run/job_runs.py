@@ -30,7 +30,7 @@ def list_variants(spec: JobSpec) -> list[tuple[Variant, JobSpec]]:
     """Return each variant of a job (a node type with a number of GPUs per node) with its job."""
     variants: list[tuple[Variant, JobSpec]] = []
     for name, job in spec.split_by_type().items():
-        node_type, gpus = (None, None) if name is None else spec.kinds[name]
+        node_type, gpus = (None, None) if name is None else spec.hardware_by_type[name]
         in_addition: Literal["gpus"] | None = "gpus" if job.measured_with_fewer_gpus else None
         variants.append((Variant(node_type=node_type, gpus=gpus, in_addition=in_addition), job))
     return variants
@@ -44,7 +44,7 @@ def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
     """
     jobs = [(variant, RunDir.from_spec(root, job, code=code)) for variant, job in list_variants(spec)]
     names = tuple(run.id for _, run in jobs) if len(jobs) > 1 or spec.types else ()
-    return _join_family([Run(run.path, run.spec, variant.model_copy(update={"runs": names})) for variant, run in jobs])
+    return _set_family([Run(run.path, run.spec, variant.model_copy(update={"runs": names})) for variant, run in jobs])
 
 
 def list_siblings(run: RunDir) -> list[RunDir]:
@@ -59,7 +59,7 @@ def list_siblings(run: RunDir) -> list[RunDir]:
     return [sibling for sibling, other in variants if other is None or other.in_addition != "length"]
 
 
-def open_family(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, ...]:
+def open_runs_of_job(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, ...]:
     """Return all existing runs of a run's job, including the run itself.
 
     Args:
@@ -71,21 +71,21 @@ def open_family(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, ...]:
     """
     stored = [(sibling, sibling.read_variant() or Variant()) for sibling in list_siblings(run)]
     node_types = {variant.node_type for _, variant in stored if variant.node_type}
-    return _join_family(
+    return _set_family(
         [_open(sibling, variant, _select_overrides(overrides, variant, node_types)) for sibling, variant in stored]
     )
 
 
 def open_run(run: RunDir, overrides: Sequence[str] = ()) -> Run:
-    """Return an existing run with its job. Args and errors are as of `open_family`."""
-    return next(sibling for sibling in open_family(run, overrides) if sibling.path == run.path)
+    """Return an existing run with its job. Args and errors are as of `open_runs_of_job`."""
+    return next(sibling for sibling in open_runs_of_job(run, overrides) if sibling.path == run.path)
 
 
 def open_runs(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> tuple[Run, ...]:
-    """Return existing runs of one job that are named one by one. Args are as of `open_family`.
+    """Return existing runs of one job that are named one by one. Args are as of `open_runs_of_job`.
 
     Raises:
-        SpecError: as of `open_family` and `combine_runs`.
+        SpecError: as of `open_runs_of_job` and `combine_runs`.
     """
     return combine_runs(_open_each(runs, overrides))
 
@@ -93,7 +93,7 @@ def open_runs(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> tuple[Ru
 def open_runs_by_job(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> list[tuple[Run, ...]]:
     """Return existing runs that are named one by one, those of each job together, in the order of the first run of each job.
 
-    Args and errors are as of `open_family`.
+    Args and errors are as of `open_runs_of_job`.
     """
     jobs: list[list[Run]] = []
     for run in _open_each(runs, overrides):
@@ -119,7 +119,7 @@ def _open_each(runs: Sequence[RunDir], overrides: Sequence[str]) -> list[Run]:
     runs = list_distinct_runs(existing)
     for run in runs:
         if run.path not in opened:
-            opened |= {sibling.path: sibling for sibling in open_family(run, overrides)}
+            opened |= {sibling.path: sibling for sibling in open_runs_of_job(run, overrides)}
     return [opened[run.path] for run in runs]
 
 
@@ -138,7 +138,7 @@ def _select_overrides(overrides: Sequence[str], variant: Variant, node_types: Co
     return selected
 
 
-def _join_family(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _set_family(runs: Sequence[Run]) -> tuple[Run, ...]:
     family = tuple(runs)
     for run in family:
         run.family = family

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tula_cli.options import OBSERVED
+from tula_cli.options import DEFAULT_OBSERVATIONS_FOLDER
 from tula_cli.run.records.scripts import Heartbeat, RankResult
 from tula_cli.run.script_attempt import read_heartbeats, read_rank_results
 
@@ -51,4 +51,8 @@ def list_observed_jobs(root: Path) -> list[ObservedJob]:
 
 def hint_at_observed_jobs() -> str:
     """Return a hint for commands that find no run; empty if no job was observed in this folder either."""
-    return "; tula observe --report shows the observed jobs" if list_observed_jobs(Path(OBSERVED)) else ""
+    return (
+        "; tula observe --report shows the observed jobs"
+        if list_observed_jobs(Path(DEFAULT_OBSERVATIONS_FOLDER))
+        else ""
+    )

@@ -4,16 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.run.files import (
-    announce_change,
     is_listed,
     list_files,
     read_json_lines,
     read_record,
     read_text,
+    touch_change_marker,
     write_atomic,
     write_record,
 )
-from tula_cli.run.records.scripts import Heartbeat, Killed, RankResult, ResumeTestResult, ScriptFailure, ShimPlan
+from tula_cli.run.records.scripts import Heartbeat, KillRecord, RankResult, ResumeTestResult, ScriptFailure, ShimPlan
 
 TAIL_BYTES = 16_384
 """Bytes at the end of a row file that are searched for the newest row."""
@@ -58,7 +58,7 @@ class ScriptAttempt:
         """Announce the approaching time limit (Unix time) to all supervisors, because only the leader knows it."""
         if not (self.path / "ends_at").exists():
             write_atomic(self.path / "ends_at", f"{ends_at:.1f}\n")
-            announce_change(self.run)
+            touch_change_marker(self.run)
 
     def read_end_time(self) -> float | None:
         """Return the time limit (Unix time) once it has been announced."""
@@ -121,9 +121,9 @@ class ScriptAttempt:
     def read_heartbeat(self, rank: int) -> Heartbeat | None:
         return read_record(self.path / f"heartbeat-{rank}.json", Heartbeat)
 
-    def read_kill(self) -> Killed | None:
+    def read_kill(self) -> KillRecord | None:
         """Return the record of the first start of a resume test about its checkpoint."""
-        return read_record(self.path / "rehearsal.json", Killed)
+        return read_record(self.path / "rehearsal.json", KillRecord)
 
 
 class ResumeTestRecords:

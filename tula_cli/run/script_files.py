@@ -42,7 +42,7 @@ _PYTHON_VALUE_OPTIONS = re.compile(r"-X|-W|--check-hash-based-pycs")
 _SHELL_VALUE_OPTIONS = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
 
 
-class NoCommandFile(SpecError):
+class CommandFileMissing(SpecError):
     """The command names a file that does not exist."""
 
 
@@ -100,8 +100,8 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
     return None
 
 
-def _make_missing_file_error(what: str) -> NoCommandFile:
-    return NoCommandFile(
+def _make_missing_file_error(what: str) -> CommandFileMissing:
+    return CommandFileMissing(
         f"script.command: {what}",
         "run tula in the folder in which the command runs, or correct the name of the file in script.command. If the file exists only on the nodes, set script.code: none",
     )

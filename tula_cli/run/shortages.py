@@ -18,7 +18,7 @@ RESERVE_BYTES = 2**14
 """Bytes reserved for the few records that are written at the end."""
 
 
-def allocate_reserve(run: Path) -> None:
+def create_reserve_file(run: Path) -> None:
     """Reserve some disk space unless it is already reserved.
 
     Raises:

@@ -66,7 +66,7 @@ class Snapshot:
         self._errors: dict[Path, BadMeasurements] = {}
 
     @cached_property
-    def here(self) -> Path:
+    def resolved_path(self) -> Path:
         """Resolved path of the run."""
         return self.path.resolve()
 
@@ -116,7 +116,7 @@ class Snapshot:
 
     @cached_property
     def _jobs_of_another_run(self) -> list[Job]:
-        return [job for job in self._readable_jobs[0] if is_of_another_run(job, self.here)]
+        return [job for job in self._readable_jobs[0] if is_of_another_run(job, self.resolved_path)]
 
     @cached_property
     def jobs(self) -> list[Job]:
@@ -210,7 +210,7 @@ class Snapshot:
     def _cancelled(self) -> frozenset[str]:
         return frozenset(path.stem for path in list_files(self.path / "jobs", "*.cancelled"))
 
-    def read_cancelling_command(self, job_id: str) -> str:
+    def read_cancel_command(self, job_id: str) -> str:
         """Return the command that cancelled a job; empty if it was not cancelled."""
         return read_text(self.path / f"jobs/{job_id}.cancelled") if job_id in self._cancelled else ""
 
@@ -222,14 +222,14 @@ class Snapshot:
     # --- Results
 
     @cached_property
-    def _readable(self) -> tuple[list[Result], list[BadMeasurements]]:
+    def _results_and_damaged(self) -> tuple[list[Result], list[BadMeasurements]]:
         results, damaged = self._read_folder("results", RESULT)
         return sorted(results, key=lambda result: (result.nodes, result.local_batch)), damaged
 
     @property
     def results(self) -> list[Result]:
         """The readable results, by nodes and local batch."""
-        return self._readable[0]
+        return self._results_and_damaged[0]
 
     @property
     def measured(self) -> list[Measured]:
@@ -244,7 +244,7 @@ class Snapshot:
     @property
     def damaged(self) -> list[BadMeasurements]:
         """Errors of the results that cannot be read."""
-        return self._readable[1]
+        return self._results_and_damaged[1]
 
     @cached_property
     def job_file(self) -> JobFile | None:
@@ -309,7 +309,7 @@ class Snapshot:
         begun_trainings = set(list_names(snapshot.path / "train")) if signatures else ()
         trainings = [snapshot.get_training(signature) for signature in signatures if signature in begun_trainings]
         for training in trainings:
-            training.read_records()
+            training.validate_records()
         of_records = [
             warn_damaged_record(snapshot.path, path, error)
             for path, error in snapshot._errors.items()

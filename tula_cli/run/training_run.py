@@ -199,7 +199,7 @@ class TrainingRun:
         """Return the samples that a restart does not train again: up to the newest checkpoint, and in branches."""
         return self.find_newest_samples() + self.count_tuned_samples()
 
-    def read_records(self) -> None:
+    def validate_records(self) -> None:
         """Read every existing record, so that the reader notices damaged ones."""
         records: dict[str, Callable[[], object]] = {
             "result.json": self.read_result, "summary.json": self.read_summary, "tuning.json": self.read_tuning, "energy.json": self.read_energy,
@@ -259,7 +259,7 @@ class TrainingRun:
         """Return the recorded values of every step as rows, oldest first; damaged and incomplete rows are left out."""
         return read_steps(read_json_lines(self.steps_path))
 
-    def compute_clock_lead(self, rows: Sequence[Mapping[str, Any]]) -> float:
+    def compute_clock_offset(self, rows: Sequence[Mapping[str, Any]]) -> float:
         """Return the seconds by which the file system's clock is ahead of that of the writing host; 0 if they agree.
 
         Rows are written immediately, so the newest one is compared with the file's modification time. A difference

@@ -18,13 +18,13 @@ from tula_cli.errors import (
     require_callable,
     require_positive,
 )
-from tula_cli.models.choice.baseline import Gain
+from tula_cli.models.choice.baseline import BaselineSaving
 from tula_cli.models.choice.campaign import Campaign
 from tula_cli.models.observed import ObservedReport
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.options import (
-    OBSERVED,
-    ROOT,
+    DEFAULT_OBSERVATIONS_FOLDER,
+    DEFAULT_RUNS_FOLDER,
     CheckedNodes,
     ComparisonRequest,
     EvaluationRequest,
@@ -82,7 +82,7 @@ from tula_cli.services.nodes import ClusterCheck
 from tula_cli.services.observe import list_observed_reports
 from tula_cli.services.observed_probes import add_observed_probes
 from tula_cli.services.profile import LargestBatch
-from tula_cli.services.resume_test import ResumeFinding, run_resume_test
+from tula_cli.services.resume_test import ResumeTestFinding, run_resume_test
 from tula_cli.services.status import RunStatus
 from tula_cli.services.tracking import ExportResult, load_trackers_package
 from tula_cli.services.train_seeds import SeedsReport, prepare_seeds, run_seeds
@@ -319,7 +319,7 @@ RunArgument = Annotated[Target, "a run, the path of its folder, or its job."]
 class Settings:
     """Arguments of all functions that take a job with overrides."""
 
-    root: Root = ROOT
+    root: Root = DEFAULT_RUNS_FOLDER
     overrides: Overrides = ()
 
     def resolve(self, target: Target) -> "ResolvedTarget":
@@ -383,7 +383,9 @@ class ResolvedTarget:
     overrides: tuple[str, ...] = ()
 
     @classmethod
-    def from_target(cls, target: Target, *, root: str | Path = ROOT, overrides: Sequence[str] = ()) -> "ResolvedTarget":
+    def from_target(
+        cls, target: Target, *, root: str | Path = DEFAULT_RUNS_FOLDER, overrides: Sequence[str] = ()
+    ) -> "ResolvedTarget":
         """Return the runs of a target; those of a job are under `root`.
 
         Raises:
@@ -626,7 +628,7 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
     return campaigns.plan_trainings(jobs, arguments, trainings, overrides=arguments.overrides, save=arguments.save)
 
 
-def status(run: Target, *, root: str | Path = ROOT) -> Status:
+def status(run: Target, *, root: str | Path = DEFAULT_RUNS_FOLDER) -> Status:
     """Return the status of a run's jobs and of its newest training; `.frame()` returns a table of the jobs.
 
     Args:
@@ -768,7 +770,7 @@ class TrainArguments(SubmitArguments, TrainRequest):
 class TrainingSummary(Summary):
     """The summary of a training, with its gain over the baseline configuration."""
 
-    gain: Gain | None  # None without a forecast of the baseline, or if it was trained itself
+    gain: BaselineSaving | None  # None without a forecast of the baseline, or if it was trained itself
 
 
 @with_arguments(TrainArguments)
@@ -882,7 +884,7 @@ def find_learning_rate(arguments: LearningRateArguments) -> LearningRateReport |
     return None if isinstance(result, DetachedJobs) else result
 
 
-def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path = ROOT) -> RunDifference:
+def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path = DEFAULT_RUNS_FOLDER) -> RunDifference:
     """Compare two runs, A and B: `tula diff`. Nothing is written.
 
     Args:
@@ -961,7 +963,7 @@ class ExportArguments(ExportRequest):
     to: Trackers = ()
     _: KW_ONLY
     on_event: Annotated[OnEvent | None, "called with every event, as in `profile`."] = None
-    root: Root = ROOT
+    root: Root = DEFAULT_RUNS_FOLDER
 
     def __post_init__(self) -> None:
         require_callable(on_event=self.on_event)
@@ -1004,7 +1006,7 @@ class TestResumeArguments(JobArguments):
 
 
 @with_arguments(TestResumeArguments)
-def rehearse(arguments: TestResumeArguments) -> ResumeFinding:
+def rehearse(arguments: TestResumeArguments) -> ResumeTestFinding:
     """Test in a job on one node whether a script resumes from its own checkpoint, and wait: `tula check --rehearse`.
 
     Returns:
@@ -1031,7 +1033,7 @@ def rehearse(arguments: TestResumeArguments) -> ResumeFinding:
     return arguments.run_work(work)
 
 
-def observed_jobs(root: str | Path = OBSERVED, name: str | None = None) -> list[ObservedReport]:
+def observed_jobs(root: str | Path = DEFAULT_OBSERVATIONS_FOLDER, name: str | None = None) -> list[ObservedReport]:
     """Return the measurements that `tula observe` took of jobs.
 
     Args:
@@ -1047,7 +1049,7 @@ def observed_jobs(root: str | Path = OBSERVED, name: str | None = None) -> list[
     return list_observed_reports(Path(root).expanduser(), name)
 
 
-def report(run: Target, *, root: str | Path = ROOT) -> Document:
+def report(run: Target, *, root: str | Path = DEFAULT_RUNS_FOLDER) -> Document:
     """Return the report of a run: sections with tables and figures, as plain values.
 
     Args:
@@ -1065,7 +1067,7 @@ def report(run: Target, *, root: str | Path = ROOT) -> Document:
     return _find_measured_run(run, root).report()
 
 
-def report_text(run: Target, *, form: TextForm = "markdown", root: str | Path = ROOT) -> str:
+def report_text(run: Target, *, form: TextForm = "markdown", root: str | Path = DEFAULT_RUNS_FOLDER) -> str:
     """Return the report of a run as text.
 
     Args:

@@ -15,9 +15,9 @@ from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.campaign import (
     Campaign,
     CandidatesOfJob,
-    Option,
     PlanRequest,
-    Start,
+    ScheduledStart,
+    TrainingOption,
     compute_makespan,
     describe_plan,
     find_shortest_makespan,
@@ -80,7 +80,7 @@ def plan_trainings(
 
 
 @dataclass(frozen=True)
-class _ConsideredConfigurations:
+class _JobCandidates:
     """The configurations of a job that a plan may use."""
 
     candidates: Candidates
@@ -91,7 +91,7 @@ class _ConsideredConfigurations:
 
 def _find_usable_configurations(
     runs: Sequence[Run], query: Query, nodes: int, overrides: Sequence[str]
-) -> _ConsideredConfigurations:
+) -> _JobCandidates:
     """Return the configurations of a job that are within the limits of one training.
 
     Raises:
@@ -109,7 +109,7 @@ def _find_usable_configurations(
     )
     if not len(candidates):
         raise Infeasible(f"no configuration is possible on {format_count(nodes)} or fewer", "raise --max-nodes")
-    return _ConsideredConfigurations(candidates, max_batch, answer.recommendation.currency, answer.warnings)
+    return _JobCandidates(candidates, max_batch, answer.recommendation.currency, answer.warnings)
 
 
 def plan_campaign(
@@ -186,7 +186,7 @@ def plan_campaign(
     return plan
 
 
-def _get_common_currency(considered: Sequence[_ConsideredConfigurations]) -> str:
+def _get_common_currency(considered: Sequence[_JobCandidates]) -> str:
     currencies = sorted({of_job.currency for of_job in considered})
     if len(currencies) > 1:
         raise SpecError(
@@ -198,7 +198,7 @@ def _get_common_currency(considered: Sequence[_ConsideredConfigurations]) -> str
 
 def _list_options_by_batch(
     candidates: Candidates, job: CandidatesOfJob, node_type: str, query: Query, all_nodes: int | None
-) -> list[list[Option]]:
+) -> list[list[TrainingOption]]:
     """Return the options of a job on a node type, by batch.
 
     If the plan minimises neither time nor cost, but has a budget, there is also a list per batch of the options that all
@@ -235,7 +235,7 @@ def _describe_planned_trainings(jobs: Sequence[CandidatesOfJob], nodes: int) -> 
     return f"{trainings} {on_nodes}{batches}"
 
 
-def _list_warnings(names: Sequence[str], considered: Sequence[_ConsideredConfigurations]) -> list[Diagnostic]:
+def _list_warnings(names: Sequence[str], considered: Sequence[_JobCandidates]) -> list[Diagnostic]:
     """Return the warnings of all jobs, with the name of the job if there are several."""
     if len(names) == 1:
         return list(considered[0].warnings)
@@ -301,7 +301,7 @@ def _list_job_names(jobs: Sequence[Sequence[Run]]) -> list[str]:
     return names if len(set(names)) == len(names) else ids
 
 
-def _list_common_node_types(names: Sequence[str], considered: Sequence[_ConsideredConfigurations]) -> list[str]:
+def _list_common_node_types(names: Sequence[str], considered: Sequence[_JobCandidates]) -> list[str]:
     """Return the node types on which all jobs were measured; the type of a job that names none is empty.
 
     Raises:
@@ -351,8 +351,8 @@ def _get_limit_or_infinity(value: float | None) -> float:
 
 
 def _plan_in_shortest_time(
-    groups: Sequence[Sequence[Option]], query: Query, *, trainings: int, nodes: int, subject: str, currency: str
-) -> list[Start]:
+    groups: Sequence[Sequence[TrainingOption]], query: Query, *, trainings: int, nodes: int, subject: str, currency: str
+) -> list[ScheduledStart]:
     """Return the shortest plan within the budget.
 
     Args:
@@ -362,7 +362,7 @@ def _plan_in_shortest_time(
         Infeasible: no plan is within budget and deadline.
     """
     makespans = [find_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups]
-    plan: list[Start] | None = None
+    plan: list[ScheduledStart] | None = None
     makespan = math.inf
     for index in np.argsort(makespans, kind="stable"):
         if makespans[index] >= makespan:
@@ -386,7 +386,7 @@ def _plan_in_shortest_time(
 
 
 def _plan_at_lowest_cost(
-    groups: Sequence[Sequence[Option]],
+    groups: Sequence[Sequence[TrainingOption]],
     query: Query,
     *,
     trainings: int,
@@ -394,7 +394,7 @@ def _plan_at_lowest_cost(
     subject: str,
     currency: str,
     prices: Floats,
-) -> list[Start]:
+) -> list[ScheduledStart]:
     """Return the plan of lowest cost or energy within the deadline; a batch whose plan is within the budget is preferred.
 
     Other arguments and errors are as for the shortest plan.

@@ -29,7 +29,7 @@ from tula_cli.services.profile import compute_max_node_hours, plan_upper_bound
 from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import (
     STRATEGIES_ON_ALL_NODES,
-    Expectation,
+    SearchEstimate,
     choose_probes,
     choose_strategy,
     estimate_search,
@@ -65,7 +65,9 @@ class CheckReport(MaxCost):
     settings: tuple[str, ...] = ()  # descriptions of how the training computes, such as its precision
     method_line: str = ""  # the large-batch method and why it was chosen
     interruption: str = ""  # the cost of an interruption of a script, in words; empty if unknown
-    expected: Expectation | None = None  # expected cost of the jobs; None without jobs, or if their batches are unknown
+    expected: SearchEstimate | None = (
+        None  # expected cost of the jobs; None without jobs, or if their batches are unknown
+    )
 
     def __repr__(self) -> str:
         return f"<CheckReport: {self.summary}>"
@@ -371,7 +373,7 @@ def _warn_small_batch(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[Diagn
     """Warn if the configured `ags.b_small` is not below some of the batches, which are then not scaled."""
     small = spec.ags.b_small
     batches = sorted({batch for job in jobs for batch in job.batches})
-    if small == "auto" or not spec.train.training_method.scales or not batches or small < batches[0]:
+    if small == "auto" or not spec.train.training_method.scales_gradients or not batches or small < batches[0]:
         return []
     not_scaled = [batch for batch in batches if batch <= small]
     return [messages.batch_not_scaled(b_small=small, batches=not_scaled, method=spec.train.method)]

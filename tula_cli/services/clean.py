@@ -18,7 +18,7 @@ from tula_cli.host import machine_lock
 from tula_cli.run import format as run_format
 from tula_cli.run.clean import (
     CleanPolicy,
-    RemovableFile,
+    RemovableEntry,
     list_removable_files,
     measure_size_and_time,
     remove_file,
@@ -36,14 +36,14 @@ StateQuery = Callable[[Sequence[str]], Mapping[str, SchedulerState]]
 
 
 @dataclass(frozen=True)
-class RunSpace:
+class RunDiskUsage:
     """The disk space of one run, in bytes."""
 
     id: str
     path: Path
     held: int  # bytes of all files of the run
     changed: float  # Unix time of the newest change
-    holdings: tuple[RemovableFile, ...]  # removable files
+    holdings: tuple[RemovableEntry, ...]  # removable files
     kept: str = ""  # why nothing is removable now; empty if something may be removed
     lives: bool = False  # reason of `kept`: True if jobs are or may be active; False if the run is unreadable
     final: tuple[str, ...] = ()  # signatures of trainings that cannot resume after the removal
@@ -71,7 +71,7 @@ def measure_space_of_runs(
     older: float | None = None,
     ask: StateQuery = scheduler.query_states,
     now: Callable[[], float] = time.time,
-) -> list[RunSpace]:
+) -> list[RunDiskUsage]:
     """Return the disk space of runs and their removable files, largest first; nothing is changed.
 
     SLURM is queried once for all jobs.
@@ -98,11 +98,11 @@ def measure_space_of_runs(
     return sorted(spaces, key=lambda run_space: (-run_space.size, -run_space.held))
 
 
-def _mark_unremovable(run_space: RunSpace, reason_by_path: str) -> RunSpace:
+def _mark_unremovable(run_space: RunDiskUsage, reason_by_path: str) -> RunDiskUsage:
     return replace(run_space, kept=reason_by_path, lives=True, holdings=(), final=(), compared=())
 
 
-def _measure_space_of_run(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunSpace:
+def _measure_space_of_run(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunDiskUsage:
     """Return the disk space of a run; nothing is removable if the run is damaged or of another format."""
     try:
         run_format.require_known_format(run.path)
@@ -110,7 +110,7 @@ def _measure_space_of_run(run: RunDir, size: int, changed: float, *, keep_best: 
         policy = CleanPolicy(keep_best, frozenset(cell.signature for cell in cells))
         removable = tuple(list_removable_files(run.path, policy))
     except TulaError as error:
-        return RunSpace(run.id, run.path, size, changed, (), kept=error.message)
+        return RunDiskUsage(run.id, run.path, size, changed, (), kept=error.message)
     compared_trainings = tuple(
         dict.fromkeys(_get_training_signature(holding) for holding in removable if holding.kind == "compared")
     )
@@ -121,10 +121,10 @@ def _measure_space_of_run(run: RunDir, size: int, changed: float, *, keep_best: 
             if holding.kind == "checkpoints" and _is_newest(holding.path)
         )
     )
-    return RunSpace(run.id, run.path, size, changed, removable, final=final, compared=compared_trainings)
+    return RunDiskUsage(run.id, run.path, size, changed, removable, final=final, compared=compared_trainings)
 
 
-def _get_training_signature(holding: RemovableFile) -> str:
+def _get_training_signature(holding: RemovableEntry) -> str:
     return holding.path.parent.parent.name
 
 
@@ -170,7 +170,7 @@ def _describe_active_job(
     except TulaError as error:
         return error.message
     for name, _, run in (holder.partition(" of ") for holder in holders):
-        if run == str(snapshot.here):
+        if run == str(snapshot.resolved_path):
             return f"job {name} is running or waiting on this machine"
     for job in jobs:
         state = local[job.id] if job.scheduler == "local" else _get_chain_state(job, states, now)
@@ -197,7 +197,7 @@ def _get_chain_state(job: Job, known: Mapping[str, SchedulerState], now: float) 
 # --- Removal
 
 
-def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
+def remove_files(run_spaces: Iterable[RunDiskUsage]) -> CleanResult:
     """Remove the removable files of `run_spaces`; runs with jobs submitted in the meantime are left unchanged.
 
     If interrupted, the same call removes the remaining files.
@@ -226,7 +226,7 @@ def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
 
 
 @contextlib.contextmanager
-def _lock_run(run_space: RunSpace) -> Iterator[None]:
+def _lock_run(run_space: RunDiskUsage) -> Iterator[None]:
     """Lock a run so that no other command submits jobs for it.
 
     Raises:

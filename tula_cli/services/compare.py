@@ -36,7 +36,7 @@ from tula_cli.services.comparison.rows import (
     warn_missing_controls,
 )
 from tula_cli.services.plans import ComparePlan, TrainPlan
-from tula_cli.spec.job import JobSpec, describe_misfit, get_warmup_epochs
+from tula_cli.spec.job import JobSpec, describe_method_conflict, get_warmup_epochs
 from tula_cli.spec.load import validate_job
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import compute_train_signature
@@ -105,7 +105,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     train = dict(content.get("train", {}))
     if variant.method != spec.train.method or variant.method == REFERENCE_METHOD:
         train.pop("lr_scaling", None)  # of the job's method; other methods have their own rule, and lbt has none
-    if not variant.training_method.ramps:
+    if not variant.training_method.grows_batch:
         train.pop("ramp", None)  # methods without ramps train at one batch
     content["train"] = {**train, "method": variant.method, "seed": seed, **variant.train}
     if spec.script is not None and not variant.training_method.uses_section("ags"):
@@ -163,7 +163,7 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
     return ComparePlan(
         comparison=comparison,
         spec=spec,
-        standing=standing,
+        state=standing,
         missing=missing,
         hours=hours,
         currency=spec.pricing.currency,
@@ -191,7 +191,7 @@ def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
     Raises:
         SpecError: with one problem per incompatible method.
     """
-    reasons = {method: describe_why_not_a_row(spec, method) for method in grid.methods}
+    reasons = {method: explain_unsupported_method(spec, method) for method in grid.methods}
     problems = tuple(Problem(method, why) for method, why in reasons.items() if why)
     if problems:
         fitting = ",".join(method for method, why in reasons.items() if not why) or "lbt"
@@ -219,14 +219,14 @@ def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:
                 raise SpecError(f"method {method}: {error.message}", error.hint, problems=error.problems) from None
 
 
-def describe_why_not_a_row(spec: JobSpec, method: str) -> str:
+def explain_unsupported_method(spec: JobSpec, method: str) -> str:
     """Return why a method cannot be a row of a job's comparison, or an empty string if it can.
 
     Raises:
         SpecError: settings of tula's training loop are not compatible with the method.
     """
     try:
-        return describe_misfit(make_job_of_cell(spec, method, spec.train.seed))
+        return describe_method_conflict(make_job_of_cell(spec, method, spec.train.seed))
     except SpecError as error:
         if spec.script is None:
             raise
@@ -248,7 +248,9 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
             yield messages.batch_not_above_reference(batch=batch, reference=reference, key=key)
     if grid.nodes * spec.cluster.gpus_per_node == 1:
         yield from (
-            messages.method_needs_several_gpus(reason=method.on_one_gpu) for method in methods if method.on_one_gpu
+            messages.method_needs_several_gpus(reason=method.single_gpu_conflict)
+            for method in methods
+            if method.single_gpu_conflict
         )
     if spec.script is not None:  # the script defines its own warm-up
         yield from warn_missing_controls(spec.script, controls=CONTROLS)
@@ -333,7 +335,7 @@ def _make_short_cells(
         if cell.method == job_row or not has_full_training or is_cell_ended(run, short):
             short_cells.append(short)
     rivals = [cell for cell in short_cells if cell.method != job_row]
-    saved = (len(rivals) - rounds.FULL_ROWS) * len({cell.seed for cell in cells}) * spec.train.epochs
+    saved = (len(rivals) - rounds.ROWS_ADVANCED_PER_BATCH) * len({cell.seed for cell in cells}) * spec.train.epochs
     return short_cells if saved >= len(short_cells) * epochs else []
 
 
@@ -354,7 +356,7 @@ def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
 
 
 def _scales_gradients(method: str) -> bool:
-    return parse_row(method).training_method.scales
+    return parse_row(method).training_method.scales_gradients
 
 
 def plan_cell(run: Run, cell: Cell, inspect: Inspect) -> TrainPlan:
@@ -428,7 +430,7 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
     """
     own_method = make_row_of_job(spec)
     if spec.script is not None:
-        scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.training_method.scales
+        scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.training_method.scales_gradients
         candidates = tuple(method for method in METHODS_OF_SCRIPTS if scales or not _scales_gradients(method))
     else:
         name = spec.optimizer.name
@@ -461,7 +463,7 @@ def _describe_why_not_default_row(spec: JobSpec, method: str) -> str:
         return "; ".join(problem.message for problem in error.problems) or error.message
     warmup = get_workload(cell_job).warmup_epochs
     never = f"would not finish its {warmup:g} epochs of warm-up, because train.epochs is {spec.train.epochs}"
-    return describe_misfit(cell_job) or (never if warmup >= spec.train.epochs else "")
+    return describe_method_conflict(cell_job) or (never if warmup >= spec.train.epochs else "")
 
 
 def choose_default_control(spec: JobSpec, batches: Sequence[int]) -> tuple[str, ...]:

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import (
+    Launcher,
+    list_jobs_to_wait_for,
+    list_unfinished_jobs,
+    lock_submission,
+    submit_task,
+)
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, describe_advice
@@ -237,7 +243,7 @@ def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Wo
 def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
     """Submit the job, unless it is already waiting or running."""
     with lock_submission(run):
-        if list_attachable_jobs(run, launcher, [task.job]):
+        if list_jobs_to_wait_for(run, launcher, [task.job]):
             return
         run.get_training(task.signature).drop_evaluation(task.key)
         submit_task(run, launcher, task)

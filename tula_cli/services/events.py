@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
     from tula_cli.run.records.results import Cell
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
-    from tula_cli.services.plans import ComparePlan, PreparedSearch, ProfilePlan, TrainPlan, UpperBoundPlan
+    from tula_cli.services.plans import ComparePlan, LearningRateSearchPlan, ProfilePlan, TrainPlan, UpperBoundPlan
     from tula_cli.services.status import RunStatus
     from tula_cli.services.training_status import TrainingStatus
 
@@ -109,7 +109,7 @@ class EvaluationPlanned:
 class RateSearchPlanned:
     """The search for a learning rate that is about to be submitted."""
 
-    search: "PreparedSearch"
+    search: "LearningRateSearchPlan"
 
     @property
     def node_hours(self) -> float | None:

@@ -25,7 +25,7 @@ from tula_cli.cluster.slurm.site import (
 )
 from tula_cli.errors import SpecError
 from tula_cli.run.files import MODE_FOR_ALL, write_atomic
-from tula_cli.run.script_files import NoCommandFile, find_program, split_command
+from tula_cli.run.script_files import CommandFileMissing, find_program, split_command
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.command_text import find_training_command
 from tula_cli.spec.scripts.launchers import NODES_QUESTION, KnownFacts, UnknownFact, read_slurm_options
@@ -215,7 +215,7 @@ def warn_missing_file(command: str) -> Iterator[str]:
     """Yield a warning if a command names a file that is not here: it may be only on the cluster, or not written yet."""
     try:
         find_program(split_command(command), Path.cwd())
-    except NoCommandFile as error:
+    except CommandFileMissing as error:
         yield f"{error.message}; {error.hint}"
 
 

@@ -50,7 +50,7 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
 
 def _describe_scaling(spec: JobSpec) -> Iterator[str]:
     """Yield a line if gradient scaling is applied to the update rather than to the gradient."""
-    if spec.train.training_method.scales and spec.ags.resolved().apply_to == "update":
+    if spec.train.training_method.scales_gradients and spec.ags.resolved().apply_to == "update":
         name = spec.optimizer.name
         why = f", because {name} normalises its gradients" if name in DIVIDING else ""
         yield f"train.method {spec.train.method} scales the updates of {name} instead of its gradients{why} (ags.apply_to: update)"
@@ -107,7 +107,7 @@ def warn_large_reference_batch(spec: JobSpec, dataset_size: int) -> list[Diagnos
 def warn_ags_on_one_rank(spec: JobSpec) -> list[Diagnostic]:
     """Warn of node counts with one rank, where a script cannot scale gradients unless its loop takes a small batch."""
     alone = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
-    if spec.script is None or not spec.train.training_method.scales or not alone:
+    if spec.script is None or not spec.train.training_method.scales_gradients or not alone:
         return []
     return [messages.ags_on_one_rank(nodes=alone, other_nodes=[n for n in spec.search.nodes if n not in alone])]
 

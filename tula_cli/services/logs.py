@@ -16,7 +16,7 @@ from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.host.failures import find_root_failure
 from tula_cli.plugins import suggest_nearest
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.files import make_read_error, open_file, read_lines, read_lines_back
+from tula_cli.run.files import make_read_error, open_file, read_lines, read_lines_reversed
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.tasks import BaseTask, Task
 from tula_cli.run.snapshot import Snapshot
@@ -243,7 +243,7 @@ class _LogReader:
         """Yield the requested lines of a log, last first."""
         try:
             with open_file(log.file) as file:
-                for raw in read_lines_back(file, end=self._offsets[log.file], block=_MAX_LINE_BYTES):
+                for raw in read_lines_reversed(file, end=self._offsets[log.file], block=_MAX_LINE_BYTES):
                     line = log.parse_line(raw)
                     if self._is_from_requested_rank(line) and not _HARMLESS_LINE_PATTERN.search(raw):
                         yield line

@@ -17,7 +17,7 @@ from tula_cli.models import efficiency
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFewMeasurements
+from tula_cli.models.observations import NO_OTHER_SIZES, OtherGpuCountMeasurements, TooFewMeasurements
 from tula_cli.models.overheads import compute_median_queue_wait
 from tula_cli.models.ramp import MEASURE_NOISE_HINT, NOISE_NOT_MEASURED, NoisePath, add_stage_epochs
 from tula_cli.models.ramp_costs import StageObjective, build_ramp_on_nodes, choose_stage_objective
@@ -58,7 +58,9 @@ class TypeMeasurements:
     unknown: tuple[UnknownConfigurations, ...]
     pending: int
     left_out: tuple[str, ...] = ()  # trainings whose steps are not used, with the reasons
-    others: OtherSizes = NO_OTHER_SIZES  # measurements with other numbers of GPUs per node, used to fit the step time
+    others: OtherGpuCountMeasurements = (
+        NO_OTHER_SIZES  # measurements with other numbers of GPUs per node, used to fit the step time
+    )
 
     @property
     def type(self) -> str:
@@ -253,7 +255,7 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "ti
 def _fit_estimator(
     run: Run,
     observations: TrainingObservations,
-    sizes: OtherSizes,
+    sizes: OtherGpuCountMeasurements,
     noise: NoisePath | None,
     stages_by: StageObjective,
 ) -> Estimator:
@@ -413,7 +415,9 @@ def _runs_same_steps_as_probes(task: TrainTask) -> bool:
     """Return whether a training of the probed job runs the same steps as its probes."""
     method, train = task.spec.train.training_method, task.spec.train
     return not (
-        method.tunes or method.probes_overestimate or ("gradient_norms" in train.diagnostics and not method.scales)
+        method.is_self_tuning
+        or method.probes_overestimate
+        or ("gradient_norms" in train.diagnostics and not method.scales_gradients)
     )
 
 
@@ -458,10 +462,10 @@ class CachedTrainings:
         return self._known[run.path]
 
 
-def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrainings) -> OtherSizes:
+def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrainings) -> OtherGpuCountMeasurements:
     """Return the measurements with other numbers of GPUs on the same nodes, for the sizes of `Run.sizes`."""
     probes = [probe for run in sizes for probe in run.read_measured()]
-    return OtherSizes(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).steps))
+    return OtherGpuCountMeasurements(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).steps))
 
 
 # --- Gradient noise

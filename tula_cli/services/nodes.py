@@ -416,7 +416,7 @@ def collect_node_check(
             raise failure
         reason = failure.message
         if isinstance(failure, OutOfMemoryAtMinimum) and not any(node.gpus for node in draft.nodes):
-            reason += f"; {task.spec.cluster.backend.more_memory}"
+            reason += f"; {task.spec.cluster.backend.more_memory_advice}"
         report = draft.model_copy(update={"network_error": reason})
     return ClusterCheck(report, tuple(list_node_problems(run, task, report)), tuple(list_node_warnings(task, report)))
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tula_cli.cluster.scripts.probe import NotMeasured, build_probe_result
+from tula_cli.cluster.scripts.probe import MeasurementFailed, build_probe_result
 from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.models.observed import MeasuredJob
-from tula_cli.options import OBSERVED
+from tula_cli.options import DEFAULT_OBSERVATIONS_FOLDER
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import list_variants, save_runs
@@ -63,9 +63,9 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
         try:
             measured = measure_observed_job(job)
             if kind is not None and measured.kind != kind:
-                raise NotMeasured("newer jobs ran on other hardware or with another number of parameters")
+                raise MeasurementFailed("newer jobs ran on other hardware or with another number of parameters")
             result = make_probe_result(measured, spec)
-        except (BadMeasurements, NotMeasured) as error:
+        except (BadMeasurements, MeasurementFailed) as error:
             yield WarningEvent(
                 messages.observed_job_not_used(
                     job=f"{job.script}/{job.id}",
@@ -89,7 +89,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
     yield Note(f"probes taken from observed jobs: {'; '.join(places)}")
 
 
-def _describe_reason(error: BadMeasurements | NotMeasured, job: ObservedJob) -> str:
+def _describe_reason(error: BadMeasurements | MeasurementFailed, job: ObservedJob) -> str:
     """Return why an observed job cannot be used, without the name of the job, with which an error begins."""
     reason = error.message if isinstance(error, BadMeasurements) else str(error)
     return reason.removeprefix(f"{job.script}/{job.id}: ")
@@ -119,7 +119,7 @@ def _list_named_jobs(name: str) -> list[ObservedJob]:
         SpecError: there is none.
     """
     if not Path(name).is_dir():
-        root = Path(OBSERVED)
+        root = Path(DEFAULT_OBSERVATIONS_FOLDER)
         return list_jobs_of_script(list_observed_jobs(root), root, name)
     folder = Path(name).resolve()
     if (job := ObservedJob(folder)).heartbeats:
@@ -133,7 +133,7 @@ def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
     """Return the measurements of an observed job as the result of a probe.
 
     Raises:
-        NotMeasured: its batch or the samples of an epoch are unknown, or it contradicts the settings of the job.
+        MeasurementFailed: its batch or the samples of an epoch are unknown, or it contradicts the settings of the job.
     """
     assert spec.script is not None
     per_node = spec.cluster.gpus_per_node
@@ -141,11 +141,11 @@ def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
     if job.world % per_node or job.gpus_per_node != per_machine:
         is_local = per_machine == job.world  # all processes share this machine, whatever the number per node
         advice = " (with 1, each process counts as a node)" if is_local else ""
-        raise NotMeasured(
+        raise MeasurementFailed(
             f"it had {format_count(job.world, 'rank')} on {format_count(job.nodes)}, but cluster.gpus_per_node is {per_node}{advice}"
         )
     if job.local_batch is None:
-        raise NotMeasured("the batch is unknown, because the script reads its data without a torch DataLoader")
+        raise MeasurementFailed("the batch is unknown, because the script reads its data without a torch DataLoader")
     expected = ExpectedValues(
         world=job.world,
         batch=job.local_batch * job.world,

@@ -85,7 +85,7 @@ class ComparePlan:
 
     comparison: Comparison
     spec: JobSpec  # the job whose settings the cells change
-    standing: "ComparisonState"
+    state: "ComparisonState"
     missing: tuple[Cell, ...]  # wanted trainings without a result, most useful first
     # expected hours of one training by row (method, batch); None if unknown
     hours: Mapping[tuple[str, int], float | None]
@@ -97,7 +97,7 @@ class ComparePlan:
     @property
     def hours_left(self) -> float | None:
         """Upper bound of the hours of all missing trainings, one after another; None if no duration is known."""
-        return sum_hours((*self.missing, *self.standing.undecided), self.hours)
+        return sum_hours((*self.missing, *self.state.undecided), self.hours)
 
 
 def sum_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | None]) -> float | None:
@@ -113,7 +113,7 @@ def sum_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | Non
 
 
 @dataclass(frozen=True)
-class PreparedSearch:
+class LearningRateSearchPlan:
     """A search for a learning rate before anything is submitted."""
 
     run: Run

@@ -41,14 +41,14 @@ from tula_cli.services.search import (
     list_feasible_candidates,
 )
 from tula_cli.services.site_charges import bill_run_by_site, warn_balance_for_probes
-from tula_cli.services.status import summarize_notes
+from tula_cli.services.status import summarize_probe_notes
 from tula_cli.services.waiting import (
     DetachedJobs,
     Submission,
     explain_interruption,
     require_within_cap,
     wait_for_jobs,
-    warn_new_jobs,
+    warn_about_submitted_jobs,
 )
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN, MIN_TIMED_STEPS
@@ -125,12 +125,12 @@ def plan_probes(
     )
 
 
-Known = Mapping[str, Measured | OutOfMemory | Failed]
+ResultsById = Mapping[str, Measured | OutOfMemory | Failed]
 """Results by their ids."""
 
 
 def _choose_batches(
-    run: Run, inspection: Inspection, results_by_id: Known, *, node_hours_of_other_types: float
+    run: Run, inspection: Inspection, results_by_id: ResultsById, *, node_hours_of_other_types: float
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
     """Return all local batches to measure by number of nodes; with `adaptive`, those so far and the next round."""
     spec = run.spec
@@ -157,7 +157,7 @@ def _choose_batches(
     return group_probes_by_nodes(settled | failed | picked), fresh
 
 
-def _collect_adaptive_search_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
+def _collect_adaptive_search_inputs(run: Run, results_by_id: ResultsById) -> dict[str, Any]:
     """Return the inputs of an adaptive search other than probes, as arguments of `choose_next_round`."""
     if not run.exists:
         return {}
@@ -273,7 +273,7 @@ def make_profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
     known_ids = {result.id for result in results}
     wanted_ids = [make_probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
     missing = tuple(i for i in wanted_ids if i not in known_ids)
-    report = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty, summarize_notes(measured))
+    report = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty, summarize_probe_notes(measured))
     of_plan = [result for result in results if result.id in wanted_ids]
     if not measured or (of_plan and all(isinstance(result, Failed) for result in of_plan)):
         raise _make_nothing_measured_error(report, next((task.spec for task in plan.tasks), None))
@@ -308,7 +308,7 @@ def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBound
         why: why the model and the dataset cannot be inspected here; None if they were.
     """
     search = spec.search
-    first_job_minutes = first_job.MINUTES if why else 0.0
+    first_job_minutes = first_job.INSPECTION_JOB_MINUTES if why else 0.0
     probes = compute_max_node_hours(spec, search.nodes)
     total, cap = first_job_minutes / 60 + probes, search.max_node_hours
     node_hours = total if cap is None else max(first_job_minutes / 60, min(total, cap))
@@ -488,7 +488,7 @@ Inspections = Mapping[str | None, Inspection]
 """Inspections of the model and the dataset, by the name of a variant."""
 
 
-def plan_variants(
+def plan_probes_of_runs(
     runs: Sequence[Run], inspections: Inspections, *, repeat_failed: bool = True, largest: bool = False
 ) -> Work[list[tuple[Run, ProfilePlan]]]:
     """Return the probes to measure for each variant; yield a warning for one that has none, if another can be trained.
@@ -572,7 +572,7 @@ def make_dry_run(
         }
         return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
     dry_runs = {}
-    for variant, plan in (yield from plan_variants(variants, settled, largest=largest)):
+    for variant, plan in (yield from plan_probes_of_runs(variants, settled, largest=largest)):
         launcher = submission.launcher_for(variant.spec)
         dry_runs[variant.type] = DryRun(plan, tuple(launcher.render_script(variant, task) for task in plan.tasks))
     return dry_runs
@@ -693,7 +693,7 @@ class _ProfilingSession:
         # repeat probes that failed before this call; those that fail now are left to the next call
         measures_failed_again = True
         while True:
-            planned = yield from plan_variants(
+            planned = yield from plan_probes_of_runs(
                 self.runs, inspections, repeat_failed=measures_failed_again, largest=self.largest
             )
             missing = [(run, plan) for run, plan in planned if plan.missing and run.type not in stopped]
@@ -772,7 +772,7 @@ class _ProfilingSession:
 
 def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Work[SubmittedProbes]:
     for submitted in jobs:
-        yield from warn_new_jobs(
+        yield from warn_about_submitted_jobs(
             submitted.run, submitted.launcher, submitted.started, submitted.under_way, submitted.run.spec
         )
     started = [job for submitted in jobs for job in submitted.run.prefix_job_names(submitted.started)]

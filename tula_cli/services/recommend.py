@@ -220,7 +220,7 @@ def _list_rows(
     gpus, estimator = measurements.run.spec.cluster.gpus_per_node, measurements.estimator
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
     listed = [Config(row.nodes, row.batch) for row in recommendation.rows if row.type == measurements.type]
-    many = estimator.list_configurations() if every or estimator.count <= MAX_ROWS_LISTED else ()
+    many = estimator.list_configurations() if every or estimator.configuration_count <= MAX_ROWS_LISTED else ()
     for config in sorted({*probes, *listed, *many}):
         result, is_predicted = probes.get(config), (measurements.type, config.nodes, config.batch) in known
         note = ""
@@ -481,7 +481,7 @@ def _make_binding_limit_error(candidates: Candidates, query: Query, currency: st
             break
         candidates = candidates.select_rows(within)
     closest = limit.find_closest(candidates)
-    if query.is_for_same_progress and closest.same_progress is not None:
+    if query.compares_at_equal_progress and closest.same_progress is not None:
         progress = closest.same_progress
         closest = closest.model_copy(update={"hours": progress.hours, "cost": progress.cost})
     efficiency_text = ""
@@ -501,7 +501,7 @@ def _format_below(value: float, bound: float) -> str:
 
 
 def _describe_limit(limit: Limit, query: Query) -> str:
-    progress = " to the same progress" if query.is_for_same_progress else ""
+    progress = " to the same progress" if query.compares_at_equal_progress else ""
     if limit.option == "max_nodes":
         return f"at most {format_count(int(limit.bound))}"
     if limit.option == "max_batch":
@@ -540,7 +540,7 @@ def _build_answer(
     knees = _describe_knees(measurements, candidates, query) if query.objective == "knee" else ""
     epochs = describe_epochs(prediction, measurements, query.objective)
     stages = add_stage_epochs(
-        estimator.stages.list_stage_positions(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
+        estimator.stages.list_stages(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
     )
     accuracy = None
     if run.read_snapshot().comparison is not None:
@@ -557,7 +557,7 @@ def _build_answer(
     recommendation = Recommendation(
         objective=query.objective,
         curve=query.curve,
-        options=tuple(query.options),
+        options=tuple(query.command_line_options),
         limits=QueryLimits.from_query(query),
         overrides=tuple(overrides),
         headline=make_headline(
@@ -665,7 +665,7 @@ def list_choice_warnings(
         )
     if chosen.headroom is not None and chosen.headroom < MEMORY_MARGIN:
         yield messages.little_memory_free(free_share=chosen.headroom, wanted_share=MEMORY_MARGIN)
-    timed = chosen.same_progress if query.is_for_same_progress and chosen.same_progress else chosen
+    timed = chosen.same_progress if query.compares_at_equal_progress and chosen.same_progress else chosen
     latest_hours = timed.hours_high or 0.0
     if deadline is not None and latest_hours > deadline:
         yield messages.may_miss_deadline(high_hours=latest_hours, deadline_hours=deadline)

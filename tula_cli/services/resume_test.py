@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import Launcher, list_jobs_to_wait_for, lock_submission, submit_task
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotResume, JobFailed, OverBudget, ResumeUntested, SpecError
 from tula_cli.models.cost import find_checkpoint_schedule
@@ -24,7 +24,7 @@ from tula_cli.services import messages
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.plans import TrainPlan
 from tula_cli.services.profile import count_measured_node_hours
-from tula_cli.services.waiting import Submission, describe_beyond_cap, explain_interruption, wait_for_jobs
+from tula_cli.services.waiting import Submission, describe_exceeded_cap, explain_interruption, wait_for_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Resume
@@ -37,7 +37,7 @@ RESUME_ABILITIES: tuple[Verdict, ...] = ("none", "same", "epoch", "any")
 
 
 @dataclass(frozen=True)
-class ResumeFinding:
+class ResumeTestFinding:
     """The result of a script's resume test."""
 
     rehearsal: ResumeTestResult
@@ -115,7 +115,7 @@ def run_resume_test(
     timeout: float | None = None,
     fresh: bool = False,
     file: JobFile | None = None,
-) -> Work[ResumeFinding]:
+) -> Work[ResumeTestFinding]:
     """Test a script's resume, or return the finding of an earlier test of the same script and code.
 
     Args:
@@ -151,7 +151,7 @@ def run_resume_test(
 
 def submit_resume_test_and_wait(
     run: Run, launcher: Launcher, code: Source, *, timeout: float | None, batch: int | None, nodes: int = 1
-) -> Work[ResumeFinding]:
+) -> Work[ResumeTestFinding]:
     """Submit a resume test, or attach to the one that is already running, and return its finding.
 
     Args:
@@ -172,7 +172,7 @@ def submit_resume_test_and_wait(
         attempts = run.read_attempts(task.id)
         why = attempts[-1].message if attempts else "it has not started"
         raise JobFailed(f"{task.id} ended without a verdict: {why}", "read the output with tula logs")
-    return ResumeFinding(record, get_resume_settings(run.spec).batch, kept=False)
+    return ResumeTestFinding(record, get_resume_settings(run.spec).batch, kept=False)
 
 
 def submit_resume_test(
@@ -187,7 +187,7 @@ def submit_resume_test(
     key = compute_resume_test_signature(spec, code.digest)
     with lock_submission(run):
         earlier = [task for task in run.read_snapshot().select_tasks(ResumeTestTask) if task.key == key]
-        unfinished = list_attachable_jobs(run, launcher, [task.job for task in earlier])
+        unfinished = list_jobs_to_wait_for(run, launcher, [task.job for task in earlier])
         if (task := next((task for task in earlier if task.job in unfinished), None)) is not None:
             return task
         name = f"rehearse-{key}-{len(earlier) + 1}"
@@ -208,15 +208,15 @@ def describe_cap_exceeded(runs: Sequence[Run], *, nodes: int = 1) -> str:
         if used_hours
         else "a resume test"
     )
-    return describe_beyond_cap(
+    return describe_exceeded_cap(
         subject, used_hours + nodes * spec.get_measuring_minutes() / 60, spec.search.max_node_hours
     )
 
 
-def load_finding(run: Run, code: Source) -> ResumeFinding | None:
+def load_finding(run: Run, code: Source) -> ResumeTestFinding | None:
     """Return the finding of an earlier resume test of this script with this code; None if there is none."""
     record = ResumeTestRecords(run.path).find_newest_verdict(compute_resume_test_signature(run.spec, code.digest))
-    return None if record is None else ResumeFinding(record, get_resume_settings(run.spec).batch, kept=True)
+    return None if record is None else ResumeTestFinding(record, get_resume_settings(run.spec).batch, kept=True)
 
 
 def get_resume_settings(spec: JobSpec) -> Resume:
@@ -341,7 +341,7 @@ class TrainingStart:
             return
         spec, record = self.run.spec, ResumeTestRecords(self.run.path).find_newest_on_other_nodes(self._key)
         if record is not None:
-            ResumeFinding(record, get_resume_settings(spec).batch, kept=True).require_resume_on_other_nodes()
+            ResumeTestFinding(record, get_resume_settings(spec).batch, kept=True).require_resume_on_other_nodes()
             return
         untested = (
             "--nodes cannot be a range: whether the script resumes on another number of nodes must be tested first"
@@ -403,7 +403,7 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, submissi
     return ""
 
 
-def _list_finding_events(finding: ResumeFinding) -> Iterator[Event]:
+def _list_finding_events(finding: ResumeTestFinding) -> Iterator[Event]:
     verdict = finding.rehearsal.verdict
     if verdict is None:
         yield WarningEvent(messages.resume_test_inconclusive(reason=finding.why))

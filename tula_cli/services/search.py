@@ -26,7 +26,7 @@ from tula_cli.words import describe_probe_configuration
 if TYPE_CHECKING:
     from tula_cli.models.choice.adaptive import Candidate
     from tula_cli.models.estimator import Estimator
-    from tula_cli.models.observations import OtherSizes
+    from tula_cli.models.observations import OtherGpuCountMeasurements
 REGRET_TOLERANCE = 0.01
 """Expected regret at which search.strategy `adaptive` stops, as a share of time or cost."""
 _MAX_COMPARED_CONFIGURATIONS = 100
@@ -85,7 +85,7 @@ def choose_next_round(
     inspection: Inspection,
     attempts: Iterable[Attempt] = (),
     trained: Sequence[TrainedSteps] = (),
-    others: "OtherSizes | None" = None,
+    others: "OtherGpuCountMeasurements | None" = None,
 ) -> Round:
     """Return the probes with the highest expected improvement of the decisions per node-second.
 
@@ -103,7 +103,7 @@ def choose_next_round(
     """
     from tula_cli.models.choice import adaptive
     from tula_cli.models.estimator import Estimator  # imports numpy, which the other strategies do not need
-    from tula_cli.models.observations import OtherSizes
+    from tula_cli.models.observations import OtherGpuCountMeasurements
     from tula_cli.models.time.step_time import may_lack_overlap
     from tula_cli.models.time.stragglers import choose_priors_of_job
 
@@ -139,7 +139,7 @@ def choose_next_round(
         inspection=inspection,
         attempts=attempts,
         trained=trained,
-        other_sizes=others or OtherSizes(),
+        other_sizes=others or OtherGpuCountMeasurements(),
     )
     rows = _select_compared_configurations(estimator, fitting)
     if not rows:
@@ -150,7 +150,7 @@ def choose_next_round(
         tolerance=REGRET_TOLERANCE,
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
-    return Round(group_probes_by_nodes(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
+    return Round(group_probes_by_nodes(picked), tuple(pick.reason for pick in proposal.picks), proposal.summary)
 
 
 def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
@@ -189,25 +189,25 @@ def _make_candidate(estimator: "Estimator", row: Prediction) -> "Candidate":
         gpus_per_node=estimator.spec.cluster.gpus_per_node,
         local_batch=row.local_batch,
         batch=row.batch,
-        size=row.nodes,
+        node_or_gpu_count=row.nodes,
         steps=row.hours * 3600 / row.step_time,
         price=row.cost / row.hours if row.hours else 0.0,
         probe_seconds=row.nodes * search.estimate_probe_seconds(row.step_time),
         job_seconds=row.nodes * (start + estimator.shutdown),
         measured=row.step_time if row.measured else None,
-        doubt=_compute_reducible_deviation(estimator, row),
+        log_sd=_compute_reducible_deviation(estimator, row),
     )
 
 
 def _compute_reducible_deviation(estimator: "Estimator", row: Prediction) -> float:
     """Return the standard deviation of ln(step time) without its variation between jobs, which no probe reduces."""
-    from tula_cli.models.choice.objective import INTERVAL
+    from tula_cli.models.choice.objective import INTERVAL_WIDTH_SD
 
     if not row.step_low or not row.step_high:
         return 0.0
     gpus = estimator.spec.cluster.gpus_per_node
     (repeats,) = estimator.steps.compute_repeat_deviation([row.nodes], [gpus], [row.local_batch])
-    return math.sqrt(max(0.0, (math.log(row.step_high / row.step_low) / INTERVAL) ** 2 - 2 * repeats**2))
+    return math.sqrt(max(0.0, (math.log(row.step_high / row.step_low) / INTERVAL_WIDTH_SD) ** 2 - 2 * repeats**2))
 
 
 def group_probes_by_nodes(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
@@ -295,7 +295,7 @@ def _choose_full_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     return {nodes: set(local_batches) for nodes, local_batches in by_nodes.items()}
 
 
-def _choose_partial_search(by_nodes: ByNodes) -> dict[int, set[int]]:
+def _choose_corner_probes(by_nodes: ByNodes) -> dict[int, set[int]]:
     """Return the four corners: the smallest and the largest batch on the fewest and on the most nodes."""
     return {nodes: {by_nodes[nodes][0], by_nodes[nodes][-1]} for nodes in (min(by_nodes), max(by_nodes))}
 
@@ -334,7 +334,7 @@ def _choose_first_adaptive_probes(by_nodes: ByNodes, *, whole_steps: bool = Fals
 
 STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
     "full": _choose_full_search,
-    "partial": _choose_partial_search,
+    "partial": _choose_corner_probes,
     "sweep": _choose_sweep_search,
     "adaptive": _choose_first_adaptive_probes,
 }
@@ -351,7 +351,7 @@ ASSUMED_START_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Expectation:
+class SearchEstimate:
     """The duration and node-hours of all probes of a search."""
 
     hours: float  # total hours if jobs run one after the other
@@ -370,7 +370,7 @@ class Expectation:
 
 def estimate_search(
     spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], probes: Sequence[Measured]
-) -> Expectation:
+) -> SearchEstimate:
     """Return the expected duration and node-hours of a search.
 
     Args:
@@ -384,7 +384,7 @@ def estimate_search(
         min(most, start + sum(_estimate_probe_seconds(spec, probes, local) for local in batches)) for _, batches in jobs
     ]
     node_seconds = sum(nodes * seconds_of_job for (nodes, _), seconds_of_job in zip(jobs, seconds, strict=True))
-    return Expectation(sum(seconds) / 3600, node_seconds / 3600, len(probes))
+    return SearchEstimate(sum(seconds) / 3600, node_seconds / 3600, len(probes))
 
 
 def find_nearest_step_time(probes: Sequence[Measured], local_batch: int) -> float | None:

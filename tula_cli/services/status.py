@@ -43,7 +43,7 @@ class ProbeConfiguration:
 
 
 @dataclass(frozen=True)
-class LinkStatus:
+class ChainJobStatus:
     """One scheduler job of a chain whose jobs have different numbers of nodes (`train.ramp`)."""
 
     scheduler_id: str
@@ -73,7 +73,7 @@ class JobStatus:
     left: float | None  # estimated seconds; None if unknown
     node_hours: float
     node_hours_left: float | None
-    links: tuple[LinkStatus, ...] = ()  # empty if all jobs of the chain have the same number of nodes
+    links: tuple[ChainJobStatus, ...] = ()  # empty if all jobs of the chain have the same number of nodes
     hopeless: bool = False  # whether it is queued for a reason that waiting does not resolve
     compared: str = ""  # method, batch and seed, if it trains a row of a comparison
 
@@ -116,7 +116,7 @@ def get_job_status(
         recent,
         scheduler,
         tasks[-1].spec,
-        cancelled=snapshot.read_cancelling_command(job.id),
+        cancelled=snapshot.read_cancel_command(job.id),
         now=now,
         grace=get_backend(job.scheduler).grace,
     )
@@ -159,13 +159,13 @@ def _describe_compared_cell(files_snapshot: Snapshot, task: JobTask) -> str:
     return files_snapshot.compared_cells.get(task.signature, "") if isinstance(task, TrainTask) else ""
 
 
-def _list_chain_job_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
+def _list_chain_job_statuses(job: Job, task: JobTask) -> tuple[ChainJobStatus, ...]:
     """Return the scheduler jobs of a chain, with the batches of the stages that each one runs."""
     if not job.link_nodes or not isinstance(task, TrainTask):
         return ()
     batches = {nodes: tuple(s.batch for s in task.stages if s.nodes == nodes) for nodes in job.link_nodes}
     return tuple(
-        LinkStatus(link, nodes, batches[nodes]) for link, nodes in zip(job.links, job.link_nodes, strict=False)
+        ChainJobStatus(link, nodes, batches[nodes]) for link, nodes in zip(job.links, job.link_nodes, strict=False)
     )
 
 
@@ -397,7 +397,7 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
             *files_snapshot.record_warnings,
             *(files_snapshot.training_warnings if only is None else ()),
         ),
-        notes=summarize_notes(files_snapshot.measured),
+        notes=summarize_probe_notes(files_snapshot.measured),
         rehearsal=files_snapshot.resume_test_results[-1]
         if files_snapshot.resume_test_results and only is None
         else None,
@@ -433,7 +433,7 @@ def _list_attempt_statuses(tasks: Sequence[JobTask], attempts: Sequence[Attempt]
 # --- Probes
 
 
-def summarize_notes(measured: Iterable[Measured]) -> tuple[str, ...]:
+def summarize_probe_notes(measured: Iterable[Measured]) -> tuple[str, ...]:
     """Return the distinct notes of scripts on missing measurements, each with the number of probes that recorded it."""
     notes_by_probe = [probe.script.notes for probe in measured if probe.script is not None]
     counts = Counter(note for probe_notes in notes_by_probe for note in dict.fromkeys(probe_notes))

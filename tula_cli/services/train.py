@@ -54,7 +54,7 @@ from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, format_moment, quote_path
 
 if TYPE_CHECKING:
-    from tula_cli.models.choice.baseline import Gain
+    from tula_cli.models.choice.baseline import BaselineSaving
 
 
 def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:
@@ -159,7 +159,7 @@ def plan_training(
     )
 
 
-def _list_finished_elsewhere(run: Run, plan: TrainPlan) -> tuple[Summary, ...]:
+def _list_finished_at_other_configurations(run: Run, plan: TrainPlan) -> tuple[Summary, ...]:
     """Return the finished trainings with the settings of this one, but other nodes or another batch."""
     summaries, snapshot = [], run.read_snapshot()
     for signature in () if plan.finished else run.list_train_signatures():
@@ -328,7 +328,7 @@ def submit_training(
         release_held_jobs(run, task)
         waiting_task = task.model_copy(update={"after": after, "follows": tuple(follows)})
         if submit_missing(run, launcher, [waiting_task], plan.code):
-            require_stopped(run, task)
+            require_not_running(run, task)
     return task.job
 
 
@@ -389,7 +389,7 @@ def prepare_training(
         plan_found,
         rehearses=start.is_test_due,
         balance=balance,
-        finished_elsewhere=_list_finished_elsewhere(run, plan_found),
+        finished_elsewhere=_list_finished_at_other_configurations(run, plan_found),
     )
     return PreparedTraining(run, plan, request, start)
 
@@ -428,7 +428,7 @@ def run_training(training: PreparedTraining, submission: Submission) -> Work[Sum
     return load_summary(run, plan.task.signature)
 
 
-def find_gain(run: Run, summary: Summary) -> "Gain | None":
+def find_gain(run: Run, summary: Summary) -> "BaselineSaving | None":
     """Return the gain of a finished training over the baseline in the recommendation of its run; None if unknown."""
     from tula_cli.models.choice.baseline import compute_gain  # imported here: only needed at the end of a training
 
@@ -467,7 +467,7 @@ def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
 _SECTIONS_WITHOUT_EFFECT = ("name", "search", "pricing", "baseline", "cluster", "node_types")
 
 
-def require_stopped(run: RunDir, task: TrainTask) -> None:
+def require_not_running(run: RunDir, task: TrainTask) -> None:
     """Raise an error if a training is to resume on other nodes while it is still running.
 
     Raises:

@@ -26,7 +26,7 @@ from tula_cli.services.resume_test import TrainingStart, run_resume_test_if_due
 from tula_cli.services.site_charges import bill_run_by_site
 from tula_cli.services.train import plan_training, submit_training
 from tula_cli.services.training_end import load_summary
-from tula_cli.services.waiting import Submission, explain_interruption, wait_for_jobs, warn_new_jobs
+from tula_cli.services.waiting import Submission, explain_interruption, wait_for_jobs, warn_about_submitted_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, format_number, join_words
@@ -303,7 +303,7 @@ def _submit_missing_trainings(
             submit_training(run, prepared.plan_training(training), launcher, after=after, follows=follows)
             unfinished.add(training.job)
     jobs = [training.job for training in prepared.missing]
-    yield from warn_new_jobs(run, launcher, jobs, under_way, run.spec)
+    yield from warn_about_submitted_jobs(run, launcher, jobs, under_way, run.spec)
     if submission.should_wait(run.spec):
         yield from wait_for_jobs(run, launcher, jobs, timeout=submission.timeout)
     else:

@@ -80,11 +80,11 @@ class TrainingStatus:
     # numbers of nodes that the next job may be granted; empty while a job runs, or if there is only one
     possible_nodes: tuple[int, ...] = ()
 
-    spent: "SpentAndRest | None" = None  # for trainings on a range of nodes; else None
+    spent: "SpentAndRemainingCost | None" = None  # for trainings on a range of nodes; else None
 
 
 @dataclass(frozen=True)
-class RestOfTraining:
+class RemainingCost:
     """Predicted remaining time and cost of a training on a number of nodes."""
 
     nodes: int
@@ -93,13 +93,13 @@ class RestOfTraining:
 
 
 @dataclass(frozen=True)
-class SpentAndRest:
+class SpentAndRemainingCost:
     """Time and cost of a training so far, by the nodes of each attempt, and the remaining ones; costs are in `currency`."""
 
     hours: float
     node_hours: float
     cost: float
-    rest: tuple[RestOfTraining, ...]  # on the nodes of the running job, otherwise on each possible number of nodes
+    rest: tuple[RemainingCost, ...]  # on the nodes of the running job, otherwise on each possible number of nodes
     currency: str
 
 
@@ -147,7 +147,7 @@ def get_training_status(
         eta=_estimate_remaining_training_seconds(
             row,
             finished=result is not None,
-            now=now - files.compute_clock_lead(rows)
+            now=now - files.compute_clock_offset(rows)
             if _is_training(files_snapshot, newest.job, scheduler, row)
             else None,
         ),
@@ -165,12 +165,12 @@ def get_training_status(
     )
     if not newest.sizes:
         return status
-    return dataclasses.replace(status, spent=_compute_spent_and_rest(files_snapshot, newest, status, now=now))
+    return dataclasses.replace(status, spent=_compute_spent_and_remaining_cost(files_snapshot, newest, status, now=now))
 
 
-def _compute_spent_and_rest(
+def _compute_spent_and_remaining_cost(
     files_snapshot: Snapshot, newest: TrainTask, status: TrainingStatus, *, now: float
-) -> SpentAndRest:
+) -> SpentAndRemainingCost:
     """Return time and cost so far, and the remaining ones by the pace of the running job, else as predicted for each size."""
     tasks = {task.id: task for task in files_snapshot.list_tasks_of_job(newest.job) if isinstance(task, TrainTask)}
     attempts = [
@@ -182,7 +182,7 @@ def _compute_spent_and_rest(
     if end is None:
         attempts = files_snapshot.end_lost_attempts(attempts)
     seconds = [(tasks[attempt.task], attempt, attempt.count_seconds(end)) for attempt in attempts]
-    return SpentAndRest(
+    return SpentAndRemainingCost(
         hours=sum(took for _, _, took in seconds) / 3600,
         node_hours=sum((task.nodes + attempt.idle_nodes) * took for task, attempt, took in seconds) / 3600,
         cost=sum(compute_attempt_cost(task, attempt, task.prediction, end) for task, attempt, _ in seconds),
@@ -191,7 +191,7 @@ def _compute_spent_and_rest(
     )
 
 
-def _list_remaining_costs(task: TrainTask, status: TrainingStatus) -> Iterator[RestOfTraining]:
+def _list_remaining_costs(task: TrainTask, status: TrainingStatus) -> Iterator[RemainingCost]:
     whole = status.epochs or status.samples_asked
     done = status.epoch if status.epochs else status.samples
     share = None if not whole else max(0.0, 1 - done / whole)
@@ -203,7 +203,7 @@ def _list_remaining_costs(task: TrainTask, status: TrainingStatus) -> Iterator[R
         if status.eta is not None and not status.possible_nodes:
             hours = status.eta / 3600
         if hours is not None:
-            yield RestOfTraining(size.nodes, hours, hours / prediction.hours * prediction.cost)
+            yield RemainingCost(size.nodes, hours, hours / prediction.hours * prediction.cost)
 
 
 def _list_training_warnings(rows: Sequence[Mapping[str, Any]]) -> tuple[Diagnostic, ...]:

@@ -88,7 +88,7 @@ class Submission:
         """
         if self.should_wait(run.spec):
             return (yield from wait_for_jobs(run, launcher, jobs, timeout=self.timeout, list_results=list_results))
-        yield from warn_new_jobs(run, launcher, jobs, under_way, run.spec)
+        yield from warn_about_submitted_jobs(run, launcher, jobs, under_way, run.spec)
         return DetachedJobs(tuple(jobs), tuple(under_way))
 
 
@@ -100,7 +100,7 @@ class DetachedJobs:
     under_way: tuple[str, ...]  # jobs that were already queued or running
 
 
-def describe_beyond_cap(subject: str, node_hours: float, cap: float | None) -> str:
+def describe_exceeded_cap(subject: str, node_hours: float, cap: float | None) -> str:
     """Return a message if something may use more node-hours than the cap; else, or without a cap, an empty string."""
     if cap is None or node_hours <= cap:
         return ""
@@ -121,7 +121,7 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
     types = f" of all {len(node_hours)} node types" if len(node_hours) > 1 else ""
     subjects = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB_DESCRIPTION] if first_jobs else [])]
     needed = sum(node_hours) + first_jobs
-    if problem := describe_beyond_cap(" and ".join(subjects), needed, cap):
+    if problem := describe_exceeded_cap(" and ".join(subjects), needed, cap):
         hint = f"raise the limit with --set search.max_node_hours={math.ceil(needed)}, lower search.max_minutes, or search fewer nodes"
         raise OverBudget(problem, hint)
 
@@ -213,7 +213,7 @@ def explain_interruption(runs: Sequence[Run]) -> Iterator[None]:
         ) from None
 
 
-def warn_new_jobs(
+def warn_about_submitted_jobs(
     run: RunDir, launcher: Launcher, jobs: Sequence[str], under_way: Sequence[str], spec: JobSpec
 ) -> Iterator[Event]:
     """Warn of jobs that will not start or have other settings, and of environment variables not passed to sbatch."""

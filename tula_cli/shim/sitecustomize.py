@@ -9,7 +9,7 @@ import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 
-HERE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 - importing pathlib would double the cost of each start
+SHIM_FOLDER = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 - importing pathlib would double the cost of each start
 
 
 class TorchImportHook:
@@ -43,22 +43,22 @@ class TorchImportHook:
         return spec
 
 
-CODE = os.environ.get("TULA_CODE", "").split(os.pathsep)
+SUBMITTED_CODE_FOLDERS = os.environ.get("TULA_CODE", "").split(os.pathsep)
 """Folders of the submitted code, read now, because a script may clear its environment."""
 
 
-class Submitted:
+class SubmittedCodeFinder:
     """A finder that searches the submitted code before the working directory, where `python -m` looks first."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG004
         """Return the spec of a top-level module of the submitted code; None for submodules, which packages find."""
-        return PathFinder.find_spec(name, CODE) if path is None else None
+        return PathFinder.find_spec(name, SUBMITTED_CODE_FOLDERS) if path is None else None
 
 
-def run_hidden() -> None:
+def run_shadowed_sitecustomize() -> None:
     """Run the sitecustomize that this one hides: those of EasyBuild, conda and distributions are needed."""
-    others = [folder for folder in sys.path if os.path.realpath(folder or ".") != HERE]
+    others = [folder for folder in sys.path if os.path.realpath(folder or ".") != SHIM_FOLDER]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is None or spec.loader is None:
         return
@@ -68,11 +68,11 @@ def run_hidden() -> None:
 
 
 if not os.environ.get("TULA_PLAN") and os.environ.get("TULA_OBSERVE") != "0":
-    observe = os.path.join(HERE, "observe.json")  # noqa: PTH118
+    observe = os.path.join(SHIM_FOLDER, "observe.json")  # noqa: PTH118
     if os.path.exists(observe):  # noqa: PTH110
         os.environ["TULA_PLAN"] = observe
 if os.environ.get("TULA_PLAN"):
     if os.environ.get("TULA_CODE"):
-        sys.meta_path.insert(sys.meta_path.index(PathFinder), Submitted)
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), SubmittedCodeFinder)
     sys.meta_path.insert(0, TorchImportHook())
-run_hidden()
+run_shadowed_sitecustomize()

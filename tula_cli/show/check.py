@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from tula_cli.services.estimate import EstimateReport
     from tula_cli.services.init import JobFileProposal
     from tula_cli.services.nodes import ClusterCheck
-    from tula_cli.services.resume_test import ResumeFinding
-    from tula_cli.services.search import Expectation
+    from tula_cli.services.resume_test import ResumeTestFinding
+    from tula_cli.services.search import SearchEstimate
 
 _MAX_CHANGES_SHOWN = 6  # maximum number of changes of an edited job that are listed
 
@@ -88,7 +88,7 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
         yield f"price: {report.price}"
 
 
-def describe_expectation(expectation: "Expectation", *, local: bool) -> str:
+def describe_expectation(expectation: "SearchEstimate", *, local: bool) -> str:
     """Describe the expected time and node-hours of the probes."""
     time = f"{format_duration(3600 * expectation.hours)} with one job at a time, " if local else ""
     return f"expected {time}{format_number(expectation.node_hours)} node-h {expectation.basis}"
@@ -264,7 +264,7 @@ _VERDICT_DESCRIPTIONS = {
 }
 
 
-def make_resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
+def make_resume_test_data(resume_finding: "ResumeTestFinding") -> dict[str, Any]:
     """Return the findings of a resume test for the envelope."""
     return {
         "rehearsal": resume_finding.rehearsal,
@@ -274,7 +274,7 @@ def make_resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
     }
 
 
-def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableType"]:
+def render_resume_test(resume_finding: "ResumeTestFinding") -> Iterator["RenderableType"]:
     """Yield a table with one row per start of the script, followed by the conclusion of the resume test."""
     job_proposal = make_table(
         ("start", "batch", "steps", "samples", "samples\nleft", "first\nlr", "seconds", "ended"), left=(0, 7)

@@ -9,7 +9,7 @@ from tula_cli.words import format_bytes, format_count, format_moment
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tula_cli.services.clean import CleanResult, RunSpace
+    from tula_cli.services.clean import CleanResult, RunDiskUsage
 
 KIND_DESCRIPTIONS = {
     "checkpoints": "older checkpoints",
@@ -20,7 +20,7 @@ KIND_DESCRIPTIONS = {
 }
 
 
-def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[RenderableType]":
+def render_spaces(run_spaces: "Sequence[RunDiskUsage]", *, width: int) -> "Iterator[RenderableType]":
     """Yield a table with one row per run and kind of removable files, followed by the consequences of removing them."""
     rows = [row for run_space in run_spaces for row in _list_space_rows(run_space)]
     yield from render_long_table(
@@ -46,7 +46,7 @@ def _describe_trainings(signatures: Sequence[str]) -> str:
     return f"{'training' if len(signatures) == 1 else 'trainings'} {', '.join(signatures)}"
 
 
-def _list_space_rows(run_space: "RunSpace") -> list[list[str]]:
+def _list_space_rows(run_space: "RunDiskUsage") -> list[list[str]]:
     first = [run_space.id, format_moment(run_space.changed, "%Y-%m-%d"), format_bytes(run_space.held)]
     kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in run_space.holdings)]
     if not kinds:
@@ -59,13 +59,13 @@ def _list_space_rows(run_space: "RunSpace") -> list[list[str]]:
     return rows
 
 
-def describe_cleaned(done: "CleanResult") -> Iterator[str]:
+def describe_freed_space(done: "CleanResult") -> Iterator[str]:
     """Yield the disk space that was freed, and the problems."""
     yield f"freed {format_bytes(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
     yield from (f"not everything was deleted: {problem}" for problem in done.problems)
 
 
-def make_clean_data(run_spaces: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:
+def make_clean_data(run_spaces: "Sequence[RunDiskUsage]", done: "CleanResult | None") -> dict[str, Any]:
     """Return the removable files and the result for --json (sizes in bytes); `freed` is None if nothing was removed."""
     return {
         "runs": [{**vars(run_space), "size": run_space.size} for run_space in run_spaces],

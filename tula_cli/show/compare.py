@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tula_cli.services.comparison.accuracy import CompareReport, ComparisonRow, SeedStatistics
     from tula_cli.services.comparison.learning_rates import LearningRateReport
-    from tula_cli.services.plans import ComparePlan, PreparedSearch
+    from tula_cli.services.plans import ComparePlan, LearningRateSearchPlan
 
 
 def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
@@ -34,7 +34,7 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
         left=(1, 7),
     )
     divisor = _choose_plan_unit(plan)[0]
-    for place, cell in enumerate(plan.standing.wanted, 1):
+    for place, cell in enumerate(plan.state.wanted, 1):
         hours = plan.hours.get((cell.method, cell.batch))
         local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
         made.add_row(
@@ -50,12 +50,12 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
         )
     yield made
     yield ""
-    done, total = len(plan.standing.wanted) - len(todo), plan.standing.max_trainings
-    at_most = "at most " if plan.standing.undecided else ""
+    done, total = len(plan.state.wanted) - len(todo), plan.state.max_trainings
+    at_most = "at most " if plan.state.undecided else ""
     yield f"{at_most}{format_count(total - done, 'training')} to do, {done} of {total} done"
     short = next((cell.short for cell in plan.comparison.cells if cell.short), None)
     if short is not None:
-        epochs = sum(cell.share for cell in (*plan.standing.wanted, *plan.standing.undecided))
+        epochs = sum(cell.share for cell in (*plan.state.wanted, *plan.state.undecided))
         yield (
             f"Round 1 trains all rows except lbt for {short[0]} of {short[1]} epochs. Round 2 trains the best two rows of each"
             " batch, lbt and the job's own method for all epochs. Together they cost at most as much as"
@@ -80,7 +80,7 @@ def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
         return
     node_hours = hours * plan.comparison.nodes
     # With pricing.kind gb_hour, the cost depends on measured memory and is predicted for each training only.
-    yield f"{'at most' if plan.standing.undecided else 'about'} {format_duration(3600 * hours)} with one training at a time, {format_number(node_hours)} node-h"
+    yield f"{'at most' if plan.state.undecided else 'about'} {format_duration(3600 * hours)} with one training at a time, {format_number(node_hours)} node-h"
     yield f"price: {plan.price}"
 
 
@@ -134,7 +134,7 @@ def choose_metric_digits(compare_report: "CompareReport", metric: str) -> int:
     """
     if not compare_report.has_script_metrics:
         return 4 if metric == "loss" else 2
-    largest = max((abs(stat.mean) for row in compare_report.rows if (stat := row.stat(metric))), default=0.0)
+    largest = max((abs(stat.mean) for row in compare_report.rows if (stat := row.get_statistics(metric))), default=0.0)
     return max(0, 3 - math.floor(math.log10(largest))) if largest else 2
 
 
@@ -168,7 +168,7 @@ def make_comparison_table(compare_report: "CompareReport", rows: "Sequence[Compa
             describe_method_label(row.method, reference=row.reference),
             str(row.seeds),
             *(
-                format_spread(row.stat(metric), choose_metric_digits(compare_report, metric))
+                format_spread(row.get_statistics(metric), choose_metric_digits(compare_report, metric))
                 for metric in compare_report.columns
             ),
             "-" if row.gap is None else f"{row.gap:.{choose_metric_digits(compare_report, compare_report.metric)}f}",
@@ -191,7 +191,7 @@ def format_spread(value: "SeedStatistics | None", digits: int) -> str:
 # --- The learning rate of a batch
 
 
-def render_search_plan(search: "PreparedSearch", *, scripts: Sequence[str] = ()) -> Iterator[str]:
+def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[str] = ()) -> Iterator[str]:
     """Describe the branches of a search for a learning rate, and their cost."""
     from tula_cli.models.rate_search import get_reference_rate
 

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_live_display(screen: Screen) -> Iterator["Live"]:
+def open_live_display(screen: Screen) -> Iterator["LiveDisplay"]:
     """Show a changing status: bars redrawn in place on a terminal, otherwise one line per change."""
     if screen.quiet:
-        yield Live(screen)
+        yield LiveDisplay(screen)
     elif not screen.err.isatty() or os.environ.get("TERM") == "dumb" or screen.as_json:
-        yield ChangesLive(screen)
+        yield LineDisplay(screen)
     else:
-        with DrawnLive(screen) as drawn:
+        with ProgressBarDisplay(screen) as drawn:
             yield drawn
 
 
-class Live:
+class LiveDisplay:
     """Quiet display, which shows only warnings."""
 
     def __init__(self, screen: Screen) -> None:
@@ -52,7 +52,7 @@ class Live:
             self.screen.warn(f"{now.ended.description} failed: {get_first_line(now.problem)}")
 
 
-class ChangesLive(Live):
+class LineDisplay(LiveDisplay):
     """Display with one line per change of state, for logs and terminals that cannot redraw."""
 
     def __init__(self, screen: Screen) -> None:
@@ -101,7 +101,7 @@ def _describe_finished_probe(event: "ProbeFinished") -> str:
     return f"[{event.number}/{event.total}] {describe_probe(event.result)}{remaining}"
 
 
-class DrawnLive(Live):
+class ProgressBarDisplay(LiveDisplay):
     """Progress bars redrawn in place on stderr; probe results and warnings scroll above them."""
 
     def __init__(self, screen: Screen) -> None:
@@ -115,7 +115,7 @@ class DrawnLive(Live):
         self._bar_of: dict[str, TaskID] = {}
         self._live = RichLive(console=console, auto_refresh=False, transient=True)
 
-    def __enter__(self) -> "DrawnLive":
+    def __enter__(self) -> "ProgressBarDisplay":
         self._live.start()
         self.screen.drawn = self._live.console
         return self

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from tula_cli.models.observed import ObservedReport, OtherRequest
+    from tula_cli.models.observed import AlternativeRequest, ObservedReport
 
 _SHARE_LABELS = {"data": "waiting for data", "eval": "evaluation", "epoch": "starting epochs", "save": "checkpoints"}
 
@@ -113,7 +113,7 @@ def _make_requests_table(report: "ObservedReport") -> "Table":
     return table
 
 
-def _make_request_row(request: "OtherRequest", *, several: bool) -> tuple[str, ...]:
+def _make_request_row(request: "AlternativeRequest", *, several: bool) -> tuple[str, ...]:
     return (
         str(request.nodes if several else request.gpus_per_node),
         "-" if request.batch is None else str(request.batch),

@@ -59,14 +59,14 @@ def render_recommendation(
         yield ""
         yield "With the job's number of epochs at every batch:"
     yield from _render_with_signs(make_predictions_table(recommendation, every=every))
-    yield from () if every else _describe_left_out(recommendation, more)
+    yield from () if every else _describe_omitted_rows(recommendation, more)
     yield ""
     marks = ["* chosen", *(["2, 3 ... runners-up"] if recommendation.runners_up else [])]
-    yield "; ".join([*marks, f"P: nothing is {_describe_better(recommendation.rows)}"])
+    yield "; ".join([*marks, f"P: nothing is {_describe_pareto_dominance(recommendation.rows)}"])
     yield from (f"price: {line}" for line in recommendation.price.splitlines())
 
 
-DEMO_SOURCE = (
+DEMO_CITATION = (
     "ResNet-18 on CIFAR-10, with one T4 GPU of each node (AWS g4dn.12xlarge). Step times and gradient noise were measured by"
     " the authors of Pollux (OSDI 2021); memory is estimated by tula. Times for starting a job and for evaluation were not"
     " published and are not included."
@@ -77,7 +77,7 @@ DEMO_SOURCE = (
 def render_demo_lines() -> tuple[list[str], list[str]]:
     """Return the lines before and after the answer of `--demo`: the source of its numbers, and how to get one's own."""
     advice = "For your own job: tula init writes job.yaml; then tula profile job.yaml and tula recommend."
-    return [f"Demo: {DEMO_SOURCE}", ""], ["", advice]
+    return [f"Demo: {DEMO_CITATION}", ""], ["", advice]
 
 
 def _render_headline(recommendation: "Recommendation") -> Iterator["RenderableType"]:
@@ -170,7 +170,7 @@ def _describe_expected_start(recommendation: "Recommendation") -> Iterator[str]:
     )
 
 
-def _describe_better(rows: Iterable["Prediction"]) -> str:
+def _describe_pareto_dominance(rows: Iterable["Prediction"]) -> str:
     """Describe the condition under which one configuration beats another on the Pareto front of these rows."""
     if all(row.kwh is not None for row in rows):
         return "at least equal in time, cost and energy, and better in one of them"
@@ -309,7 +309,7 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
     return [configs[place] for place in sorted(place for _, place in best)]
 
 
-def _describe_left_out(recommendation: "Recommendation", more: str) -> Iterator[str]:
+def _describe_omitted_rows(recommendation: "Recommendation", more: str) -> Iterator[str]:
     shown, of = len(_select_rows(recommendation)), _count_configurations(recommendation)
     yield from [f"{shown} of {of} configurations; {more}"] if shown < of else ()
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tula_cli.services.run_list import RunSummary
     from tula_cli.services.site_charges import SiteCharge
     from tula_cli.services.status import JobState, JobStatus, RunStatus
-    from tula_cli.services.training_status import SpentAndRest, TrainingStatus, TuningStatus
+    from tula_cli.services.training_status import SpentAndRemainingCost, TrainingStatus, TuningStatus
 
 # --- Status
 
@@ -64,12 +64,12 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
         causes = {get_first_line(row.attempt.message) for row in now.attempts}
         unexplained = [job for job in now.jobs if job.starts_at is not None or get_first_line(job.reason) not in causes]
         yield from (f"{job.id} {job.state}: {story}" for job in unexplained if (story := describe_job_state(job)))
-        yield from describe_links(now.jobs)
+        yield from describe_chain_jobs(now.jobs)
     if now.training is not None:
         yield ""
         yield describe_training(now.training)
         if now.training.spent is not None and not now.training.finished:
-            yield describe_spent_and_rest(now.training.spent)
+            yield describe_spent_and_remaining_cost(now.training.spent)
         if now.training.tuning is not None and now.training.tuning.branches:
             yield ""
             yield make_branches_table(now.training.tuning.branches, now.training.tuning.chosen)
@@ -207,7 +207,7 @@ def _describe_noise(row: Mapping[str, Any]) -> str:
 def describe_training(now: "TrainingStatus") -> str:
     """Describe the state of a training in one line."""
     nodes = describe_node_counts(now.possible_nodes or (now.nodes,))
-    head = f"training {now.signature} on {nodes}{_describe_nodes_to_come(now)}, batch {now.batch}"
+    head = f"training {now.signature} on {nodes}{_describe_later_nodes(now)}, batch {now.batch}"
     if not now.submitted:
         return f"{head}, not submitted"
     parts = [
@@ -223,7 +223,7 @@ def describe_training(now: "TrainingStatus") -> str:
     return ", ".join(parts)
 
 
-def describe_spent_and_rest(now: "SpentAndRest") -> str:
+def describe_spent_and_remaining_cost(now: "SpentAndRemainingCost") -> str:
     """Describe time and cost of a training so far, and the predicted remaining ones."""
     so_far = f"so far {format_duration(3600 * now.hours)}, {describe_cost(now.node_hours, now.cost, now.currency)}"
     rests = [
@@ -236,7 +236,7 @@ def describe_spent_and_rest(now: "SpentAndRest") -> str:
 
 def describe_progress_of_training(now: "TrainingStatus") -> str:
     """Describe what a running training measures, in the line below its progress bar."""
-    head = f"{format_count(now.nodes)}{_describe_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now)}"
+    head = f"{format_count(now.nodes)}{_describe_later_nodes(now)}, batch {now.batch}{_describe_stage(now)}"
     return ", ".join([head, *_list_training_measurements(now)])
 
 
@@ -270,14 +270,14 @@ def _describe_stage(now: "TrainingStatus") -> str:
     return f" ({batch}stage {stage.number} of {stage.count}{noise})"
 
 
-def _describe_nodes_to_come(now: "TrainingStatus") -> str:
+def _describe_later_nodes(now: "TrainingStatus") -> str:
     """Describe the node counts of later stages."""
     later = {count: stage.batch for stage in reversed(now.stages) if (count := stage.nodes or 0) > now.nodes}
     texts = [f"{nodes} from batch {batch} on" for nodes, batch in sorted(later.items())]
     return f" (then {', '.join(texts)})" if texts and not now.finished else ""
 
 
-def describe_links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
+def describe_chain_jobs(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
     """Yield one line per job whose chained jobs request different numbers of nodes."""
     for job in job_statuses:
         by_nodes: dict[int, list[str]] = {}

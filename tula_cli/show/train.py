@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from tula_cli.models.choice.baseline import Gain
+    from tula_cli.models.choice.baseline import BaselineSaving
     from tula_cli.models.choice.campaign import Campaign
     from tula_cli.run.records.recommendations import Prediction
     from tula_cli.run.records.results import EvaluationRecord, Summary
@@ -90,7 +90,7 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
     from tula_cli.models import self_tuning
     from tula_cli.spec.ags import BRANCHING_EPOCH
 
-    if not task.spec.train.training_method.tunes:
+    if not task.spec.train.training_method.is_self_tuning:
         return
     count = len(self_tuning.list_arms_of_training(task.spec, task.batch))
     if count == 1:
@@ -261,7 +261,7 @@ def render_summary(
     weights: "Path | None" = None,
     script_output: "Path | None" = None,
     charge: "SiteCharge | None" = None,
-    gain: "Gain | None" = None,
+    gain: "BaselineSaving | None" = None,
 ) -> Iterator["RenderableType"]:
     """Yield predicted and actual values, result metrics, the path of the best weights or of a script's files, and the gain."""
     changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"

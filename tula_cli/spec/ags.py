@@ -152,10 +152,10 @@ def adapt_to_sharded_model(ags: Ags, train: "Train") -> Ags:
     """
     if not train.sharded:
         return ags
-    for why in (_describe_why_not_on_shares(train), _describe_need_of_whole_model(train)):
+    for why in (_explain_unsupported_sharding(train), _explain_unsharded_requirement(train)):
         if why:
             raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, but {why}")
-    if not train.training_method.scales:
+    if not train.training_method.scales_gradients:
         return ags
     if ags.granularity == "element":
         raise ValueError("train.parallel: fsdp supports only one AGS factor per tensor; set ags.granularity: tensor")
@@ -166,17 +166,17 @@ def adapt_to_sharded_model(ags: Ags, train: "Train") -> Ags:
     return ags.model_copy(update={"granularity": "tensor"})
 
 
-def _describe_why_not_on_shares(train: "Train") -> str:
+def _explain_unsupported_sharding(train: "Train") -> str:
     """Return why the method cannot train a sharded model; empty if it can."""
-    if train.training_method.on_shares:
+    if train.training_method.supports_sharding:
         return ""
-    can = ", ".join(name for name, method in METHODS.items() if method.on_shares)
+    can = ", ".join(name for name, method in METHODS.items() if method.supports_sharding)
     return (
         f"train.method {train.method} needs complete gradients or weights on each GPU; set train.method to one of {can}"
     )
 
 
-def _describe_need_of_whole_model(train: "Train") -> str:
+def _explain_unsharded_requirement(train: "Train") -> str:
     refused = {
         "with train.precision: fp16, each GPU would choose its loss scale by its own part of the gradient; set train.precision: bf16": train.precision
         == "fp16",

@@ -35,12 +35,12 @@ class Backend:
         return requested != "cpu"
 
     @property
-    def more_memory(self) -> str:
+    def more_memory_advice(self) -> str:
         """Advice for a job that has run out of host memory."""
         return f"request more with {self.memory_setting}"
 
 
-class ThisMachine(Backend):
+class LocalBackend(Backend):
     """Jobs are processes of this machine, which all nodes of the search share."""
 
     def count_ranks_per_machine(self, ranks: int, *, gpus_per_node: int) -> int:
@@ -50,12 +50,12 @@ class ThisMachine(Backend):
         return requested != "cpu" and here == "cuda"
 
     @property
-    def more_memory(self) -> str:
+    def more_memory_advice(self) -> str:
         return "stop other programs on this machine"
 
 
 BACKENDS: dict[str, Backend] = {
-    "local": ThisMachine(
+    "local": LocalBackend(
         memory_setting="cluster.slurm.memory",
         grace=2.0,
         file_lag=2.0,

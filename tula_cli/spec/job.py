@@ -158,7 +158,7 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _check_tuning(self) -> "JobSpec":
-        if not self.train.training_method.tunes:
+        if not self.train.training_method.is_self_tuning:
             return self
         if self.train.epochs <= BRANCHING_EPOCH:
             raise ValueError(
@@ -175,7 +175,7 @@ class JobSpec(Section):
         """Scale updates by default if the optimizer divides by the gradient's magnitude, cancelling its factors."""
         if (
             self.script is None
-            and self.train.training_method.scales
+            and self.train.training_method.scales_gradients
             and self.ags.apply_to is None
             and self.optimizer.name in DIVIDING
         ):
@@ -265,7 +265,9 @@ class JobSpec(Section):
         if len(set(currencies.values())) > 1:
             priced = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
             raise ValueError(f"node_types: all node types must have the same pricing.currency, got {priced}")
-        if len(names := [name for each in self.node_types for name in self._named(each)]) > len(set(names)):
+        if len(names := [name for each in self.node_types for name in self._name_hardware_types(each)]) > len(
+            set(names)
+        ):
             raise ValueError(
                 f"node_types: the names formed with search.gpus_per_node are not unique: {', '.join(names)}; rename a node type"
             )
@@ -289,14 +291,16 @@ class JobSpec(Section):
 
         Empty if the job has neither node types nor searched GPU counts.
         """
-        return tuple(self.kinds)
+        return tuple(self.hardware_by_type)
 
     @property
-    def kinds(self) -> dict[str, tuple[str | None, int | None]]:
+    def hardware_by_type(self) -> dict[str, tuple[str | None, int | None]]:
         """Node type (None: the job's nodes) and number of GPUs used per node (None: all) of each of `types`."""
-        return {name: kind for each in self.node_types or (None,) for name, kind in self._named(each).items()}
+        return {
+            name: kind for each in self.node_types or (None,) for name, kind in self._name_hardware_types(each).items()
+        }
 
-    def _named(self, node_type: str | None) -> dict[str, tuple[str | None, int | None]]:
+    def _name_hardware_types(self, node_type: str | None) -> dict[str, tuple[str | None, int | None]]:
         search = {} if node_type is None else self.node_types[node_type].search
         counts = search.get("gpus_per_node", self.search.gpus_per_node)
         if not counts:
@@ -316,7 +320,7 @@ class JobSpec(Section):
         Raises:
             ValidationError: the settings of the type are invalid in this job.
         """
-        node_type, count = self.kinds[name]
+        node_type, count = self.hardware_by_type[name]
         spec_of_type = self if node_type is None else self.select_node_type(node_type)
         variant_name = f"{self.name}-{name}"
         if count is None:
@@ -448,7 +452,7 @@ def find_effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
 
     For method auto this is the limit of its ramp arms.
     """
-    if spec.train.training_method.tunes:
+    if spec.train.training_method.is_self_tuning:
         ramp = spec.train.model_copy(update={"method": "ramp", "lr_scaling": "auto"})
         spec = spec.model_copy(update={"train": ramp})
     return get_max_lr_factor(spec) if compute_lr_scale(spec, batch) < _compute_unlimited_lr_scale(spec, batch) else None
@@ -468,7 +472,9 @@ def _get_noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
       unknown optimizers use it too.
     """
     return (
-        "linear" if spec.optimizer.name in SGD_LIKE_OPTIMIZERS and not spec.train.training_method.replaces else "sqrt"
+        "linear"
+        if spec.optimizer.name in SGD_LIKE_OPTIMIZERS and not spec.train.training_method.replaced_optimizers
+        else "sqrt"
     )
 
 
@@ -534,14 +540,14 @@ def compute_beta2(spec: JobSpec, beta2: float, batch: int) -> float:
     return math.pow(base, steps)
 
 
-def describe_misfit(spec: JobSpec) -> str:
+def describe_method_conflict(spec: JobSpec) -> str:
     """Return why the job's method does not fit its optimizer.
 
     Empty if the method fits, or if this is unknown until the optimizer is loaded.
     """
     name = spec.optimizer.name
     divides = name in DIVIDING and spec.ags.resolved().apply_to == "gradient"
-    if misfit := spec.train.training_method.describe_misfit(name, divides_gradients=divides):
+    if misfit := spec.train.training_method.describe_optimizer_conflict(name, divides_gradients=divides):
         return misfit
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in OPTIMIZERS_WITH_BETA2:
         return f"keeps optimizer.name: {name}, which has no beta2, so optimizer.beta2_half_life has no effect; set optimizer.name: AdamW, or remove optimizer.beta2_half_life"

@@ -239,8 +239,8 @@ _WRITTEN_MINUTES = {
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0), WithJsonSchema(_WRITTEN_SIZE)]  # bytes
 Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1), WithJsonSchema(_WRITTEN_MINUTES)]
 Arguments = Annotated[dict[str, Any], AfterValidator(require_plain_data)]
-Line = Annotated[str, AfterValidator(require_one_line)]
-Command = Annotated[Line, AfterValidator(require_shell_words)]
+OneLineText = Annotated[str, AfterValidator(require_one_line)]
+Command = Annotated[OneLineText, AfterValidator(require_shell_words)]
 Positive = Annotated[int, Field(ge=1, le=2**63 - 1)]  # numpy computes with 64 bits
 GpusPerNode = Annotated[int, Field(ge=1, le=1000)]  # GPUs, or processes on the CPU
 Nodes = Annotated[int, Field(ge=1, le=10**6)]

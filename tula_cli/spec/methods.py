@@ -32,23 +32,25 @@ class TrainingMethod:
     with_rule: str = ""  # name of the same method with a learning-rate rule; empty if there is no such name
     without_rule: str = ""  # name of the same method without a rule; if set, train.lr_scaling: none is an error
     warmup_epochs: float = 0.0  # default warm-up; shorter in short trainings (`get_warmup_epochs`)
-    replaces: tuple[str, ...] = ()  # optimizers that it replaces, with their settings; empty: any optimizer is kept
+    replaced_optimizers: tuple[
+        str, ...
+    ] = ()  # optimizers that it replaces, with their settings; empty: any optimizer is kept
     orthogonalises: bool = False
     """Orthogonalises updates of matrices; scales Adam's learning rate and beta2 for the batch."""
     constant_schedule: bool = False  # does not allow a schedule that lowers the learning rate
     section: Literal["", "ags", "auto"] = ""  # section of the job with settings of this method only
-    scales: bool = False  # multiplies gradients or updates by factors
+    scales_gradients: bool = False  # multiplies gradients or updates by factors
     refreshes: bool = False  # compares the gradients of two batches from time to time
     is_arm: bool = False  # can be an arm of a self-tuning training
-    ramps: bool = False  # the batch grows over the first epochs unless train.ramp is set
-    on_one_gpu: str = ""  # why it cannot be evaluated on one GPU; empty if it can
-    on_scripts: bool = False  # supports the user's script, through its command line or around its optimizer
-    on_shares: bool = False  # supports a model that is sharded over the ranks (train.parallel: fsdp)
+    grows_batch: bool = False  # the batch grows over the first epochs unless train.ramp is set
+    single_gpu_conflict: str = ""  # why it cannot be evaluated on one GPU; empty if it can
+    supports_scripts: bool = False  # supports the user's script, through its command line or around its optimizer
+    supports_sharding: bool = False  # supports a model that is sharded over the ranks (train.parallel: fsdp)
     summary: str = "a method of your own"  # effect on the large batch, and cost, without results
     probes_overestimate: bool = False  # on several GPUs, later steps are faster than those that probes measure
 
     @property
-    def tunes(self) -> bool:
+    def is_self_tuning(self) -> bool:
         """Whether the method trains with those of its arms (worker/train/auto_tune.py)."""
         return self.section == "auto"
 
@@ -70,11 +72,11 @@ class TrainingMethod:
 
     def describe_ramp_conflict(self, ramp: object, lr_scaling: str) -> str:
         """Return why train.ramp is impossible with this method and train.lr_scaling; empty if it is possible."""
-        if self.tunes:
+        if self.is_self_tuning:
             return f"ramp: has no effect with train.method: {self.name}, which needs a constant batch; remove train.ramp, or set train.method: ramp"
         if ramp != "decay":
             return ""
-        if self.scales:
+        if self.scales_gradients:
             return f"ramp: decay scales the learning rate with the batch, but train.method: {self.name} already scales the gradients; set train.method to ramp, ortho, lbt or lrs"
         if self.constant_schedule:
             return f"ramp: decay raises the batch where the learning rate would decrease, but train.method: {self.name} keeps the learning rate constant; set train.ramp: auto, or another train.method"
@@ -82,18 +84,18 @@ class TrainingMethod:
             return "ramp: decay scales the learning rate with the batch, but train.lr_scaling is none; remove train.lr_scaling"
         return ""
 
-    def describe_misfit(self, optimizer: str, *, divides_gradients: bool) -> str:
+    def describe_optimizer_conflict(self, optimizer: str, *, divides_gradients: bool) -> str:
         """Return why the method does not fit an optimizer; empty if it fits, or if this is unknown until that is loaded.
 
         Args:
             optimizer: value of optimizer.name.
             divides_gradients: whether the optimizer would divide the method's factors out, as they apply to gradients.
         """
-        if self.replaces and optimizer not in self.replaces:
-            return f"replaces {' or '.join(self.replaces)}, so it cannot be used with optimizer.name: {optimizer}; set optimizer.name: {self.replaces[-1]}"
-        if self.orthogonalises and not self.ramps and optimizer == "Muon":
+        if self.replaced_optimizers and optimizer not in self.replaced_optimizers:
+            return f"replaces {' or '.join(self.replaced_optimizers)}, so it cannot be used with optimizer.name: {optimizer}; set optimizer.name: {self.replaced_optimizers[-1]}"
+        if self.orthogonalises and not self.grows_batch and optimizer == "Muon":
             return "orthogonalises updates, but Muon already does so itself; set train.method: ramp or lbt"
-        if self.scales and divides_gradients:
+        if self.scales_gradients and divides_gradients:
             return f"scales gradients, but {optimizer} normalises gradients; set ags.apply_to: update"
         return ""
 
@@ -118,9 +120,11 @@ class TrainingMethod:
             )
         if optimizer == "Muon":
             return (
-                "Muon already orthogonalises its updates" if self.ramps else "Try train.method: ramp with tula compare"
+                "Muon already orthogonalises its updates"
+                if self.grows_batch
+                else "Try train.method: ramp with tula compare"
             )
-        if not (self.ramps or self.tunes):
+        if not (self.grows_batch or self.is_self_tuning):
             orthogonalised = (
                 f"With {optimizer}, orthogonalised updates bring the largest gain: try"
                 if "Adam" in optimizer
@@ -137,25 +141,25 @@ _METHODS = (
         "ags",
         "scaling",
         section="ags",
-        scales=True,
+        scales_gradients=True,
         refreshes=True,
         is_arm=True,
-        on_scripts=True,
-        on_shares=True,
+        supports_scripts=True,
+        supports_sharding=True,
         summary="scales gradients by comparison with a small batch; costs time and memory",
     ),
     TrainingMethod(
         "lbt",
         is_arm=True,
-        on_scripts=True,
-        on_shares=True,
+        supports_scripts=True,
+        supports_sharding=True,
         with_rule="lrs",
         summary="the large batch without changes",
     ),
     TrainingMethod(
         "lrs",
-        on_scripts=True,
-        on_shares=True,
+        supports_scripts=True,
+        supports_sharding=True,
         lr_scaling="linear",
         without_rule="lbt",
         warmup_epochs=5.0,
@@ -166,7 +170,7 @@ _METHODS = (
         "layerwise",
         lr_scaling="linear",
         warmup_epochs=5.0,
-        replaces=("SGD",),
+        replaced_optimizers=("SGD",),
         summary="scales the step of each tensor by the norm of the tensor",
     ),
     TrainingMethod(
@@ -174,14 +178,14 @@ _METHODS = (
         "layerwise",
         lr_scaling="sqrt",
         warmup_epochs=5.0,
-        replaces=("Adam", "AdamW"),
+        replaced_optimizers=("Adam", "AdamW"),
         summary="scales the step of each tensor by the norm of the tensor",
     ),
     TrainingMethod(
         "polo",
         "polo",
         warmup_epochs=5.0,
-        on_one_gpu="on one GPU, polo is plain SGD with a warm-up, because there are no replicas to average",
+        single_gpu_conflict="on one GPU, polo is plain SGD with a warm-up, because there are no replicas to average",
         probes_overestimate=True,
         summary="GPUs train independently and average their weights at intervals, which saves synchronisation",
     ),
@@ -189,7 +193,7 @@ _METHODS = (
         "static",
         "static",
         section="ags",
-        scales=True,
+        scales_gradients=True,
         is_arm=True,
         summary="multiplies gradients by a constant factor",
     ),
@@ -200,8 +204,8 @@ _METHODS = (
         warmup_epochs=5.0,
         orthogonalises=True,
         is_arm=True,
-        on_scripts=True,
-        on_shares=True,
+        supports_scripts=True,
+        supports_sharding=True,
         summary="orthogonalised updates; costs matrix products in every step",
     ),
     TrainingMethod(
@@ -213,15 +217,15 @@ _METHODS = (
         late_decay=True,
         orthogonalises=True,
         is_arm=True,
-        ramps=True,
-        on_shares=True,
+        grows_batch=True,
+        supports_sharding=True,
         summary="batch and learning rate grow over the first epochs, with orthogonalised updates; the small batches at the start take more time",
     ),
     TrainingMethod(
         "schedule_free",
         "schedule_free",
         warmup_epochs=5.0,
-        replaces=("SGD", "AdamW"),
+        replaced_optimizers=("SGD", "AdamW"),
         constant_schedule=True,
         summary="averages weights instead of decreasing the learning rate",
     ),

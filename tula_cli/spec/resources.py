@@ -12,9 +12,9 @@ from tula_cli.spec.kinds import (
     Arguments,
     Command,
     GpusPerNode,
-    Line,
     Minutes,
     NonNegativeFloat,
+    OneLineText,
     PositiveFloat,
     Section,
     Size,
@@ -51,7 +51,7 @@ class Cluster(Section):
     python: Command | None = None
     # Shell lines that run before a job; not with kind: local. With kind: slurm, also the path of a file with these lines;
     # null: slurm-setup.sh of the user or the site.
-    setup: list[str] | Line | None = None
+    setup: list[str] | OneLineText | None = None
     slurm: Slurm | None = None  # Options of sbatch and srun, with kind: slurm
     options: Arguments = {}  # Arguments of the class of a user-defined scheduler
 
@@ -130,7 +130,7 @@ class Pricing(Section):
     # Price per unit, in currency. It may be omitted only with kind: billing.
     price: Annotated[PositiveFloat, BeforeValidator(no_free_price)] = 1.0
     # Currency of all costs. With kind: billing and no price, costs are in SU instead.
-    currency: Annotated[Line, Field(min_length=1)] = "USD"
+    currency: Annotated[OneLineText, Field(min_length=1)] = "USD"
     spot: Spot | None = None  # Discount and interruptions of spot nodes; null: on demand only
     # With kind: billing: values that tula reads from SLURM and records in a run. Do not set this key.
     slurm_billing: Annotated[SiteBill | None, WithJsonSchema({"type": ["object", "null"]})] = None

@@ -12,10 +12,10 @@ from tula_cli.spec.kinds import (
     MAX_MINUTES,
     Arguments,
     GpusPerNode,
-    Line,
     Method,
     Nodes,
     NonNegativeFloat,
+    OneLineText,
     Positive,
     PositiveFloat,
     Section,
@@ -485,7 +485,7 @@ class Train(Section):
     @property
     def stages(self) -> Stages | None:
         """How the batch grows; None if it does not."""
-        return "auto" if self.ramp is None and self.training_method.ramps else self.ramp
+        return "auto" if self.ramp is None and self.training_method.grows_batch else self.ramp
 
     def count_loaders(self, cores: float) -> int:
         """Return the number of data-loader processes of a rank with `cores` CPU cores."""
@@ -594,11 +594,11 @@ def strip_password(uri: str) -> str:
 class Export(Section):
     """A tracker that receives results while a command waits for jobs. Trainings do not depend on it."""
 
-    to: Line  # mlflow, wandb, tensorboard, or package.module:callable that returns an exporter
+    to: OneLineText  # mlflow, wandb, tensorboard, or package.module:callable that returns an exporter
     # mlflow: the tracking URI; null: $MLFLOW_TRACKING_URI, otherwise a database in the run. tensorboard: a folder;
     # null: one in the run. wandb: a server (https://...), or a folder for offline data; null: a folder in the run.
-    uri: Annotated[Line, AfterValidator(strip_password)] | None = None
-    project: Line | None = None  # MLflow experiment or W&B project; null: the job's name
+    uri: Annotated[OneLineText, AfterValidator(strip_password)] | None = None
+    project: OneLineText | None = None  # MLflow experiment or W&B project; null: the job's name
 
     @model_validator(mode="after")
     def _check_tracker(self) -> "Export":

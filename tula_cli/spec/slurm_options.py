@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonS
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.spec.kinds import (
-    Line,
+    OneLineText,
     Positive,
     Section,
     check_word,
@@ -140,18 +140,18 @@ class Slurm(Section):
 
     # srun: one task of SLURM per GPU; torchrun: one task per node, which starts the ranks of the node
     launcher: Literal["srun", "torchrun"] = "srun"
-    partition: Line | None = None  # sbatch --partition
-    account: Line | None = None  # sbatch --account
-    qos: Line | None = None  # sbatch --qos
-    constraint: Line | None = None  # sbatch --constraint
-    exclude: Line | None = None  # sbatch --exclude
+    partition: OneLineText | None = None  # sbatch --partition
+    account: OneLineText | None = None  # sbatch --account
+    qos: OneLineText | None = None  # sbatch --qos
+    constraint: OneLineText | None = None  # sbatch --constraint
+    exclude: OneLineText | None = None  # sbatch --exclude
     # Memory per node, as in sbatch --mem; 0: all memory of the node
-    memory: Annotated[Line, AfterValidator(_check_slurm_memory), _WRITTEN_MEMORY] | None = None
+    memory: Annotated[OneLineText, AfterValidator(_check_slurm_memory), _WRITTEN_MEMORY] | None = None
     cpus_per_task: Positive | None = None  # CPU cores per rank, with either launcher
     # Option that requests the GPUs; none: no GPUs are requested
     gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"
     # Type of GPU to request, as the site names it, for example a100
-    gpu_type: Annotated[Line, AfterValidator(_check_gpu_type)] | None = None
+    gpu_type: Annotated[OneLineText, AfterValidator(_check_gpu_type)] | None = None
     exclusive: bool = True  # Request whole nodes; on shared nodes other jobs distort the step times
     # Further options of sbatch by their long names. true: an option without a value; false: the option is omitted
     extra: dict[Annotated[str, AfterValidator(_check_sbatch_option)], OptionValue] = {}
@@ -161,7 +161,7 @@ class Slurm(Section):
     environment: dict[Annotated[str, AfterValidator(_check_variable)], str | None] = {}
     # Words put before the command of every rank, or the path of a script that runs this command; null: slurm-wrapper.sh
     # of the user or the site
-    wrapper: list[Annotated[Line, AfterValidator(check_word)]] | Line | None = None
+    wrapper: list[Annotated[OneLineText, AfterValidator(check_word)]] | OneLineText | None = None
 
     @model_validator(mode="after")
     def _check_settings(self) -> "Slurm":

@@ -30,7 +30,7 @@ class Workload:
         return True
 
     @property
-    def title(self) -> str:
+    def description(self) -> str:
         """Description of what is trained, for users."""
         return f"{self.spec.model.name} on {self.spec.dataset.name}"
 
@@ -78,7 +78,7 @@ class UserScript(Workload):
         return frozenset(find_placeholders(self.script.command))
 
     @property
-    def title(self) -> str:
+    def description(self) -> str:
         return get_program_name(self.script.command)
 
     @property

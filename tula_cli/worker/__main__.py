@@ -25,7 +25,7 @@ from tula_cli.host.failure_texts import (
     find_user_exception,
 )
 from tula_cli.host.network import get_node_name
-from tula_cli.host.processes import die_with_parent, tag_lines
+from tula_cli.host.processes import set_parent_death_signal, tag_lines
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import pin_run
 from tula_cli.run.records.failures import Failure
@@ -52,7 +52,7 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
     Args:
         entered: called once the user's code can be imported and before any of it is.
     """
-    die_with_parent()
+    set_parent_death_signal()
     tag_lines(int(os.environ.get("RANK", "0")))
     run, task_id, attempt = RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     task = run.read_task(task_id)

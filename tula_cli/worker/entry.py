@@ -48,7 +48,7 @@ def run_training(
 
 
 def _run_method(task: TrainTask, context: TrainContext) -> None:
-    if not task.spec.train.training_method.tunes:
+    if not task.spec.train.training_method.is_self_tuning:
         return training.train(task, context)
     from tula_cli.worker.train import auto_tune  # imported here: only for self-tuning trainings
 

@@ -87,7 +87,12 @@ def select_recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
     SLURM_JWT may hold a token, and SLURM_EXPORT_ENV the arguments of sbatch --export, with values. Variables by which
     tula itself has configured NCCL are left out, because they are no settings of the user.
     """
-    left_out = ("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK", *(nccl.SETTINGS if nccl.get_nccl_log_path(environ) else ()))
+    left_out = (
+        "SLURM_JWT",
+        "SLURM_EXPORT",
+        "SLURM_SPANK",
+        *(nccl.NCCL_DEBUG_VARIABLES if nccl.get_nccl_log_path(environ) else ()),
+    )
     return {
         name: value
         for name, value in sorted(environ.items())

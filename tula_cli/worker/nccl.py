@@ -15,9 +15,9 @@ from typing import Literal
 
 from tula_cli.run.files import read_last_bytes
 
-SETTINGS = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
-PREFIX = "tula-nccl-"
-_MAX_READ = 2**26  # bytes of NCCL's output that are read
+NCCL_DEBUG_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+NCCL_LOG_PREFIX = "tula-nccl-"
+_MAX_READ_BYTES = 2**26  # bytes of NCCL's output that are read
 MAX_SIZES = 8  # number of largest sizes kept: those of DDP's buckets, not of small collectives
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
@@ -38,17 +38,17 @@ def record_nccl_output(*, enabled: bool, to: Literal["choices", "nccl_warnings"]
         to: "choices" records the chosen algorithms (`read_chosen_algorithms`), "nccl_warnings" the warnings
             (`list_nccl_warnings`).
     """
-    if not enabled or any(name in os.environ for name in SETTINGS):
+    if not enabled or any(name in os.environ for name in NCCL_DEBUG_VARIABLES):
         yield
         return
-    handle, path = tempfile.mkstemp(prefix=PREFIX, suffix=".log")
+    handle, path = tempfile.mkstemp(prefix=NCCL_LOG_PREFIX, suffix=".log")
     os.close(handle)
     settings = ("INFO", "TUNING", path) if to == "choices" else ("WARN", "ALL", path)
-    os.environ.update(zip(SETTINGS, settings, strict=True))
+    os.environ.update(zip(NCCL_DEBUG_VARIABLES, settings, strict=True))
     try:
         yield
     finally:
-        for name in SETTINGS:
+        for name in NCCL_DEBUG_VARIABLES:
             os.environ.pop(name, None)
         Path(path).unlink(missing_ok=True)
 
@@ -68,13 +68,13 @@ def list_nccl_warnings() -> list[str]:
 
 def _read_nccl_output() -> str:
     path = get_nccl_log_path(os.environ)
-    return read_last_bytes(path, _MAX_READ) if path else ""
+    return read_last_bytes(path, _MAX_READ_BYTES) if path else ""
 
 
 def get_nccl_log_path(environ: Mapping[str, str]) -> Path | None:
     """Return the file that NCCL writes to inside `record_nccl_output`; None outside of it."""
     path = Path(environ.get("NCCL_DEBUG_FILE", ""))
-    return path if path.name.startswith(PREFIX) and path.is_file() else None
+    return path if path.name.startswith(NCCL_LOG_PREFIX) and path.is_file() else None
 
 
 def parse_algorithms(log: str) -> dict[int, str]:

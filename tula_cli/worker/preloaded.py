@@ -26,7 +26,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from tula_cli.host.processes import die_with_parent
+from tula_cli.host.processes import set_parent_death_signal
 
 PRELOADED_MODULES = (
     "torch",
@@ -188,7 +188,7 @@ def _fork_orphan(parent: int, send: int) -> None:
     os.setsid()
     while os.getppid() == intermediate_pid:
         time.sleep(0.001)
-    die_with_parent()
+    set_parent_death_signal()
     if os.getppid() != parent:
         os._exit(1)
     os.write(send, str(os.getpid()).encode())

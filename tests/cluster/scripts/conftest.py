@@ -14,7 +14,7 @@ TEMPLATES = Path(__file__).parents[3] / "templates"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
-    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
+    monkeypatch.setattr(cluster_attempt, "PEER_GRACE_SECONDS", 0.5)
     monkeypatch.setattr(checkpoints, "UNCHANGED_SECONDS", 0.1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the machine's lock
     return tmp_path

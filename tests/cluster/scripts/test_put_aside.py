@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tula_shim import file_changes
 if len(sys.argv) > 4:
-    file_changes.MAX_COPY = int(sys.argv[4])
+    file_changes.MAX_COPIED_BYTES = int(sys.argv[4])
 recorder = file_changes.FileChangeRecorder(Path(sys.argv[2]), [])
 recorder.record_writes()
 os.chdir(sys.argv[3])

@@ -13,7 +13,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, write_atomic, write_record
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.results import RateSearch
-from tula_cli.run.records.scripts import Killed, ShimPlan
+from tula_cli.run.records.scripts import KillRecord, ShimPlan
 from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import validate_job
@@ -160,7 +160,7 @@ def observe_start(
     attempt = ScriptAttempt(run.path, task.id, 1)
     write_rows(attempt, losses, [0.01])
     if saved is not None:
-        write_record(attempt.path / "rehearsal.json", Killed(steps=saved, samples=None, dataset=None, killed=True))
+        write_record(attempt.path / "rehearsal.json", KillRecord(steps=saved, samples=None, dataset=None, killed=True))
         write_atomic(Path(command.branch.out) / "state", "checkpoint")
     return run, ScriptRateSearch(run, task).record_results(command, None)
 

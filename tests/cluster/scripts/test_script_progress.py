@@ -16,7 +16,7 @@ from tula_cli.models.time.changes import ScriptLevelDetector, describe_step_chan
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves, StepChange
+from tula_cli.run.records.results import ScriptCheckpointSave, ScriptProgress, ScriptSaves, StepChange
 from tula_cli.run.records.scripts import ExpectedValues, LoaderProperties, RankResult
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
     folder_of(out, "step-60", STARTED + 40, "state")
     newest = ScriptProgress(samples=960, steps=60, batch=16, checkpoint=str(out / "step-60"), saved_at=STARTED + 40)
     run.get_training("x").write_script_progress(newest)
-    save = Save(saved_at=STARTED + 40, batch=16, steps=30, samples=480, seconds=20.0)
+    save = ScriptCheckpointSave(saved_at=STARTED + 40, batch=16, steps=30, samples=480, seconds=20.0)
     run.get_training("x").write_script_saves(ScriptSaves(saves=(save,)))
 
     reason = fails_at_once(run, first, out / "step-60")
@@ -294,7 +294,7 @@ def watching(run: RunDir, ranks: int) -> TrainingMonitor:
 
 
 def test_ranks_that_wait_for_one_that_goes_on_are_not_stuck(run: RunDir) -> None:
-    long_ago = time.time() - 2 * start.TRAINING_SILENCE
+    long_ago = time.time() - 2 * start.TRAINING_HANG_SECONDS
     heartbeat(run, "train-x-1", 0, alive_at=time.time())
     heartbeat(run, "train-x-1", 1, alive_at=long_ago)
     assert watching(run, 2).find_reason_to_kill() is None, "rank 0, on another node, evaluates alone"

@@ -378,7 +378,7 @@ def test_a_script_is_asked_to_save_before_the_time_limit(
     folder: Path, save: str, what_else: str, within: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "UNCHANGED_SECONDS", 0.2)
-    monkeypatch.setattr(cluster_attempt, "END_GRACE", 1.0)
+    monkeypatch.setattr(cluster_attempt, "SIGKILL_DELAY_SECONDS", 1.0)
     never = "if number % 10 == 0: number += 1"  # no checkpoint by itself
     spec = job(
         folder,
@@ -403,8 +403,8 @@ def test_a_script_is_asked_to_save_before_the_time_limit(
         float("inf"),
         ChangeWatcher(run.path, allocation),
     )
-    monkeypatch.setattr(Allocation, "compute_leave_time", lambda *_: time.time() + 2.0)
-    monkeypatch.setattr(RunningAttempt, "_leave_time", property(lambda _: began + 2.0))
+    monkeypatch.setattr(Allocation, "compute_exit_deadline", lambda *_: time.time() + 2.0)
+    monkeypatch.setattr(RunningAttempt, "_exit_deadline", property(lambda _: began + 2.0))
     began = time.time()
     reason = running.run_to_exit()
     assert (reason.outcome, reason.message) == ("time_limit", "time limit of job 7 reached")

@@ -8,8 +8,8 @@ from tula_cli.assets import find_asset
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import (
     Gpus,
-    NodeKind,
     Partition,
+    PartitionNodeType,
     Site,
     fill_template,
     parse_gres,
@@ -52,7 +52,7 @@ def partition(**changes) -> Partition:
         "up": True,
         "minutes": 1440,
         "most_nodes": None,
-        "kinds": (NodeKind(64, 48, 256_000, (Gpus("a100", 4),)),),
+        "kinds": (PartitionNodeType(64, 48, 256_000, (Gpus("a100", 4),)),),
     }
     return Partition(**{**values, **changes})
 
@@ -68,7 +68,7 @@ def test_partitions_are_read_with_their_usable_nodes():
     assert [p.minutes for p in results.values()] == [120, 2, 120, None, 3600]
     assert [p.name for p in results.values() if p.default] == ["main"]
     assert [p.name for p in results.values() if not p.up] == ["closed"]
-    assert results["main"].kinds == (NodeKind(2, 2, 4000, (Gpus("a100", 2),)),)
+    assert results["main"].kinds == (PartitionNodeType(2, 2, 4000, (Gpus("a100", 2),)),)
     assert results["closed"].kinds[0].gpus == ()
 
 
@@ -363,7 +363,9 @@ def test_what_the_scheduler_does_not_tell_stays_as_it_was(tmp_path):
 def test_the_search_stays_within_the_partition(tmp_path):
     sizes = {1: [1], 2: [1, 2], 3: [1, 2], 4: [2, 4], 9: [2, 4, 8], 16: [2, 4, 8, 16], 99: [2, 4, 8, 16]}
     for size, nodes in sizes.items():
-        spec = loaded(fill_template(TEMPLATE, Site((partition(kinds=(NodeKind(size, 8, 1000, ()),)),), ())), tmp_path)
+        spec = loaded(
+            fill_template(TEMPLATE, Site((partition(kinds=(PartitionNodeType(size, 8, 1000, ()),)),), ())), tmp_path
+        )
         assert spec.search.nodes == nodes
         assert sum(nodes) * spec.get_measuring_minutes() / 60 <= (spec.search.max_node_hours or 0)
     small = partition(most_nodes=4)
@@ -380,14 +382,14 @@ def test_time_limits_stay_within_the_partitions(tmp_path, limit, training, measu
 
 
 def test_nodes_without_gpus_run_on_the_cpu(tmp_path):
-    spec = loaded(fill_template(TEMPLATE, Site((partition(kinds=(NodeKind(4, 2, 0, ()),)),), ())), tmp_path)
+    spec = loaded(fill_template(TEMPLATE, Site((partition(kinds=(PartitionNodeType(4, 2, 0, ()),)),), ())), tmp_path)
     assert (spec.cluster.device, spec.cluster.gpus_per_node, spec.train.workers) == ("cpu", 1, 1)
     assert spec.cluster.slurm is not None
     assert (spec.cluster.slurm.cpus_per_task, spec.cluster.slurm.memory) == (2, None)
 
 
 def test_one_of_several_types_of_gpu_is_taken(tmp_path):
-    kind = NodeKind(4, 16, 64000, parse_gres("gpu:kepler:1,gpu:tesla:2"))
+    kind = PartitionNodeType(4, 16, 64000, parse_gres("gpu:kepler:1,gpu:tesla:2"))
     spec = loaded(fill_template(TEMPLATE, Site((partition(kinds=(kind,)),), ())), tmp_path)
     assert spec.cluster.slurm is not None
     assert (spec.cluster.gpus_per_node, spec.cluster.slurm.gpu_type) == (2, "tesla")
@@ -444,5 +446,5 @@ def test_a_setting_of_another_section_is_not_taken_for_it():
     [(32, 64, (32,)), (4, 3, (4,)), (16, 64, (16,)), (3, 5, (4,)), (1, 1, (1,)), (2, 64, (2, 4, 8, 16))],
 )
 def test_a_partition_of_large_jobs_has_numbers_of_nodes_too(least: int, nodes: int, suggested: tuple[int, ...]) -> None:
-    kinds = (NodeKind(nodes, 48, 256_000, (Gpus("a100", 4),)),)
+    kinds = (PartitionNodeType(nodes, 48, 256_000, (Gpus("a100", 4),)),)
     assert site.suggest_nodes(partition(least_nodes=least, kinds=kinds)) == suggested

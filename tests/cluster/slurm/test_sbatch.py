@@ -367,11 +367,11 @@ def test_file_that_cannot_be_read_is_the_users_to_mend(setting: str, tmp_path: P
 
 
 def test_no_wrapper_by_default() -> None:
-    assert sbatch.get_wrapper_words(spec(), environ={}) == []
+    assert sbatch.get_wrapper_arguments(spec(), environ={}) == []
 
 
 def test_wrapper_of_the_spec_stands_before_the_rank() -> None:
-    assert sbatch.get_wrapper_words(spec({"wrapper": ["numactl", "--cpunodebind=0"]}), environ={}) == [
+    assert sbatch.get_wrapper_arguments(spec({"wrapper": ["numactl", "--cpunodebind=0"]}), environ={}) == [
         "numactl", "--cpunodebind=0",
     ]  # fmt: skip
 
@@ -385,7 +385,14 @@ def test_script_runs_around_the_rank_as_it_was_at_submission(tmp_path: Path) -> 
     carried = json.loads(bash(lines, f"{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"))
     assert carried["TULA_WRAPPER"] == f"# {tmp_path}/own.sh\n{text}"
 
-    command = [*sbatch.get_wrapper_words(result, environ=carried), "sh", "-c", 'echo "$CARD,$1,$$"; exit 7', "x", "a b"]
+    command = [
+        *sbatch.get_wrapper_arguments(result, environ=carried),
+        "sh",
+        "-c",
+        'echo "$CARD,$1,$$"; exit 7',
+        "x",
+        "a b",
+    ]
     with subprocess.Popen(command, env={**carried, "LOCAL_RANK": "1"}, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.read() == f"mlx5 1,a b,{process.pid}\n"
@@ -393,13 +400,18 @@ def test_script_runs_around_the_rank_as_it_was_at_submission(tmp_path: Path) -> 
 
 
 def test_words_of_the_spec_take_the_place_of_a_script() -> None:
-    assert sbatch.get_wrapper_words(spec({"wrapper": ["numactl"]}), environ={"TULA_WRAPPER": "text"}) == ["numactl"]
-    assert sbatch.get_wrapper_words(spec(), environ={"TULA_WRAPPER": "text"}) == ["bash", "-c", "text", "tula-wrapper"]
+    assert sbatch.get_wrapper_arguments(spec({"wrapper": ["numactl"]}), environ={"TULA_WRAPPER": "text"}) == ["numactl"]
+    assert sbatch.get_wrapper_arguments(spec(), environ={"TULA_WRAPPER": "text"}) == [
+        "bash",
+        "-c",
+        "text",
+        "tula-wrapper",
+    ]
 
 
 def test_packaged_wrapper_changes_nothing() -> None:
     text = assets.find_asset("templates/slurm-wrapper.sh").read_text()
-    command = sbatch.get_wrapper_words(spec(), environ={"TULA_WRAPPER": text})
+    command = sbatch.get_wrapper_arguments(spec(), environ={"TULA_WRAPPER": text})
     assert subprocess.run([*command, "echo", "a  b"], capture_output=True, text=True).stdout == "a  b\n"
 
 

@@ -13,7 +13,7 @@ from tula_cli.cluster.slurm.scheduler import make_sbatch_environment
 from tula_cli.cluster.slurm.submit import estimate_start
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.job_runs import open_family
+from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.recommendations import StartEstimate
 from tula_cli.services import recommend as services_recommend
 from tula_cli.show.screen import Screen
@@ -88,9 +88,11 @@ def test_a_plan_for_many_trainings_does_not_ask_for_the_start_of_a_single_one(sl
 
 def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it(slurm, run):
     slurm.fault(starts=local(NOW + 1800))
-    answer = services_recommend.answer_query(open_family(run), Query(objective="time", max_nodes=2))
+    answer = services_recommend.answer_query(open_runs_of_job(run), Query(objective="time", max_nodes=2))
     recommendation = answer.recommendation
-    plain = services_recommend.recommend(open_family(run), Query(objective="time", max_nodes=2), now=NOW).recommendation
+    plain = services_recommend.recommend(
+        open_runs_of_job(run), Query(objective="time", max_nodes=2), now=NOW
+    ).recommendation
     assert plain.start_estimate is None and plain.choice == recommendation.choice
     assert (
         recommendation.start_estimate is not None and recommendation.start_estimate.nodes == recommendation.choice.nodes

@@ -72,7 +72,7 @@ def test_a_job_of_512_ranks_makes_few_calls_and_ends_the_peers_of_a_dead_rank_in
         return [int(path.read_text()) for path in sorted(tmp_path.glob("*.pid"))]
 
     until(lambda: len(pids()) == HERE * PER_NODE)
-    time.sleep(lookouts.READS_AFTER_NEWS[1] + 3.0)
+    time.sleep(lookouts.REREAD_DELAYS_SECONDS[1] + 3.0)
     before = traced()
     time.sleep(SECONDS)
     of_job = (traced() - before) / SECONDS * NODES / HERE
@@ -89,9 +89,14 @@ def test_a_job_of_512_ranks_makes_few_calls_and_ends_the_peers_of_a_dead_rank_in
 def test_a_supervisor_reads_where_something_is_new_and_always_where_no_news_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("MAX_PACE", 0.0), ("POLL", 0.0), ("MAX_STATS_PER_SECOND", 1e9), ("READS_AFTER_NEWS", ())):
+    for name, value in (
+        ("MAX_STAT_INTERVAL_SECONDS", 0.0),
+        ("POLL_SECONDS", 0.0),
+        ("MAX_STATS_PER_SECOND", 1e9),
+        ("REREAD_DELAYS_SECONDS", ()),
+    ):
         monkeypatch.setattr(lookouts, name, value)
-    monkeypatch.setattr(lookouts, "READ_WITHOUT_NEWS", (600.0, 600.0))
+    monkeypatch.setattr(lookouts, "IDLE_READ_SECONDS", (600.0, 600.0))
     run = RunDir.create(tmp_path, make_runs.spec())
     files.prepare_folders(run.path)
     watcher = ChangeWatcher(run.path, Allocation(1, 2, 1, str(tmp_path), nodes=1))

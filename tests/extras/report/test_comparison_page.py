@@ -26,7 +26,7 @@ from make_comparisons import (
 from quiet import poll_quickly, quiet
 
 from tula_cli.extras.report import comparison_document
-from tula_cli.extras.report.material import gather_material
+from tula_cli.extras.report.material import collect_report_data
 from tula_cli.extras.report.page import render_page
 from tula_cli.extras.report.run_report import build_document
 from tula_cli.extras.report.values import TrainingCurve
@@ -76,7 +76,7 @@ def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: P
 
 def test_a_page_shows_no_text_of_arguments_and_says_what_is_not_recorded(run: RunDir) -> None:
     spec = make.spec(**{**SPEC, "model": {"name": "resnet18", "args": {"width": 8, "token": "hf_planted"}}})
-    result = build_document(gather_material([Run(run.path, spec)], now=0.0))
+    result = build_document(collect_report_data([Run(run.path, spec)], now=0.0))
     facts = {fact.name: fact.value for fact in result.facts}
     assert facts["model"] == "resnet18 (width 8)" and "hf_planted" not in render_page(result)
     assert facts["hardware"] == "not recorded yet; 1 GPU per node"

@@ -12,7 +12,7 @@ from tula_cli.extras.report.sections import build_configurations_table, build_sc
 from tula_cli.extras.report.values import describe_notes, explain_notes
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family
+from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.services import recommend as recommending
 
 
@@ -78,7 +78,7 @@ def test_an_efficiency_above_100_is_marked_in_its_table(run: RunDir) -> None:
 
 
 def test_an_unknown_interval_is_called_unknown(run: RunDir) -> None:
-    answer = recommending.recommend(open_family(run), Query(objective="cost"), now=1.0).recommendation
+    answer = recommending.recommend(open_runs_of_job(run), Query(objective="cost"), now=1.0).recommendation
     unknown = answer.choice.model_copy(update={"hours_low": None, "hours_high": None})
     rows = [unknown, *answer.rows[1:]]
     configurations = build_configurations_table(rows, unknown, "USD")

@@ -16,7 +16,7 @@ from tula_cli.extras.report.sections import build_scaling_study
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family, open_run
+from tula_cli.run.job_runs import open_run, open_runs_of_job
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.step_series import StepRow, format_rows
 from tula_cli.services import recommend as recommending
@@ -80,7 +80,7 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
 
 
 def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, told: Document) -> None:
-    now = recommending.recommend(open_family(whole), Query(objective="time"), now=1.0).recommendation
+    now = recommending.recommend(open_runs_of_job(whole), Query(objective="time"), now=1.0).recommendation
     result = table(told, "configurations")
     rows = sorted(now.rows, key=lambda row: row != now.choice)
     assert result.marks[0] == "chosen"
@@ -112,7 +112,7 @@ def test_an_answer_that_would_be_another_now_is_reported(tmp_path: Path) -> None
 def test_without_an_answer_the_knee_is_reported(tmp_path: Path) -> None:
     run = reports.probed(tmp_path)
     document = report(run)
-    now = recommending.recommend(open_family(run), Query(objective="knee"), now=1.0).recommendation
+    now = recommending.recommend(open_runs_of_job(run), Query(objective="knee"), now=1.0).recommendation
     assert f"{now.choice.nodes} nodes, batch {now.choice.batch} (" in document.answer or now.choice.nodes == 1
     assert run.read_recommendation() is None, "a report keeps no answer"
     assert section(document, "training").missing == "nothing has been trained yet. Run tula train."
@@ -230,7 +230,7 @@ def test_a_training_under_way_is_reported_as_status_has_it(tmp_path: Path) -> No
     name = make.add_training(run, rows=make.metrics())
     run.write_attempt(make.attempt(f"{name}-1"))
     look = reports.seen(run, make.FakeLauncher({name: "running"}))
-    now = look.parts[0].now.training
+    now = look.parts[0].status.training
     assert now is not None
     (text,) = section(build_document(look), "training").text
     assert (

@@ -30,7 +30,7 @@ def places(
 def candidates(grid: list[tuple[int, int]], probed: set[tuple[int, int]]) -> list[Candidate]:
     return [
         Candidate(
-            nodes=n, gpus_per_node=1, local_batch=b, batch=n * b, size=n, steps=SAMPLES / (n * b), price=float(n),
+            nodes=n, gpus_per_node=1, local_batch=b, batch=n * b, node_or_gpu_count=n, steps=SAMPLES / (n * b), price=float(n),
             probe_seconds=n * 50 * seconds(n, b), job_seconds=n * START,
             measured=seconds(n, b) if (n, b) in probed else None,
         )
@@ -74,7 +74,7 @@ def test_ends_near_the_optimum_with_a_part_of_the_probes() -> None:
         return true[min(grid, key=lambda p: guess[p])] / min(true.values()) - 1
 
     assert lost(0) < 0.02 and lost(1) < 0.02
-    assert all("Measuring all configurations" in proposal.words for proposal in message)
+    assert all("Measuring all configurations" in proposal.summary for proposal in message)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_every_pick_says_where_and_why_in_one_line() -> None:
     probed = {(1, 64), (1, 1024), (8, 8)}
     for pick in propose_probes(fitted(probed), candidates(places(), probed), tolerance=0.01).picks:
         nodes = "1 node" if pick.candidate.nodes == 1 else f"{pick.candidate.nodes} nodes"
-        assert pick.words.startswith(f"{nodes}, local batch {pick.candidate.local_batch}: ")
-        assert "\n" not in pick.words and "%" in pick.words
+        assert pick.reason.startswith(f"{nodes}, local batch {pick.candidate.local_batch}: ")
+        assert "\n" not in pick.reason and "%" in pick.reason
 
 
 def test_nothing_is_left_to_propose_when_all_is_probed() -> None:
@@ -137,8 +137,8 @@ def test_a_short_training_is_worth_no_probe() -> None:
     probed = {(1, 64), (1, 1024), (8, 8)}
     short = [dataclasses.replace(c, steps=c.steps / 1e5) for c in candidates(places(), probed)]
     proposal = propose_probes(fitted(probed), short, tolerance=0.01)
-    assert not proposal.picks and "a further probe would cost more" in proposal.words
-    assert "The training takes" in proposal.words
+    assert not proposal.picks and "a further probe would cost more" in proposal.summary
+    assert "The training takes" in proposal.summary
 
 
 def test_probing_lowers_the_expected_regret() -> None:
@@ -166,7 +166,7 @@ def test_batches_of_one_number_of_nodes_share_the_start_of_a_job() -> None:
 def test_the_belief_after_a_measurement_is_that_of_the_normal_distribution() -> None:
     rng = np.random.default_rng(0)
     root = rng.standard_normal((4, 4))
-    belief = adaptive._Belief(np.zeros(4), root @ root.T, np.full(4, 0.3))
+    belief = adaptive._Posterior(np.zeros(4), root @ root.T, np.full(4, 0.3))
     after = belief.add_expected_measurement(2)
     row = belief.covariance[2]
     expected = belief.covariance - np.outer(row, row) / (row[2] + 0.3)

@@ -9,9 +9,9 @@ import pytest
 from tula_cli.models.choice.campaign import (
     Campaign,
     CandidatesOfJob,
-    Option,
     PlanRequest,
-    Start,
+    ScheduledStart,
+    TrainingOption,
     compute_makespan,
     describe_plan,
     find_predecessors,
@@ -26,7 +26,7 @@ from tula_cli.query import Query
 
 
 def search_all_schedules(
-    options: list[Option], trainings: int, nodes: int, deadline: float = math.inf, budget: float = math.inf
+    options: list[TrainingOption], trainings: int, nodes: int, deadline: float = math.inf, budget: float = math.inf
 ) -> tuple[float, float]:
     """Return the shortest makespan within the budget, and the lowest cost within the deadline, of all schedules.
 
@@ -58,7 +58,7 @@ def search_all_schedules(
     return best[0], best[1]
 
 
-def make_options(seed: int, *, monotone: bool) -> tuple[list[Option], int, int]:
+def make_options(seed: int, *, monotone: bool) -> tuple[list[TrainingOption], int, int]:
     """Return random options on 1, 2, 4 and 8 nodes, with a number of nodes and of trainings."""
     rng = random.Random(seed)
     nodes = rng.choice([2, 4, 8])
@@ -67,13 +67,15 @@ def make_options(seed: int, *, monotone: bool) -> tuple[list[Option], int, int]:
         if width > nodes or (width > 1 and rng.random() < 0.2):
             continue
         hours = rng.uniform(hours / 2, hours) if monotone else rng.uniform(1.0, 10.0)
-        options.append(Option(width, hours, width * hours))
+        options.append(TrainingOption(width, hours, width * hours))
         if rng.random() < 0.3:  # a spot market
-            options.append(Option(width, hours * rng.uniform(1.0, 1.5), width * hours * rng.uniform(0.3, 1.0), 1))
+            options.append(
+                TrainingOption(width, hours * rng.uniform(1.0, 1.5), width * hours * rng.uniform(0.3, 1.0), 1)
+            )
     return options, nodes, rng.randint(1, {2: 6, 4: 5, 8: 4}[nodes])
 
 
-def check_schedule(starts: list[Start], nodes: int) -> None:
+def check_schedule(starts: list[ScheduledStart], nodes: int) -> None:
     for start in starts:
         running = [s for s in starts if s.hours <= start.hours + 1e-6 and s.end > start.hours + 1e-6]
         assert sum(s.option.nodes for s in running) <= nodes
@@ -124,7 +126,7 @@ def test_node_counts_that_do_not_divide_each_other_give_plans_near_the_shortest_
         options = []
         for width in range(1, nodes + 1):
             hours = rng.uniform(hours * (width - 1) / width if width > 1 else hours, hours)
-            options.append(Option(width, hours, width * hours))
+            options.append(TrainingOption(width, hours, width * hours))
         trainings = rng.randint(1, 4)
         makespan = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
         starts = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=makespan)
@@ -136,7 +138,7 @@ def test_node_counts_that_do_not_divide_each_other_give_plans_near_the_shortest_
 
 
 def test_no_plan_meets_a_deadline_below_the_shortest_makespan_or_on_too_few_nodes() -> None:
-    options = [Option(2, 6.0, 12.0), Option(4, 4.0, 16.0)]
+    options = [TrainingOption(2, 6.0, 12.0), TrainingOption(4, 4.0, 16.0)]
     assert find_shortest_makespan(options, trainings=3, nodes=4) == 10.0
     assert plan_cheapest(options, trainings=3, nodes=4, deadline=9.9) is None
     assert find_shortest_makespan(options, trainings=1, nodes=1) == math.inf
@@ -152,7 +154,7 @@ def test_plans_do_not_depend_on_the_unit_of_time(scale: float) -> None:
 
 
 def test_without_a_deadline_all_trainings_are_the_cheapest_and_as_many_as_fit_run_side_by_side() -> None:
-    starts = plan_cheapest([Option(1, 10.0, 10.0), Option(4, 4.0, 16.0)], trainings=6, nodes=4)
+    starts = plan_cheapest([TrainingOption(1, 10.0, 10.0), TrainingOption(4, 4.0, 16.0)], trainings=6, nodes=4)
     assert starts is not None
     assert [(start.hours, start.option.nodes) for start in starts] == [(0.0, 1)] * 4 + [(10.0, 1)] * 2
 
@@ -168,7 +170,7 @@ def test_options_are_the_rows_that_no_other_beats() -> None:
         ]
     )
     options = list_options(table, np.arange(4))
-    assert options == [Option(1, 8.0, 8.0, 0), Option(2, 5.0, 10.0, 1), Option(2, 6.0, 4.0, 2)]
+    assert options == [TrainingOption(1, 8.0, 8.0, 0), TrainingOption(2, 5.0, 10.0, 1), TrainingOption(2, 6.0, 4.0, 2)]
 
 
 def describe(trainings: int, nodes: int, rows: dict[int, float]) -> Campaign:
@@ -230,9 +232,9 @@ def test_trainings_that_wait_for_their_predecessors_never_need_more_nodes_whatev
 
 
 def test_nodes_for_all_trainings_at_once_need_no_division_of_the_nodes() -> None:
-    options = [Option(1, 4.0, 4.0, 0), Option(2, 2.0, 4.0, 1), Option(8, 1.0, 8.0, 2)]
+    options = [TrainingOption(1, 4.0, 4.0, 0), TrainingOption(2, 2.0, 4.0, 1), TrainingOption(8, 1.0, 8.0, 2)]
     many = {"trainings": 500, "nodes": 10**9}  # dividing so many nodes would take hours
     assert find_shortest_makespan(options, **many) == 1.0
-    assert plan_cheapest(options, **many) == [Start(0.0, options[1])] * 500, "the shortest of the cheapest"
-    assert plan_cheapest(options, deadline=1.5, **many) == [Start(0.0, options[2])] * 500
+    assert plan_cheapest(options, **many) == [ScheduledStart(0.0, options[1])] * 500, "the shortest of the cheapest"
+    assert plan_cheapest(options, deadline=1.5, **many) == [ScheduledStart(0.0, options[2])] * 500
     assert plan_cheapest(options, deadline=0.5, **many) is None

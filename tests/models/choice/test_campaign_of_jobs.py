@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from tula_cli.models.choice.campaign import (
-    Option,
-    Start,
+    ScheduledStart,
+    TrainingOption,
     compute_makespan,
     find_shortest_makespan,
     plan_cheapest,
@@ -17,7 +17,10 @@ from tula_cli.models.choice.campaign_of_jobs import JobTrainings, PlanTarget, fi
 
 
 def search_all_schedules(
-    jobs: Sequence[tuple[int, Sequence[Option]]], nodes: int, deadline: float = math.inf, budget: float = math.inf
+    jobs: Sequence[tuple[int, Sequence[TrainingOption]]],
+    nodes: int,
+    deadline: float = math.inf,
+    budget: float = math.inf,
 ) -> tuple[float, float]:
     """Return the shortest makespan within the budget, and the lowest cost within the deadline, of all schedules of options.
 
@@ -65,13 +68,15 @@ def make_jobs(
             for width in range(1, nodes + 1):
                 hours *= rng.uniform(0.5, 1.0) if width > 1 else 1.0
                 if width == 1 or rng.random() < 0.6:
-                    options.append(Option(width, hours, width * hours * rng.uniform(0.7, 1.0), 10 * job + batch))
+                    options.append(
+                        TrainingOption(width, hours, width * hours * rng.uniform(0.7, 1.0), 10 * job + batch)
+                    )
             batches.append(options)
         jobs.append(JobTrainings(rng.randint(*trainings), batches))
     return jobs, nodes
 
 
-def check_plan(starts: Sequence[Start], jobs: Sequence[JobTrainings], nodes: int) -> None:
+def check_plan(starts: Sequence[ScheduledStart], jobs: Sequence[JobTrainings], nodes: int) -> None:
     """Check that all trainings are planned, those of a job with options of one batch, and never need too many nodes."""
     planned = [start.option for start in starts]
     for job in jobs:
@@ -131,7 +136,7 @@ def test_trainings_of_one_job_are_planned_nearly_as_well_as_by_the_exact_plan_fo
     for seed in range(6):
         rng, hours, options = random.Random(seed), 10.0, []
         for width in (1, 2, 4, 8):
-            options.append(Option(width, hours, width * hours))
+            options.append(TrainingOption(width, hours, width * hours))
             hours *= rng.uniform(0.5, 0.9)
         trainings = rng.randint(8, 40)
         exact = find_shortest_makespan(options, trainings=trainings, nodes=8)
@@ -145,8 +150,8 @@ def test_trainings_of_one_job_are_planned_nearly_as_well_as_by_the_exact_plan_fo
 
 def test_a_budget_that_only_a_mixture_of_options_is_within_makes_the_plan_little_longer() -> None:
     jobs = [
-        JobTrainings(30, [[Option(1, 10.0, 10.0), Option(4, 2.0, 16.0)]]),
-        JobTrainings(9, [[Option(1, 3.0, 3.0, 1)]]),
+        JobTrainings(30, [[TrainingOption(1, 10.0, 10.0), TrainingOption(4, 2.0, 16.0)]]),
+        JobTrainings(9, [[TrainingOption(1, 3.0, 3.0, 1)]]),
     ]
     shortest, budget = plan_jobs(jobs, 4, PlanTarget("time")), 30 * 13.0 + 27.0
     assert shortest is not None and sum_costs(shortest.starts) > budget
@@ -156,12 +161,15 @@ def test_a_budget_that_only_a_mixture_of_options_is_within_makes_the_plan_little
 
 
 def test_without_a_deadline_the_plan_of_lowest_cost_is_the_shortest_in_which_all_trainings_have_it() -> None:
-    jobs = [JobTrainings(4, [[Option(1, 8.0, 8.0), Option(2, 5.0, 10.0)]]), JobTrainings(1, [[Option(4, 4.0, 1.0, 1)]])]
+    jobs = [
+        JobTrainings(4, [[TrainingOption(1, 8.0, 8.0), TrainingOption(2, 5.0, 10.0)]]),
+        JobTrainings(1, [[TrainingOption(4, 4.0, 1.0, 1)]]),
+    ]
     plan = plan_jobs(jobs, 4, PlanTarget("cost"))
     assert plan is not None and sum_costs(plan.starts) == plan.lower_bound == 33.0
     assert compute_makespan(plan.starts) == 12.0
 
 
 def test_jobs_that_fit_on_no_number_of_nodes_have_no_plan() -> None:
-    jobs = [JobTrainings(1, [[Option(4, 1.0, 1.0)]]), JobTrainings(1, [[Option(1, 1.0, 1.0)]])]
+    jobs = [JobTrainings(1, [[TrainingOption(4, 1.0, 1.0)]]), JobTrainings(1, [[TrainingOption(1, 1.0, 1.0)]])]
     assert plan_jobs(jobs, 2, PlanTarget("time")) is None and plan_jobs(jobs, 2, PlanTarget("cost")) is None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.choice.grid import Config, list_batches, list_candidates, name_nearest_multiples
+from tula_cli.models.choice.grid import Config, describe_nearest_multiples, list_batches, list_candidates
 
 
 def test_batches_double_up_to_the_maximum():
@@ -33,8 +33,8 @@ def test_node_count_given_twice_counts_once():
 
 
 def test_the_nearest_multiples_of_a_batch_are_named_once():
-    assert name_nearest_multiples(34, 4) == "the nearest are 32 and 36"
-    assert name_nearest_multiples(3, 4) == "the nearest is 4"
+    assert describe_nearest_multiples(34, 4) == "the nearest are 32 and 36"
+    assert describe_nearest_multiples(3, 4) == "the nearest is 4"
 
 
 positive = st.integers(1, 40)

@@ -13,7 +13,7 @@ from read_diagnostics import codes
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import (
-    GROWTH,
+    NOISE_GROWTH_EXPONENT,
     NoisePath,
     Ramp,
     add_stage_epochs,
@@ -45,14 +45,14 @@ def test_the_noise_passes_through_what_was_measured_and_grows_as_whole_trainings
     subject = path((0, 50), (2, 400))
     assert subject.interpolate_noise(0) == pytest.approx(50) and subject.interpolate_noise(2) == pytest.approx(400)
     assert 50 < subject.interpolate_noise(1) < 400
-    assert subject.interpolate_noise(9) == pytest.approx((128 + 400) * (10 / 3) ** GROWTH - 128)
+    assert subject.interpolate_noise(9) == pytest.approx((128 + 400) * (10 / 3) ** NOISE_GROWTH_EXPONENT - 128)
     assert NoisePath.from_measurements({}, reference=128) is None
     assert subject.measured_at == 2
 
 
 def test_before_a_lone_measurement_it_was_as_much_smaller() -> None:
     subject = path((2, 400))
-    assert subject.interpolate_noise(0) == pytest.approx(max(0.0, (128 + 400) / 3**GROWTH - 128))
+    assert subject.interpolate_noise(0) == pytest.approx(max(0.0, (128 + 400) / 3**NOISE_GROWTH_EXPONENT - 128))
     assert path((2, 10)).interpolate_noise(0) == 0.0
 
 
@@ -161,7 +161,7 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     results = probe_all(Truth(dataset_size=12_800), {2: (16, 32, 64, 128), 16: (2, 64)})
     known = Estimator.fit(spec, results, noise=path((0, 20), (1, 70), reference=32))
     row = known.predict(Config(2, 256))
-    stages = known.stages.list_stage_positions(Config(2, 256))
+    stages = known.stages.list_stages(Config(2, 256))
     assert [stage.batch for stage in row.stages] == [32, 64, 128] == [stage.batch for stage in stages[:-1]]
     assert row.stages[0].steps == pytest.approx(stages[1].begin / 32, abs=1)
     assert not {"noise-only-at-start", "noise-not-measured"} & set(codes(known.warnings))

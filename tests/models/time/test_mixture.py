@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from tula_cli.models.time import step_time
-from tula_cli.models.time.step_time import PRIORS, SHARDED, Observation, Overlap, Priors, StepTimeFit, choose_priors
+from tula_cli.models.time.step_time import (
+    PRIORS,
+    SHARDED_PRIORS,
+    Observation,
+    OverlapFit,
+    Priors,
+    StepTimeFit,
+    choose_priors,
+)
 
 SWEEP = [*((1, b) for b in (16, 32, 64, 128, 256)), (2, 16), (4, 16), (8, 16), (8, 64), (8, 256)]
 UNSEEN = [(n, b) for n in (2, 4, 8) for b in (32, 64, 128, 256) if (n, b) not in SWEEP]
@@ -41,7 +49,7 @@ def test_gradients_of_two_buckets_make_it_open_whether_they_are_hidden() -> None
     mib = 1 << 20
     small, large = (choose_priors(gradient_bytes=size * mib, sharded=False) for size in (26, 27))
     assert small.additive == 0.5 and large == choose_priors(gradient_bytes=0, sharded=False) == PRIORS
-    assert choose_priors(gradient_bytes=mib, sharded=True).level == SHARDED.level
+    assert choose_priors(gradient_bytes=mib, sharded=True).level == SHARDED_PRIORS.level
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -89,6 +97,6 @@ def test_a_prediction_holds_how_far_the_members_are_apart() -> None:
 
 
 def test_evidence_that_leaves_no_doubt_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Overlap, "log_evidence", property(lambda model: -1e6 * model.frame.priors.p))
+    monkeypatch.setattr(OverlapFit, "log_evidence", property(lambda model: -1e6 * model.frame.priors.p))
     model = fitted(SWEEP, overlapped=True).model
     assert len(model.members) == 2 and model.weights[1] == pytest.approx(1.0) and np.isfinite(model.weights).all()

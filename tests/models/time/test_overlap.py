@@ -4,33 +4,33 @@ from statsmodels.regression.linear_model import OLS
 
 from tula_cli.models.time import step_time
 from tula_cli.models.time import step_time as models_time_overlap
-from tula_cli.models.time.step_time import SHAPES, Overlap, Points
+from tula_cli.models.time.step_time import SHAPES, ConfigurationPoints, OverlapFit
 
 Floats = step_time.Floats
 BATCHES = (16, 32, 64, 128, 256)
 
 
-def points(nodes: list[int], local_batch: list[int], *, gpus: int = 1) -> Points:
+def points(nodes: list[int], local_batch: list[int], *, gpus: int = 1) -> ConfigurationPoints:
     count = np.array(nodes, dtype=float)
     alone = count * gpus == 1
-    return Points(count, np.array(local_batch, dtype=float), alone, (count == 1) & ~alone)
+    return ConfigurationPoints(count, np.array(local_batch, dtype=float), alone, (count == 1) & ~alone)
 
 
-def grid(nodes: tuple[int, ...], batches: tuple[int, ...] = BATCHES, *, gpus: int = 1) -> Points:
+def grid(nodes: tuple[int, ...], batches: tuple[int, ...] = BATCHES, *, gpus: int = 1) -> ConfigurationPoints:
     pairs = [(n, b) for n in nodes for b in batches]
     return points([n for n, _ in pairs], [b for _, b in pairs], gpus=gpus)
 
 
-def truth(at: Points, *, hidden: float = 2 / 3, sync: float = 0.1) -> tuple[Floats, Floats]:
+def truth(at: ConfigurationPoints, *, hidden: float = 2 / 3, sync: float = 0.1) -> tuple[Floats, Floats]:
     """A backward pass that hides a ring: step and compute."""
     compute = np.maximum(0.02, 0.001 * at.local_batch)
-    traffic = np.where(at.alone, 0.0, sync * (1 - 1 / at.replicas))
+    traffic = np.where(at.is_single_gpu, 0.0, sync * (1 - 1 / at.replicas))
     return (1 - hidden) * compute + np.maximum(hidden * compute, traffic) + 0.05 * traffic, compute
 
 
 def fitted(
-    at: Points, *, noise: float = 0.0, seed: int = 0, spread: float = np.nan, collective: str = "ring"
-) -> Overlap:
+    at: ConfigurationPoints, *, noise: float = 0.0, seed: int = 0, spread: float = np.nan, collective: str = "ring"
+) -> OverlapFit:
     rng = np.random.default_rng(seed)
     step, compute = truth(at)
     return models_time_overlap.fit_overlap(
@@ -44,11 +44,11 @@ def fitted(
 
 @pytest.mark.parametrize("gpus", [None, np.array([1.0, 4.0, 1.0, 2.0, 4.0])])
 def test_derivatives_are_those_of_the_model(gpus: Floats | None) -> None:
-    at_points = Points(
+    at_points = ConfigurationPoints(
         np.array([1.0, 1.0, 2.0, 4.0, 16.0]),
         np.array([16.0, 64.0, 16.0, 48.0, 256.0]),
-        alone=np.array([True, False, False, False, False]),
-        inside=np.array([False, True, False, False, False]),
+        is_single_gpu=np.array([True, False, False, False, False]),
+        is_within_node=np.array([False, True, False, False, False]),
         gpus=gpus,
     )
     frame = step_time.ReferenceFrame.from_points(at_points, truth(at_points)[1], SHAPES["ring"], step_time.PRIORS)
@@ -70,7 +70,7 @@ def test_the_fit_is_the_most_probable_one() -> None:
     at_points = grid((1, 2, 8))
     rng = np.random.default_rng(0)
     step, compute = (part * np.exp(0.05 * rng.standard_normal(len(at_points))) for part in truth(at_points))
-    data = models_time_overlap._Data(
+    data = models_time_overlap._FitData(
         step_time.ReferenceFrame.from_points(at_points, compute, SHAPES["ring"], step_time.PRIORS).compute_features(
             at_points
         ),
@@ -83,7 +83,10 @@ def test_the_fit_is_the_most_probable_one() -> None:
     for index in range(len(best.z)):
         for away in (-0.1, 0.1):
             z = best.z + away * np.eye(len(best.z))[index]
-            assert models_time_overlap._Fitted.evaluate_at(z, data, spread).improbability > best.improbability
+            assert (
+                models_time_overlap._LinearisedFit.evaluate_at(z, data, spread).minus_2_log_posterior
+                > best.minus_2_log_posterior
+            )
 
 
 @pytest.mark.parametrize("nodes", [(1,), (2, 4), (1, 2, 4, 8, 16)])
@@ -102,7 +105,9 @@ def test_a_damped_step_is_least_squares_with_rows_that_hold_each_coordinate(damp
     whitener, size = result.spread.whitener, len(result.z)
     hold = np.diag(np.sqrt(damping * (1 + np.square(whitener @ result.jacobian).sum(axis=0))))
     rows = np.vstack([whitener @ result.jacobian, np.eye(size), hold])
-    target = np.concatenate([whitener @ (result.off + result.jacobian @ result.z), np.zeros(size), hold @ result.z])
+    target = np.concatenate(
+        [whitener @ (result.row_residuals + result.jacobian @ result.z), np.zeros(size), hold @ result.z]
+    )
     assert result.compute_gauss_newton_step(damping) == pytest.approx(
         OLS(target, rows).fit().params, rel=1e-8, abs=1e-10
     )
@@ -131,7 +136,7 @@ def test_one_gpu_has_no_synchronisation() -> None:
 def test_one_node_of_several_gpus_has_its_own_level() -> None:
     at = grid((1, 2, 4), gpus=4)
     step, compute = truth(at)
-    step = np.where(at.inside, compute, step)  # nothing to see inside the node
+    step = np.where(at.is_within_node, compute, step)  # nothing to see inside the node
     overlap = models_time_overlap.fit_overlap(
         at, step=step, compute=compute, spread=np.zeros(len(at)), collective="ring"
     )
@@ -197,7 +202,7 @@ def test_compute_that_was_not_measured_apart_is_no_obstacle() -> None:
     assert np.exp(overlap.predict(between)[0]) == pytest.approx(truth(between)[0], rel=0.1)
 
 
-def literal(probes: list[tuple[int, int, float, float]]) -> Overlap:
+def literal(probes: list[tuple[int, int, float, float]]) -> OverlapFit:
     at = points([n for n, *_ in probes], [b for _, b, *_ in probes])
     step, compute = (np.array([row[column] for row in probes]) for column in (2, 3))
     return models_time_overlap.fit_overlap(

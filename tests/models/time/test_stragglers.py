@@ -6,15 +6,17 @@ from make_results import Truth, measured, probe_all, shared_storage, spec
 from read_diagnostics import values
 
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.time.stragglers import find_gradient_bytes, find_stragglers, fit_with_stragglers
+from tula_cli.models.time.stragglers import find_gradient_bytes, find_stragglers, fit_step_time_and_find_stragglers
 from tula_cli.run.records.base import Components, ModelStates, PeakMemory
-from tula_cli.run.records.probes import Measured, RankPace
+from tula_cli.run.records.probes import Measured, RankStepTimes
 
 
 def with_ranks(nodes: int, *, compute: float = 0.1, waits: float = 0.0, hosts: int | None = None) -> Measured:
     """A probe whose last rank takes `compute` and waits `waits` more, where the others take 0.1 s."""
-    usual = [RankPace(host=f"n{k % (hosts or nodes)}", compute=0.1 + 0.001 * k, wait=0.01) for k in range(nodes - 1)]
-    last = RankPace(host=f"n{(nodes - 1) % (hosts or nodes)}", compute=compute + waits, wait=0.01 + waits)
+    usual = [
+        RankStepTimes(host=f"n{k % (hosts or nodes)}", compute=0.1 + 0.001 * k, wait=0.01) for k in range(nodes - 1)
+    ]
+    last = RankStepTimes(host=f"n{(nodes - 1) % (hosts or nodes)}", compute=compute + waits, wait=0.01 + waits)
     return measured(Truth(), nodes, 32, ranks=(*usual, last))
 
 
@@ -52,7 +54,7 @@ def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_rec
     for seed in range(5):
         everything = shared_storage(seed)
         seen = [probe for probe in everything if probe.nodes in (1, 8) or probe.local_batch <= 32]
-        fit, message = fit_with_stragglers(job, seen)
+        fit, message = fit_step_time_and_find_stragglers(job, seen)
         assert values(message, "unexplained-waits")["nodes"] == 8
         for probe in everything:
             if probe not in seen:
@@ -66,7 +68,9 @@ def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_rec
 @pytest.mark.parametrize("seed", range(5))
 def test_an_ordinary_job_is_not_held_up(seed: int) -> None:
     truth = Truth(noise=0.02, jitter=0.02)
-    assert not fit_with_stragglers(spec(), probe_all(truth, {2: (16, 64, 256), 16: (2, 32, 256)}, seed=seed))[1]
+    assert not fit_step_time_and_find_stragglers(
+        spec(), probe_all(truth, {2: (16, 64, 256), 16: (2, 32, 256)}, seed=seed)
+    )[1]
 
 
 def test_the_gradients_of_the_whole_model_follow_from_what_a_rank_tells() -> None:

@@ -21,7 +21,7 @@ from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services.comparison import learning_rates
 from tula_cli.services.comparison.learning_rates import LearningRateReport
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, run_work
-from tula_cli.services.plans import PreparedSearch
+from tula_cli.services.plans import LearningRateSearchPlan
 from tula_cli.services.waiting import DetachedJobs, Submission
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate_job
@@ -41,7 +41,7 @@ def submission(launcher: FakeLauncher, *, wait: bool, confirm: bool = True) -> S
     return Submission(lambda _: launcher, lambda _: inspected(), lambda _: confirm, wait, job=Path(FILE.path))
 
 
-def prepare(run: RunDir, job: JobSpec = JOB, **request: Any) -> tuple[PreparedSearch, list[Any]]:
+def prepare(run: RunDir, job: JobSpec = JOB, **request: Any) -> tuple[LearningRateSearchPlan, list[Any]]:
     events: list[Any] = []
     request = {"batch": 64, "nodes": 1, **request}
     work = learning_rates.prepare_rate_search([Run(run.path, job)], lambda _: inspected(), **request)

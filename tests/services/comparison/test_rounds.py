@@ -219,7 +219,7 @@ def test_short_trainings_come_first_then_a_seed_of_every_row(run: RunDir) -> Non
 def test_what_saves_nothing_runs_in_full_at_once(run: RunDir, asked: Grid, epochs: int) -> None:
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "epochs": epochs}})
     planned = plan(run, asked, spec)
-    assert not any(cell.short for cell in planned.comparison.cells) and not planned.standing.undecided
+    assert not any(cell.short for cell in planned.comparison.cells) and not planned.state.undecided
     assert len(planned.missing) == len(planned.comparison.cells)
 
 
@@ -278,7 +278,7 @@ def test_by_default_the_jobs_own_row_is_in_full(tmp_path: Path, train: dict[str,
 
 def test_the_plan_says_how_many_trainings_and_node_hours_it_takes_at_most(run: RunDir) -> None:
     planned = plan(run)
-    assert (len(planned.missing), len(planned.standing.undecided)) == (4 + 3 * 3, 2 * 3)
+    assert (len(planned.missing), len(planned.state.undecided)) == (4 + 3 * 3, 2 * 3)
     text = "\n".join(str(line) for line in show_compare.render_compare_plan(planned))
     assert "at most 19 trainings to do, 0 of 19 done" in text
     assert (
@@ -289,14 +289,14 @@ def test_the_plan_says_how_many_trainings_and_node_hours_it_takes_at_most(run: R
     trained(run, launcher, most=4)
     after = plan(run)
     assert after.hours_left is not None and after.hours_left == pytest.approx(12 * 32 / 512)
-    assert len(launcher.tasks) + len(after.missing) + len(after.standing.undecided) <= 19
+    assert len(launcher.tasks) + len(after.missing) + len(after.state.undecided) <= 19
 
 
 def test_the_plan_has_the_hours_of_each_training(run: RunDir) -> None:
     planned = dataclasses.replace(plan(run), hours={("ags", 512): 2.0, ("lbt", 512): 6.0})
     made = next(iter(show_compare.render_compare_plan(planned)))
     (*_, expected) = made.columns
-    rows = zip((cell.method for cell in planned.standing.wanted), expected.cells, strict=True)
+    rows = zip((cell.method for cell in planned.state.wanted), expected.cells, strict=True)
     assert {(method, hours) for method, hours in rows if method in ("ags", "lbt", "lrs")} == {
         ("ags", "0.500"), ("lbt", "-"), ("lbt", "6.00"), ("lrs", "-"),
     }  # fmt: skip
@@ -307,7 +307,7 @@ def test_the_trainings_that_are_done_never_exceed_what_was_planned(run: RunDir) 
         place = RunDir.create(run.path.parent / str(scores["ramp"]), make.spec(**SPEC))
         planned, launcher = plan(place), Trains(scores)
         trained(place, launcher)
-        assert len(launcher.tasks) <= len(planned.missing) + len(planned.standing.undecided)
+        assert len(launcher.tasks) <= len(planned.missing) + len(planned.state.undecided)
 
 
 def test_progress_says_which_row_and_which_round(run: RunDir) -> None:
@@ -338,7 +338,7 @@ def test_an_interrupted_comparison_resumes_wherever_it_was_and_trains_nothing_tw
         assert [(row.method, row.top1, row.dropped) for row in report.rows] == [
             (row.method, row.top1, row.dropped) for row in expected.rows
         ]
-    assert not plan(whole).missing and not plan(whole).standing.undecided
+    assert not plan(whole).missing and not plan(whole).state.undecided
 
 
 @pytest.mark.parametrize(
@@ -381,9 +381,7 @@ def test_a_comparison_that_was_trained_in_full_before_stays_as_it_is(run: RunDir
     trained(run, Trains(), Grid(METHODS, (512,), 3, nodes=1, controls=False))
     planned = plan(run)
     assert (
-        not planned.missing
-        and not planned.standing.undecided
-        and not any(cell.short for cell in planned.comparison.cells)
+        not planned.missing and not planned.state.undecided and not any(cell.short for cell in planned.comparison.cells)
     )
     launcher = Trains()
     assert len(trained(run, launcher, grid(seeds=4)).rows) == 6 and set(launcher.trained) == set(METHODS)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tula_cli.cluster.slurm.site import NodeKind, Partition, Site
+from tula_cli.cluster.slurm.site import Partition, PartitionNodeType, Site
 from tula_cli.errors import SpecError
 from tula_cli.services.init import JobFileProposal, make_job_from_sbatch
 from tula_cli.spec.job import JobSpec
@@ -64,8 +64,8 @@ def test_what_tula_sets_itself_is_left_out_with_the_reason() -> None:
 
 def test_no_more_nodes_are_searched_than_the_default_partition_has() -> None:
     partitions = (
-        Partition("main", True, True, 120, None, (NodeKind(2, 48, 256_000, ()),)),
-        Partition("large", False, True, 120, None, (NodeKind(64, 48, 256_000, ()),)),
+        Partition("main", True, True, 120, None, (PartitionNodeType(2, 48, 256_000, ()),)),
+        Partition("large", False, True, 120, None, (PartitionNodeType(64, 48, 256_000, ()),)),
     )
     script = "#!/bin/bash\n#SBATCH --nodes=2\n{}srun torchrun --nnodes 2 train.py --batch-size 64 --epochs 10\n"
     searched = [

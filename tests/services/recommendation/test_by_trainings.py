@@ -10,7 +10,7 @@ from make_results import Truth, measured, probe_all, spec
 
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family, open_run
+from tula_cli.run.job_runs import open_run, open_runs_of_job
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services.measurements import MAX_TRAININGS, fit_estimator_of_recommendation
@@ -60,7 +60,7 @@ def train(run: RunDir, seconds: float, *, own: JobSpec | None = None, name: str 
 
 
 def ask(run: RunDir) -> Recommendation:
-    return recommend(open_family(run), Query(objective="time"), now=1.0).recommendation
+    return recommend(open_runs_of_job(run), Query(objective="time"), now=1.0).recommendation
 
 
 def get_row(result: Recommendation, nodes: int = 2, batch: int = 128) -> Prediction:

@@ -13,7 +13,7 @@ from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.baseline import compute_gain
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.job_runs import open_family
+from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.recommendations import Accuracy, Headline, Prediction, Recommendation, RiskBasis
 from tula_cli.services.recommend import recommend
 from tula_cli.show.train import render_summary
@@ -42,7 +42,7 @@ def run_with(
 
 
 def ask(run: RunDir, objective: Any = "time", **limits: Any) -> Recommendation:
-    return recommend(open_family(run), Query(objective=objective, **limits), now=1.0).recommendation
+    return recommend(open_runs_of_job(run), Query(objective=objective, **limits), now=1.0).recommendation
 
 
 def headline(run: RunDir, objective: Any = "time", **limits: Any) -> Headline:
@@ -72,7 +72,7 @@ def test_the_baseline_is_the_reference_batch_on_the_fewest_nodes(tmp_path: Path)
 
 def test_every_row_is_compared_with_the_baseline(tmp_path: Path) -> None:
     run = run_with(tmp_path)
-    answer = recommend(open_family(run), Query(), now=1.0)
+    answer = recommend(open_runs_of_job(run), Query(), now=1.0)
     recommendation, line = answer.recommendation, answer.recommendation.headline
     assert line is not None and line.baseline is not None
     table = recommendation.frame()

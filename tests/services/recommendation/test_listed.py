@@ -17,7 +17,7 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import read_records
-from tula_cli.run.job_runs import open_family
+from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
 from tula_cli.services.recommend import MAX_ROWS_LISTED, Answer, recommend, save_answer
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir, objective: Any = "knee", **limits: Any) -> Answer:
-    return recommend(open_family(run), Query(objective=objective, **limits), now=1.0)
+    return recommend(open_runs_of_job(run), Query(objective=objective, **limits), now=1.0)
 
 
 def places(rows: Any) -> set[tuple[int, int]]:
@@ -83,15 +83,15 @@ def test_a_record_is_made_only_of_what_is_listed(run: RunDir, monkeypatch: pytes
         candidates, "read_records", lambda frame, kind: made.extend(frame.index) or read_records(frame, kind)
     )
     answer = ask(run)
-    save_answer(open_family(run), answer)
+    save_answer(open_runs_of_job(run), answer)
     assert len(made) < len(answer.candidates) / 2
 
 
 def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_asked(run: RunDir) -> None:
     answer = ask(run)
-    save_answer(open_family(run), answer)
+    save_answer(open_runs_of_job(run), answer)
     listed = table(run)
-    save_answer(open_family(run), answer, every=True)
+    save_answer(open_runs_of_job(run), answer, every=True)
     every = table(run)
     assert set(listed) == places(answer.recommendation.rows) | {(n, n * b) for n, sizes in PLAN.items() for b in sizes}
     assert set(every) == {

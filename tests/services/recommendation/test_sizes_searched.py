@@ -14,7 +14,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.job_runs import make_runs, open_family
+from tula_cli.run.job_runs import make_runs, open_runs_of_job
 from tula_cli.services import train
 from tula_cli.services.recommend import Answer, recommend, save_answer
 from tula_cli.services.search import choose_probes
@@ -59,11 +59,11 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir, **limits: Any) -> Answer:
-    return recommend(open_family(run), Query(objective="time", **limits), now=1.0)
+    return recommend(open_runs_of_job(run), Query(objective="time", **limits), now=1.0)
 
 
 def test_fewer_gpus_than_the_most_are_probed_twice_on_the_fewest_nodes(run: RunDir) -> None:
-    item, two, four = open_family(run)
+    item, two, four = open_runs_of_job(run)
     assert [part.type for part in (item, two, four)] == ["gpus-1", "gpus-2", "gpus-4"]
     assert planned(item) == {1: (32, 256)} and planned(two) == {1: (16, 128)}
     assert {nodes: len(batches) for nodes, batches in planned(four).items()} == {1: 8, 2: 1, 4: 3}
@@ -84,7 +84,7 @@ def test_what_was_measured_at_one_number_of_gpus_tells_of_the_others(run: RunDir
 
 
 def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run: RunDir) -> None:
-    answer = recommend(open_family(run), Query(objective="cost"), now=1.0)
+    answer = recommend(open_runs_of_job(run), Query(objective="cost"), now=1.0)
     recommendation, every = answer.recommendation, answer.with_all_rows().rows
     rows = {(row.type, row.nodes, row.batch): row for row in every}
     for kind, gpus in (("gpus-1", 1), ("gpus-4", 4)):
@@ -95,7 +95,7 @@ def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run
 
 def test_the_table_tells_gpus_of_each_line(run: RunDir) -> None:
     answer = ask(run)
-    save_answer(open_family(run), answer)
+    save_answer(open_runs_of_job(run), answer)
     header, *lines = (line.split(",") for line in (answer.chosen_run.path / "results.csv").read_text().splitlines())
     message = {(line[header.index("node_type")], line[header.index("gpus_per_node")]) for line in lines}
     assert message == {("gpus-1", "1"), ("gpus-2", "2"), ("gpus-4", "4")}
@@ -103,9 +103,9 @@ def test_the_table_tells_gpus_of_each_line(run: RunDir) -> None:
 
 def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
     row = next(row for row in ask(run).with_all_rows().rows if (row.type, row.nodes, row.batch) == ("gpus-2", 4, 2048))
-    part = open_family(run)[1]
+    part = open_runs_of_job(run)[1]
     preparing = train.prepare_training(
-        open_family(run), TrainRequest(nodes=4, batch=2048, node_type="gpus-2"), pytest.fail
+        open_runs_of_job(run), TrainRequest(nodes=4, batch=2048, node_type="gpus-2"), pytest.fail
     )
     messages = []
     while True:

@@ -17,7 +17,7 @@ from quiet import quiet
 from tula_cli.cli import app
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import NO_ANSWER
+from tula_cli.cluster.slurm.queue import SQUEUE_UNREACHABLE_MESSAGE
 from tula_cli.errors import NotYours, OtherFormat, Pending, SpecError, TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run import clean as run_holdings
@@ -61,7 +61,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name.lstrip("0") for path in folder.iterdir())
 
 
-def found(run: RunDir, **options: Any) -> service.RunSpace:
+def found(run: RunDir, **options: Any) -> service.RunDiskUsage:
     options.setdefault("ask", nobody_asks)
     (item,) = service.measure_space_of_runs([run], **options)
     return item
@@ -284,7 +284,7 @@ def test_where_squeue_cannot_be_asked_jobs_count_as_live(run: RunDir, monkeypatc
     slurm_job(run)
     monkeypatch.setenv("PATH", str(run.path))
     item = found(run, ask=scheduler.query_states)
-    assert item.holdings == () and NO_ANSWER in item.kept
+    assert item.holdings == () and SQUEUE_UNREACHABLE_MESSAGE in item.kept
 
 
 def test_a_job_that_was_just_submitted_counts_as_live(run: RunDir) -> None:

@@ -10,7 +10,7 @@ from worker_jobs import rows, same, spec, train_task, trainer, weights
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.services.compare import describe_why_not_a_row
+from tula_cli.services.compare import explain_unsupported_method
 from tula_cli.spec.job import JobSpec, compute_beta2
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 from tula_cli.worker.build import zoo
@@ -149,8 +149,8 @@ def test_check_tells_what_it_comes_to() -> None:
 
 
 def test_a_comparison_leaves_out_what_has_no_beta2() -> None:
-    assert "SGD, which has no beta2" in describe_why_not_a_row(spec(), "sqrt-beta2")
-    assert describe_why_not_a_row(adam(None), "sqrt-beta2") == ""
+    assert "SGD, which has no beta2" in explain_unsupported_method(spec(), "sqrt-beta2")
+    assert explain_unsupported_method(adam(None), "sqrt-beta2") == ""
 
 
 def test_trainings_are_named_by_it_and_measurements_are_not() -> None:

@@ -39,7 +39,7 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     result = Compiler()
-    monkeypatch.setattr(compiled, "BACKEND", result)
+    monkeypatch.setattr(compiled, "COMPILE_BACKEND", result)
     torch._dynamo.reset()
     yield result
     torch._dynamo.reset()
@@ -97,7 +97,7 @@ def test_an_evaluation_compiles_one_graph_for_all_batches_but_the_odd_last(alone
 def test_curvature_is_that_of_the_model_as_written(
     alone: Ranks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")  # which has no second derivative
+    monkeypatch.setattr(compiled, "COMPILE_BACKEND", "aot_eager")  # which has no second derivative
     plain, subject = (hessian.measure_curvature(trainer(job(compile=c), alone), samples=20) for c in (False, True))
     assert plain.eigenvalue == subject.eigenvalue
 
@@ -105,7 +105,7 @@ def test_curvature_is_that_of_the_model_as_written(
 def test_recomputed_blocks_write_their_statistics_once(
     alone: Ranks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled, "COMPILE_BACKEND", "aot_eager")
     requested = {"model": {"name": "worker_jobs:normed_blocks"}, "train": {"activation_checkpointing": True}}
     plain, subject = (trainer(job(compile=wanted, **requested), alone) for wanted in (False, True))
     for each in (plain, subject):

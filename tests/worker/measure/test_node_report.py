@@ -144,7 +144,7 @@ def test_what_breaks_a_network_is_reported_and_no_rank_waits_for_another(
         )
         raise RuntimeError("NCCL error: unhandled system error\nlong story")
 
-    for name in nccl.SETTINGS:
+    for name in nccl.NCCL_DEBUG_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(node_report, "_make_group", broken)
     network = node_report._measure_network(alone, [0], backend="nccl", device=torch.device("cpu"))

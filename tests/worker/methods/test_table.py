@@ -30,7 +30,7 @@ EPOCH = STEPS * BATCH
 def sections(name: str, **changes: Any) -> dict[str, Any]:
     """Return a job of a method with an optimizer that it takes: 3 epochs, a network with BatchNorm and dropout."""
     adam = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
-    optimizer = {} if "SGD" in (get_training_method(name).replaces or ("SGD",)) else adam
+    optimizer = {} if "SGD" in (get_training_method(name).replaced_optimizers or ("SGD",)) else adam
     train = {"epochs": 3, "checkpoint_every": 1e-9, "method": name}
     model = {"args": {"norm": True, "dropout": 0.3}}
     auto = {"arms": [{"name": "lbt-x2", "lr_factor": 2.0}]}
@@ -44,7 +44,7 @@ def train(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
 def broken_off(run: RunDir, ranks: Ranks, name: str) -> TrainTask:
     """Train until the middle of the second epoch; return the task that goes on."""
     task = train_task(spec(**sections(name)))
-    after = EPOCH + 40 if not get_training_method(name).tunes else EPOCH - 10  # its branches load samples too
+    after = EPOCH + 40 if not get_training_method(name).is_self_tuning else EPOCH - 10  # its branches load samples too
     ending = spec(**sections(name, dataset={"args": {"ends_after": after}}))
     with pytest.raises(Interrupted):
         train(run, ranks, train_task(ending, signature=task.signature))
@@ -125,7 +125,7 @@ def test_a_method_that_forgets_a_part_of_its_state_fails(
         def own_state(self, loop: Loop) -> dict[str, Any]:
             return {}
 
-    plant("schedule_free", Forgetful, replaces=("SGD",))
+    plant("schedule_free", Forgetful, replaced_optimizers=("SGD",))
     with pytest.raises(AssertionError):
         check_that_it_resumes("schedule_free", alone, run, tmp_path / "whole")
 

@@ -19,8 +19,8 @@ from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import hessian
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.hessian import (
+    EIGENVALUE_TOLERANCE,
     MAX_ITERATIONS,
-    TOLERANCE,
     LossSurface,
     compute_missed_share_bound,
     compute_step_size_bound,
@@ -95,7 +95,7 @@ def test_no_spectrum_misses_its_bound(size: int) -> None:
         for seed in range(3):
             vector = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
             result = run_lanczos(lambda v, d=spectrum: d * v, vector)  # type: ignore[misc]
-            assert result.converged and result.error <= TOLERANCE * result.magnitude
+            assert result.converged and result.error <= EIGENVALUE_TOLERANCE * result.magnitude
             assert -1e-12 <= float(spectrum.max()) - result.largest <= result.error
             assert -1e-12 <= result.smallest - float(spectrum.min()) <= result.error
 
@@ -119,7 +119,7 @@ def test_few_eigenvalues_end_the_iteration_early_and_a_tolerance_decides_otherwi
 def test_too_few_products_are_reported() -> None:
     result = run_lanczos(times(symmetric(1.0, *[0.1 * k for k in range(30)])), start(31), most=8)
     assert not result.converged and result.iterations == 8
-    assert result.error > TOLERANCE * result.magnitude
+    assert result.error > EIGENVALUE_TOLERANCE * result.magnitude
 
 
 def test_contending_signs_are_reported_apart() -> None:
@@ -158,7 +158,7 @@ def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropo
     )
     curvature = measure_curvature(subject, samples=40)
     true = np.linalg.eigvalsh(matrix)
-    assert curvature.error <= TOLERANCE * curvature.smoothness
+    assert curvature.error <= EIGENVALUE_TOLERANCE * curvature.smoothness
     assert curvature.eigenvalue == pytest.approx(true.max(), abs=curvature.error)
     assert curvature.smoothness == pytest.approx(np.abs(true).max(), abs=curvature.error)
     assert curvature.converged and curvature.batch == 40

@@ -73,7 +73,7 @@ def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batc
 def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     """Return the weights of a training that goes on as an arm after an epoch of batch 8, without any tuning."""
     data = build_datasets(job())
-    plain, value = (auto_tune.Choice(a, 1.0).make_task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
+    plain, value = (auto_tune.ArmChoice(a, 1.0).make_task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
     first = worker_train_loop.build_trainer(plain, ranks, data, batch=16, workers=0, refresh=True)
     list(itertools.islice(worker_train_loop.run_steps(first), 12))
     then = worker_train_loop.build_trainer(value, ranks, data, batch=16, workers=0, refresh=True)
@@ -179,7 +179,7 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
     arms = (Arm(name="lbt"), Arm(name="fast", lr_factor=1.5, warmup_epochs=0.5))
     monkeypatch.setattr(self_tuning, "list_arms_of_training", lambda _spec, _batch: arms)
     tuned(run, alone)
-    assert settled == [auto_tune.SETTLING_STEPS] * 2
+    assert settled == [auto_tune.BATCH_NORM_MICRO_BATCHES] * 2
     parts = [step * 16 / 90 for step in range(5)]
     cooled = [min(1, 2 - 2 * part) for part in parts]
     assert seen[1] == pytest.approx([0.1] * 11), "where the branches begin: at the reference batch"
@@ -251,12 +251,14 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
     trainer = worker_train_loop.build_trainer(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
     conv, norm = trainer.parallel.module[0], trainer.parallel.module[1]
     norm.running_mean.fill_(99.0)
-    evaluation.recompute_batch_norm_statistics(trainer, batches=auto_tune.SETTLING_STEPS, after_batch=lambda: None)
+    evaluation.recompute_batch_norm_statistics(
+        trainer, batches=auto_tune.BATCH_NORM_MICRO_BATCHES, after_batch=lambda: None
+    )
     with torch.no_grad():
         seen = [
             conv(images)
             for images, _ in itertools.islice(
-                worker_train_loop.list_upcoming_micro_batches(trainer), auto_tune.SETTLING_STEPS
+                worker_train_loop.list_upcoming_micro_batches(trainer), auto_tune.BATCH_NORM_MICRO_BATCHES
             )
         ]
     expected = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
@@ -384,7 +386,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
     monkeypatch.setattr(
         self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm))
     )
-    monkeypatch.setattr(auto_tune.Choice, "is_behind", lambda self, loss, epoch: epoch >= 3)
+    monkeypatch.setattr(auto_tune.ArmChoice, "is_behind", lambda self, loss, epoch: epoch >= 3)
     task, outcome = tuned(run, alone, FAST, SCALED)
     assert outcome.broken == ("fast", "scaled")
     assert outcome.chosen == Arm(name="lbt")
@@ -411,11 +413,11 @@ def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
 
 
 def test_behind_is_a_loss_above_the_controls_after_twice_as_long() -> None:
-    choice = auto_tune.Choice(Arm(name="x2", lr_factor=2), 1.0, branch_epochs=4.0, limit=0.5)
+    choice = auto_tune.ArmChoice(Arm(name="x2", lr_factor=2), 1.0, branch_epochs=4.0, limit=0.5)
     assert not choice.is_behind(0.6, epoch=8.9)
     assert choice.is_behind(0.6, epoch=9.0) and choice.is_behind(math.nan, epoch=9.0)
     assert not choice.is_behind(0.5, epoch=9.0)
-    assert not auto_tune.Choice(Arm(name="lbt"), 1.0, branch_epochs=4.0, limit=0.5).is_behind(0.6, epoch=9.0)
+    assert not auto_tune.ArmChoice(Arm(name="lbt"), 1.0, branch_epochs=4.0, limit=0.5).is_behind(0.6, epoch=9.0)
 
 
 def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(

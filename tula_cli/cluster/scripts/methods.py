@@ -102,7 +102,7 @@ def make_ags_plan(
         JobFailed: factors are refreshed per epoch, and the number of steps per epoch is unknown.
     """
     spec = task.spec
-    if not spec.train.training_method.scales:
+    if not spec.train.training_method.scales_gradients:
         return None
     settings = spec.ags.resolved().model_dump()
     return AgsPlan(

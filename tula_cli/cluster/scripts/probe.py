@@ -8,7 +8,7 @@ from statistics import median
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts.start import (
-    PROBE_SILENCE,
+    PROBE_HANG_SECONDS,
     ScriptProgram,
     get_learning_rate,
     get_script,
@@ -32,7 +32,7 @@ from tula_cli.version import __version__
 # --- Probes
 
 
-class NotMeasured(Exception):
+class MeasurementFailed(Exception):
     """A start of a script gave no valid measurement; the message is for the user."""
 
 
@@ -49,7 +49,7 @@ def build_probe_result(
         notes: notes for the user, in addition to those of rank 0.
 
     Raises:
-        NotMeasured: the results of the ranks are insufficient, or contradict the settings.
+        MeasurementFailed: the results of the ranks are insufficient, or contradict the settings.
     """
     world = task.ranks
     steps = _select_timed_steps(ranks, log)
@@ -119,27 +119,27 @@ def _select_timed_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Join
     """Return the steps to use for the measurement.
 
     Raises:
-        NotMeasured: there are too few steps, or they contradict the settings.
+        MeasurementFailed: there are too few steps, or they contradict the settings.
     """
     if not ranks:
-        raise NotMeasured(f"the command exited with code 0, but {describe_missing_step(log)}")
+        raise MeasurementFailed(f"the command exited with code 0, but {describe_missing_step(log)}")
     if differences := list_mismatches(ranks):
-        raise NotMeasured(" ".join(mismatch.text for mismatch in differences))
+        raise MeasurementFailed(" ".join(mismatch.text for mismatch in differences))
     if len(ranks) < ranks[0].world:
-        raise NotMeasured(f"only {len(ranks)} of {ranks[0].world} ranks have written their results")
+        raise MeasurementFailed(f"only {len(ranks)} of {ranks[0].world} ranks have written their results")
     try:
         steps = select_undisturbed_steps(ranks)
     except BadMeasurements as error:
         if ranks[0].why == "stopped":
-            raise NotMeasured(f"{error.message}; {error.hint}") from None
+            raise MeasurementFailed(f"{error.message}; {error.hint}") from None
         steps = ()
     if len(steps) < MIN_TIMED_STEPS and ranks[0].why == "stopped":
-        raise NotMeasured(
+        raise MeasurementFailed(
             f"only {len(steps)} of {len(ranks[0].timed)} timed steps contain no evaluation, checkpoint or start of an epoch;"
             f" at least {MIN_TIMED_STEPS} are needed: raise search.min_steps, or set script.probe_args so that the script evaluates less often in probes"
         )
     if len(steps) < MIN_TIMED_STEPS:
-        raise NotMeasured(
+        raise MeasurementFailed(
             f"the script ended after {ranks[0].steps} steps, of which {len(steps)} could be timed, but"
             f" {MIN_TIMED_STEPS} are needed: set script.probe_args so that the script trains longer in probes"
         )
@@ -213,12 +213,12 @@ def _find_dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
     """Return the samples per epoch: as in the spec, else as reported by the data loader.
 
     Raises:
-        NotMeasured: neither is known.
+        MeasurementFailed: neither is known.
     """
     known_size = get_script(task.spec).known_dataset_size
     counted = find_dataset_size(ranks)
     if known_size is None and counted is None:
-        raise NotMeasured(
+        raise MeasurementFailed(
             "the number of samples per epoch is unknown, because the script does not use a torch DataLoader with a known"
             " length; set script.dataset_size"
         )
@@ -233,16 +233,16 @@ def _is_oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int)
 
 # --- The program
 
-RESULT_LAG = 30.0
+MAX_RESULT_DELAY_SECONDS = 30.0
 """Maximum seconds until a file written by a rank on another node becomes visible (NFS)."""
-POLL = 0.5  # seconds
+POLL_SECONDS = 0.5  # seconds
 
 
 def _read_rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
-    """Return the results of the ranks; if `patient` and any is there, wait up to RESULT_LAG seconds for the others."""
-    deadline = time.monotonic() + RESULT_LAG
+    """Return the results of the ranks; if `patient` and any is there, wait up to MAX_RESULT_DELAY_SECONDS seconds for the others."""
+    deadline = time.monotonic() + MAX_RESULT_DELAY_SECONDS
     while len(results := attempt.read_results()) < ranks and results and patient and time.monotonic() < deadline:
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     return results
 
 
@@ -251,7 +251,7 @@ class ScriptProbe(ScriptProgram):
 
     task: ProbeTask
     mode = "probe"
-    silence = PROBE_SILENCE
+    silence = PROBE_HANG_SECONDS
 
     def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
         command = super().make_command(attempt=attempt, meeting=meeting)
@@ -285,7 +285,7 @@ class ScriptProbe(ScriptProgram):
             self.run.write_result(result)
             with self.run.open_log(path) as log:
                 log.write(f"{result.description}\n".encode())
-        except NotMeasured as error:
+        except MeasurementFailed as error:
             return make_script_failure(failure, str(error))
         return None
 

@@ -278,9 +278,11 @@ class ScriptRateSearch(ScriptProgram):
             return ""
         expected = factor * record.start_lr
         fallen = (
-            after for before, after in pairwise(rates) if factor > MAX_LR_RATIO and _is_close(before, factor * after)
+            after
+            for before, after in pairwise(rates)
+            if factor > MAX_LR_RATIO and _are_rates_close(before, factor * after)
         )
-        wrong = next(fallen, None) if _is_close(rates[0], expected) else rates[0]
+        wrong = next(fallen, None) if _are_rates_close(rates[0], expected) else rates[0]
         if wrong is None:
             return ""
         return (
@@ -318,7 +320,7 @@ _SAVE_HINT = (
 NO_LOSS = "no loss was observed, because no backward pass of torch starts from a single value; report the loss in the training loop: tula_hooks.step(loss=loss)"
 
 
-def _is_close(observed: float, expected: float) -> bool:
+def _are_rates_close(observed: float, expected: float) -> bool:
     return 1 / MAX_LR_RATIO <= observed / expected <= MAX_LR_RATIO
 
 

@@ -113,7 +113,7 @@ STEPS_AFTER_SAVE = 5
 """Steps between checkpoint and kill of the first start; their learning rates are compared with resumed ones."""
 TIME_SHARES: Mapping[Phase, float] = {"begin": 0.6, "same": 0.5, "more": 0.5, "half": 1.0}
 """Fraction of the remaining time that a start may take."""
-MIN_SECONDS = 5.0
+MIN_START_SECONDS = 5.0
 ENDLESS_RATIO = 2.0
 """A start that trains more than this multiple of the remaining samples is stopped."""
 RETRIED_OUTCOMES: tuple[OutcomeClass, ...] = ("port", "time_limit", "preempted", "node_failure")
@@ -163,7 +163,7 @@ class ResumeTest(ScriptProgram):
         """Return the next start of an unfinished test; its time limit runs from the first call."""
         record = self.record
         self.files.write(record)
-        start = self._plan_next_start(record, max(self._compute_remaining_seconds(record), MIN_SECONDS))
+        start = self._plan_next_start(record, max(self._compute_remaining_seconds(record), MIN_START_SECONDS))
         assert start is not None, "it has ended"
         return start
 
@@ -175,7 +175,7 @@ class ResumeTest(ScriptProgram):
         begins = [start for start in record.starts if start.phase == "begin"]
         if not begins:
             return self._plan_initial_start(record, self._choose_first_length(), self.task.batch, remaining)
-        if remaining < MIN_SECONDS:
+        if remaining < MIN_START_SECONDS:
             return None
         last_start = record.starts[-1]
         if last_start.phase == "begin":
@@ -202,7 +202,7 @@ class ResumeTest(ScriptProgram):
         self, record: ResumeTestResult, length: Length, batch: int, remaining: float
     ) -> PlannedStart:
         out = self.files.get_folder(self.task.id) / f"begin-{len(record.starts) + 1}"
-        seconds = max(MIN_SECONDS, TIME_SHARES["begin"] * remaining)
+        seconds = max(MIN_START_SECONDS, TIME_SHARES["begin"] * remaining)
         return PlannedStart(
             phase="begin", nodes=self.task.first_nodes, batch=batch, length=length, out=str(out), seconds=seconds
         )
@@ -218,7 +218,7 @@ class ResumeTest(ScriptProgram):
             batch=batch,
             length=begin.length,
             out=str(out),
-            seconds=max(MIN_SECONDS, TIME_SHARES[phase] * remaining),
+            seconds=max(MIN_START_SECONDS, TIME_SHARES[phase] * remaining),
         )
         resume = get_script(self.task.spec).resume
         assert resume is not None
@@ -294,7 +294,7 @@ class ResumeTest(ScriptProgram):
             Why the start failed; None if it went as planned.
         """
         record, start = self.record, _get_start(command)
-        has_time = not record.starts or self._compute_remaining_seconds(record) > MIN_SECONDS
+        has_time = not record.starts or self._compute_remaining_seconds(record) > MIN_START_SECONDS
         is_retried = failure is not None and failure.outcome in RETRIED_OUTCOMES and has_time
         if is_retried or self.run.is_cancelled(self.task.job):
             return failure

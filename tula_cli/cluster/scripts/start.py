@@ -127,9 +127,9 @@ MAX_PROBE_STEPS = 1000
 """Maximum timed steps of a probe, reached if steps are very short."""
 ROW_SECONDS = 2.0
 """Seconds between two rows of a training; samples since the last row are not counted towards a checkpoint."""
-PROBE_SILENCE = 60.0
+PROBE_HANG_SECONDS = 60.0
 """Minimum seconds without a heartbeat after which a probe that has stepped is killed as stuck."""
-TRAINING_SILENCE = 600.0
+TRAINING_HANG_SECONDS = 600.0
 """The same for a training, which may evaluate and save unseen by the shim, and must not be restarted needlessly."""
 _GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TULA_PLAN")
 
@@ -139,7 +139,7 @@ class ScriptProgram(RankProgram):
 
     mode: ClassVar[Literal["probe", "train"]] = "train"
     """Whether the shim measures and stops the script, or only reports."""
-    silence: ClassVar[float] = TRAINING_SILENCE
+    silence: ClassVar[float] = TRAINING_HANG_SECONDS
     """Minimum seconds without a heartbeat after which the script is killed as stuck."""
     records_steps: ClassVar[bool] = False
     """Whether each step has a row."""
@@ -226,7 +226,7 @@ class ScriptProgram(RankProgram):
         return fill_text(resume.checkpoint, values)
 
     @property
-    def probe_environment(self) -> Mapping[str, str]:
+    def extra_probe_variables(self) -> Mapping[str, str]:
         """Variables that only measuring starts get: W&B publishes none of them."""
         return {"WANDB_MODE": "disabled"}
 
@@ -373,7 +373,7 @@ class ScriptStart(AttemptContext):
         arguments = move_command_to_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
         if arguments[0].endswith(".py"):
             arguments = [sys.executable, "-u", *arguments]
-        return (*self.allocation.list_wrapper_words(self.task.spec), *arguments)
+        return (*self.allocation.list_wrapper_arguments(self.task.spec), *arguments)
 
     def _make_environment(self, process: ScriptProcess, shim: Path) -> dict[str, str]:
         """Return the environment of a process; inherited rendezvous variables (set-up lines, shell) are dropped."""
@@ -386,7 +386,7 @@ class ScriptStart(AttemptContext):
         path = os.pathsep.join(filter(None, [str(shim), code, inherited.get("PYTHONPATH", "")]))
         plan = str(self.attempt.plan_path)
         variables = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "TULA_PLAN": plan, "TULA_CODE": code}
-        variables |= self.program.probe_environment
+        variables |= self.program.extra_probe_variables
         if spec.cluster.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         elif process.rank is None and allocation.is_local and process.nodes > 1 and has_gpu():

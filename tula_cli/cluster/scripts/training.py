@@ -42,7 +42,7 @@ from tula_cli.run.files import append_json_line
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
+from tula_cli.run.records.results import ScriptCheckpointSave, ScriptProgress, TrainResult
 from tula_cli.run.records.scripts import RankResult, Verdict
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
@@ -252,7 +252,7 @@ class ScriptTraining(ScriptProgram):
         return None
 
     @property
-    def probe_environment(self) -> Mapping[str, str]:
+    def extra_probe_variables(self) -> Mapping[str, str]:
         return {}
 
     def count_steps_per_epoch(self, batch: int) -> int:
@@ -570,11 +570,11 @@ class ScriptTraining(ScriptProgram):
             (when, *self._find_reached_position(command, step, samples_here))
             for when, step, samples_here in _list_earlier_saves(attempt, checkpoint, saved_at)
         ]
-        new_saves: list[Save] = []
+        new_saves: list[ScriptCheckpointSave] = []
         for when, samples_then, steps_then in [*(save for save in earlier if save[2] < end[1]), (saved_at, *end)]:
             if steps_then > steps:
                 new_saves.append(
-                    Save(
+                    ScriptCheckpointSave(
                         saved_at=when,
                         batch=self.task.batch,
                         steps=steps_then - steps,

@@ -176,7 +176,7 @@ def describe_missing_step(log: Path) -> str:
 
 # --- The reports of the ranks
 
-SILENT_STEPS = 20
+MIN_HANG_STEPS = 20
 """Minimum silence in median step times, in addition to `ScriptProgram.silence`."""
 
 
@@ -292,7 +292,7 @@ class ScriptMonitor(AttemptContext, RankMonitor):
         return any(beat is not None and (beat.lost is not None or not self._is_heartbeat_stale(beat)) for beat in beats)
 
     def _is_heartbeat_stale(self, beat: Heartbeat) -> bool:
-        return time.time() - beat.alive_at > max(self.program.silence, SILENT_STEPS * beat.seconds)
+        return time.time() - beat.alive_at > max(self.program.silence, MIN_HANG_STEPS * beat.seconds)
 
     def _has_written_result(self, rank: int) -> bool:
         return (self.attempt.path / f"result-{rank}.json").exists()

@@ -26,11 +26,11 @@ _SET_VARIABLES = (
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The result of a command; `complaint` is its error message, or empty."""
+    """The result of a command; `error_message` is its error message, or empty."""
 
     end: Literal["done", "failed", "hung", "missing"]
     text: str = ""
-    complaint: str = ""
+    error_message: str = ""
 
     @property
     def ok(self) -> bool:
@@ -38,7 +38,7 @@ class CommandResult:
 
     @property
     def is_unknown_job(self) -> bool:
-        return "Invalid job id" in self.complaint
+        return "Invalid job id" in self.error_message
 
 
 def call_slurm(*command: str, patience: float | None = None, environ: Mapping[str, str] | None = None) -> CommandResult:
@@ -57,9 +57,9 @@ def call_slurm(*command: str, patience: float | None = None, environ: Mapping[st
             outlives_parent=command[0] in ("sbatch", "scancel", "scontrol"),  # commands that change jobs must complete
         )
     except OSError as error:
-        return CommandResult("missing", complaint=f"{command[0]}: {error.strerror}")
+        return CommandResult("missing", error_message=f"{command[0]}: {error.strerror}")
     except subprocess.TimeoutExpired:
-        return CommandResult("hung", complaint=f"{command[0]} took more than {limit:g} s")
+        return CommandResult("hung", error_message=f"{command[0]} took more than {limit:g} s")
     text, complaint = completed.stdout.strip(), completed.stderr.strip()
     if completed.returncode == 0:
         return CommandResult("done", text, complaint)

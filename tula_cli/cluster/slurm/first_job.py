@@ -17,7 +17,7 @@ from tula_cli.cluster.inspection import (
     Inspect,
     NotInspectable,
     find_exceeded_limit,
-    get_interpreter_command,
+    get_python_command,
     list_unmeasured_settings,
     make_interpreter_error,
     parse_inspection,
@@ -39,7 +39,7 @@ from tula_cli.spec.slurm_options import EXTRA_MINUTES
 POLL_INTERVALS = (2.0, 10.0)
 """Seconds between two queries of the queue: while the job runs, and the maximum while it is pending."""
 LOG_LAG_SECONDS = 10.0  # seconds until a file of a finished job becomes visible on this machine
-MINUTES = math.ceil(INSPECTION_TIMEOUT / 60) + EXTRA_MINUTES
+INSPECTION_JOB_MINUTES = math.ceil(INSPECTION_TIMEOUT / 60) + EXTRA_MINUTES
 """Time limit of the job in minutes; it uses one node, so this also limits its node-hours."""
 _JOB_FILE = "first_job.json"
 
@@ -137,10 +137,10 @@ def render_inspection_script(run: RunDir, spec: JobSpec) -> str:
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
     require_plain_path(run.path)
     writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience)
-    options = {"job_name": _make_job_name(run), "ntasks_per_node": 1, "time": MINUTES}
+    options = {"job_name": _make_job_name(run), "ntasks_per_node": 1, "time": INSPECTION_JOB_MINUTES}
     writer.update_parameters(**{**make_submitit_parameters(run, task), **options})
     return writer.render_text(
-        f"{get_interpreter_command(spec)} -m {INSPECTION_MODULE} {shlex.quote(str(_get_spec_path(run)))}"
+        f"{get_python_command(spec)} -m {INSPECTION_MODULE} {shlex.quote(str(_get_spec_path(run)))}"
     )
 
 
@@ -198,7 +198,7 @@ def inspect_on_node(
         )
     try:
         if not output.strip():
-            raise make_interpreter_error(get_interpreter_command(spec), complaint)
+            raise make_interpreter_error(get_python_command(spec), complaint)
         inspection = parse_inspection(output, complaint)
     except JobFailed as error:
         exceeded = find_exceeded_limit(error, complaint)
@@ -255,7 +255,7 @@ class _WatchedJob:
         """Record the node-hours of the job; while it runs, those of its time limit, because this process may be killed."""
         if not self.id:
             return
-        hours = self.earlier + (self.seconds / 3600 if over else MINUTES / 60)
+        hours = self.earlier + (self.seconds / 3600 if over else INSPECTION_JOB_MINUTES / 60)
         awaited = "" if over else get_inspection_path(self.run, self.spec).name
         job = FirstJob(scheduler_id=self.id, node_hours=hours, earlier=self.earlier, awaited=awaited)
         write_record(self.run.path / _JOB_FILE, job)
@@ -288,7 +288,7 @@ class _WatchedJob:
             if state is not None and state.state == "pending":
                 started, pause = now, min(1.5 * pause, POLL_INTERVALS[1])
             elif over is None:
-                self.seconds, pause = min(now - started, 60.0 * MINUTES), POLL_INTERVALS[0]
+                self.seconds, pause = min(now - started, 60.0 * INSPECTION_JOB_MINUTES), POLL_INTERVALS[0]
             young = now - since + self.age < YOUNG_SECONDS
             if over is None and ((state is None and not young) or (state is not None and state.state == "ended")):
                 over = now

@@ -18,17 +18,17 @@ from tula_cli.words import format_moment as time_of_day
 
 # --- The states of jobs
 
-NO_ANSWER = "squeue does not answer"
+SQUEUE_UNREACHABLE_MESSAGE = "squeue does not answer"
 ALREADY_ENDED = re.compile("Invalid job id|already completing or completed", re.IGNORECASE)
 """Errors of scancel about jobs that have already ended."""
 ACCOUNTING_PAUSE = 60.0
 """Minimum seconds between two queries of sacct for the same job, as its database is shared by all users."""
 
 
-PENDING = (
+PENDING_STATES = (
     "PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD",
 )  # fmt: skip
-RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
+RUNNING_STATES = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
 _SUSPENDED_EXPLANATION = """suspended by an administrator or for a job of higher priority: ask the administrators to resume the job
 (scontrol resume {id}), or cancel the job with tula cancel and start again""".replace("\n", " ")
 COMMENT_PREFIX = "tula: "
@@ -40,9 +40,9 @@ _NODES_UNAVAILABLE = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required f
 """squeue's reasons for jobs whose nodes are down or drained."""
 _MAINTENANCE = re.compile(r"Reserved for maintenance|ReqNodeNotAvail(?!\W+Unavailable)")
 """squeue's reasons for jobs that would still run when a reservation of their nodes starts."""
-RESERVATIONS = ("scontrol", "--oneliner", "show", "reservation")
+RESERVATIONS_COMMAND = ("scontrol", "--oneliner", "show", "reservation")
 _ADVICE_ON_MISSING_NODES = "the job starts when these nodes return (sinfo --list-reasons shows why they are down); to use other nodes, change section cluster.slurm"
-ENDED = {
+END_STATE_DESCRIPTIONS = {
     "COMPLETED": "",
     "FAILED": "the script of the job ended with an error",
     "CANCELLED": "the job was cancelled by scancel or by an administrator",
@@ -159,7 +159,7 @@ def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
 
 def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
     """Add the start of the maintenance window to the reason of jobs that wait for it, with advice on shorter jobs."""
-    answer, now = call_slurm(*RESERVATIONS), time.time()
+    answer, now = call_slurm(*RESERVATIONS_COMMAND), time.time()
     coming = [begin for begin, _ in parse_maintenance_windows(answer.text if answer.ok else "") if begin > now]
     if not coming:
         return dict(states)
@@ -171,7 +171,7 @@ def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, Schedule
 
 
 def parse_maintenance_windows(text: str) -> list[tuple[float, float]]:
-    """Return start and end (Unix times) of the maintenance windows in the output of `RESERVATIONS`, sorted."""
+    """Return start and end (Unix times) of the maintenance windows in the output of `RESERVATIONS_COMMAND`, sorted."""
     rows = [parse_record(line) for line in text.splitlines()]
     windows = [
         (parse_time(row.get("StartTime", "")), parse_time(row.get("EndTime", "")))
@@ -197,7 +197,7 @@ def _query_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
             return {}, ""
         answer = call_slurm(*_SQUEUE_COMMAND, f"--user={os.getuid()}")
     if not answer.ok:
-        return {}, f"{NO_ANSWER}: {answer.complaint}"
+        return {}, f"{SQUEUE_UNREACHABLE_MESSAGE}: {answer.error_message}"
     return _parse_rows(answer.text), ""
 
 
@@ -213,7 +213,7 @@ def _parse_state(
 ) -> SchedulerState:
     """Return the state of a job from that of SLURM; an unrecognised state does not count as ended."""
     name, without_log = _parse_state_name(state_text), comment.startswith((WAITS, GAVE_UP, DELAYED))
-    if name in PENDING:
+    if name in PENDING_STATES:
         why = explain_hopeless(reason, id_)
         explained = "" if reason == "None" else f"{reason}: will not start, because {why}" if why else reason
         away = bool(_NODES_UNAVAILABLE.search(reason))
@@ -229,13 +229,13 @@ def _parse_state(
             without_nodes=away,
             without_log=without_log,
         )
-    if name in RUNNING:
+    if name in RUNNING_STATES:
         stopped = name in ("STOPPED", "SUSPENDED")
         waits = comment.removeprefix(COMMENT_PREFIX) if comment.startswith(WAITS) else ""
         reason = _SUSPENDED_EXPLANATION.format(id=id_) if stopped else waits
         return SchedulerState("running", reason, suspended=stopped, without_log=bool(waits))
-    if name in ENDED:
-        meaning = _NOT_LAUNCHED.format(id=id_) if reason == "JobLaunchFailure" else ENDED[name]
+    if name in END_STATE_DESCRIPTIONS:
+        meaning = _NOT_LAUNCHED.format(id=id_) if reason == "JobLaunchFailure" else END_STATE_DESCRIPTIONS[name]
         meaning = comment.removeprefix(COMMENT_PREFIX) if comment.startswith(GAVE_UP) else meaning
         return SchedulerState("ended", f"{state_text}: {meaning}" if meaning else "", failed=name == "FAILED")
     return SchedulerState("unknown", f"SLURM calls it {state_text}")
@@ -267,7 +267,9 @@ def _parse_state_name(state_text: str) -> str:
     start = head.rstrip("+")
     if start in ("", head):
         return start
-    return next((name for name in (*PENDING, *RUNNING, *ENDED) if name.startswith(start)), start)
+    return next(
+        (name for name in (*PENDING_STATES, *RUNNING_STATES, *END_STATE_DESCRIPTIONS) if name.startswith(start)), start
+    )
 
 
 _recent_states: dict[str, tuple[float, str]] = {}
@@ -288,7 +290,7 @@ def _query_sacct(ids: Iterable[str]) -> dict[str, str]:
 
 def _is_due(id_: str, now: float) -> bool:
     at, state_text = _recent_states.get(id_, (float("-inf"), ""))
-    return _parse_state_name(state_text) not in ENDED and now - at >= ACCOUNTING_PAUSE
+    return _parse_state_name(state_text) not in END_STATE_DESCRIPTIONS and now - at >= ACCOUNTING_PAUSE
 
 
 # --- The end of an allocation
@@ -333,7 +335,7 @@ def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | N
         # Requeued since: the job itself did not end that allocation.
         return _get_job_outcome(_list_rows_of_run(job_id, restart)) or "preempted"
     state = _parse_state_name(record.get("JobState", ""))
-    if state in PENDING or (state in RUNNING and state != "COMPLETING"):
+    if state in PENDING_STATES or (state in RUNNING_STATES and state != "COMPLETING"):
         return None
     if state in OUTCOMES or state == "COMPLETED":
         return OUTCOMES.get(state)
@@ -393,10 +395,11 @@ def list_live_jobs(names: Sequence[str]) -> list[QueuedJob]:
     answer = call_slurm("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
     if not answer.ok:
         raise SchedulerError(
-            f"{NO_ANSWER}: {answer.complaint}", "nothing was submitted; run the same command again later"
+            f"{SQUEUE_UNREACHABLE_MESSAGE}: {answer.error_message}",
+            "nothing was submitted; run the same command again later",
         )
     rows = [line.split("|", 3) for line in answer.text.splitlines()]
-    over = ("COMPLETING", *ENDED)
+    over = ("COMPLETING", *END_STATE_DESCRIPTIONS)
     return [
         QueuedJob(row[0], row[2], row[3])
         for row in rows
@@ -410,7 +413,7 @@ def cancel_jobs(ids: Sequence[str]) -> str:
     if not job_ids:
         return ""
     answer = call_slurm("scancel", *job_ids)
-    return "" if answer.ok or ALREADY_ENDED.search(answer.complaint) else answer.complaint
+    return "" if answer.ok or ALREADY_ENDED.search(answer.error_message) else answer.error_message
 
 
 def exclude_nodes(ids: Sequence[str], nodes: str) -> str:
@@ -447,4 +450,4 @@ def _call_for_jobs(order: str, ids: Sequence[str], *settings: str) -> str:
         return ""
     subject = f"JobId={','.join(job_ids)}" if settings else ",".join(job_ids)
     answer = call_slurm("scontrol", order, subject, *settings)
-    return "" if answer.ok else answer.complaint or "scontrol failed"
+    return "" if answer.ok else answer.error_message or "scontrol failed"

@@ -24,7 +24,7 @@ from tula_cli.spec.yaml_text import read_text_file
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
 """Files of the user or the site that are used if the spec gives none."""
-_INHERITED = (
+_UNSET_BINDINGS_LINES = (
     "# If tula was started in a job, the CPU binding of that job would pin all ranks of this job to the same cores.",
     "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE",
     "unset SLURM_MEM_BIND SLURM_MEM_BIND_LIST SLURM_MEM_BIND_TYPE SLURM_MEM_BIND_VERBOSE",
@@ -95,7 +95,7 @@ def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
     return ",".join(dict.fromkeys(filter(None, [_get_slurm_section(task.spec).exclude, *faulty, also])))
 
 
-def get_wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
+def get_wrapper_arguments(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
     """Return the wrapper before a rank's command: that of the spec, or one that runs the script submitted with the job.
 
     Args:
@@ -242,7 +242,7 @@ def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:
     workdir = Path(task.workdir)
     outer = _read_wrapper_lines(slurm, workdir)
     return [
-        *_INHERITED,
+        *_UNSET_BINDINGS_LINES,
         *read_setup_lines(task.spec.cluster, workdir),
         *make_export_lines(slurm),  # after the set-up, so that modules do not override them
         *(_make_wrapper_lines(outer) if outer else []),

@@ -201,11 +201,11 @@ def _call_sbatch(script: Path) -> _Submission:
     if answer.end == "hung":
         return _Submission(words=f"no answer within {command.COMMAND_TIMEOUT:g} s")
     if answer.end == "missing":
-        raise SchedulerError(f"sbatch cannot be started: {answer.complaint}", "run tula on a login node")
+        raise SchedulerError(f"sbatch cannot be started: {answer.error_message}", "run tula on a login node")
     match = re.search(r"Submitted batch job (\d+)", answer.text)
     if match:
         return _Submission(id=match.group(1))
-    message = answer.complaint or answer.text
+    message = answer.error_message or answer.text
     if answer.ok or any(undecided in message for undecided in UNDECIDED_ERRORS):
         return _Submission(words=message.rpartition("\n")[2].removeprefix("sbatch: error: "))
     raise make_refusal_error(message)

@@ -29,7 +29,7 @@ _UNUSABLE = (
 )  # fmt: skip
 _STATE_SUFFIXES = "*$^%"
 """Suffixes of node states: not responding, in a maintenance window, rebooting or powering down."""
-SINFO = ("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G|%N")
+SINFO_COMMAND = ("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G|%N")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Gpus:
 
 
 @dataclass(frozen=True)
-class NodeKind:
+class PartitionNodeType:
     """Identical nodes of a partition."""
 
     nodes: int  # number of nodes that can run a job, without those that are down or drained
@@ -60,7 +60,7 @@ class Partition:
     up: bool
     minutes: int | None  # time limit of a job; None: unlimited
     most_nodes: int | None  # maximum nodes per job; None: only limited by the partition's size
-    kinds: tuple[NodeKind, ...]
+    kinds: tuple[PartitionNodeType, ...]
     least_nodes: int = 1  # minimum nodes per job
 
     @property
@@ -112,7 +112,7 @@ def query_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
     Args:
         answer: runs a command and returns its output; empty if the command fails.
     """
-    rows = answer(*SINFO)
+    rows = answer(*SINFO_COMMAND)
     if not rows:
         return ()
     nodes = sorted({_find_first_host(names) for *_, names in _split_rows(rows) if names})  # one node of each kind
@@ -153,22 +153,26 @@ def _run_command(*command: str) -> str:
 
 # --- Parsing
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
+_EMPTY_MAPPING: Mapping[str, Any] = MappingProxyType({})
 
 Record = Mapping[str, str]
 """A line of `scontrol --oneliner show`: values by field name."""
 
 
 def parse_partitions(
-    text: str, *, nodes: Mapping[str, Record] = _NONE, limits: Mapping[str, Record] = _NONE, site: Record = _NONE
+    text: str,
+    *,
+    nodes: Mapping[str, Record] = _EMPTY_MAPPING,
+    limits: Mapping[str, Record] = _EMPTY_MAPPING,
+    site: Record = _EMPTY_MAPPING,
 ) -> tuple[Partition, ...]:
-    """Return the partitions in the output of `SINFO`.
+    """Return the partitions in the output of `SINFO_COMMAND`.
 
     Its columns are partition, availability, time limit, job size, nodes, state, CPUs, MB, GRES and names. A partition
     has a row for each kind and state of nodes; a row that does not parse is left out.
 
     Args:
-        text: output of `SINFO`; in older records the names are missing.
+        text: output of `SINFO_COMMAND`; in older records the names are missing.
         nodes: scontrol's record of one node of each row, by name.
         limits: scontrol's records of the partitions, by name.
         site: memory limits of the site, for partitions without memory limits.
@@ -214,24 +218,24 @@ def _parse_partition(name: str, rows: list[list[str]], nodes: Mapping[str, Recor
         up=available.lower() == "up",
         minutes=parse_minutes(limit),
         most_nodes=_parse_max_nodes(size),
-        kinds=tuple(_parse_kinds(rows, nodes, limits)),
+        kinds=tuple(_parse_node_types(rows, nodes, limits)),
         least_nodes=max(1, _parse_leading_number(size)) if "-" in size else 1,
     )
 
 
-def _parse_kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> list[NodeKind]:
+def _parse_node_types(rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> list[PartitionNodeType]:
     """Return the kinds of nodes, merged over node states."""
-    counts: dict[NodeKind, int] = {}
+    counts: dict[PartitionNodeType, int] = {}
     for *_, count, state, cpus, memory, gres, names in rows:
         if _is_usable_state(state):
-            whole = NodeKind(0, _parse_leading_number(cpus), _parse_leading_number(memory), parse_gres(gres))
+            whole = PartitionNodeType(0, _parse_leading_number(cpus), _parse_leading_number(memory), parse_gres(gres))
             kind = _subtract_reserved_part(whole, nodes.get(_find_first_host(names), {}), limits)
             counts[kind] = counts.get(kind, 0) + int(count)
     kinds = [replace(kind, nodes=count) for kind, count in counts.items() if count]
     return sorted(kinds, key=lambda kind: (not kind.gpus, -kind.nodes))
 
 
-def _subtract_reserved_part(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
+def _subtract_reserved_part(kind: PartitionNodeType, node: Record, limits: Record) -> PartitionNodeType:
     """Return the part of a node that one job can use, without system resources and within the partition's limits.
 
     Args:
@@ -336,14 +340,14 @@ def write_settings(template: str, settings: Iterable[TemplateLine]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_LINE = re.compile(r"^(?P<indent> *)(?P<off># )?(?P<key>[a-z_]+):(?P<rest>.*)$")
+_SETTING_LINE_PATTERN = re.compile(r"^(?P<indent> *)(?P<off># )?(?P<key>[a-z_]+):(?P<rest>.*)$")
 
 
 def _find_setting_line(lines: Sequence[str], key: str) -> tuple[int, str]:
     """Return index and indentation of the line that sets a key, even if the line is commented out."""
     path: list[tuple[int, str]] = []  # enclosing sections: indentation, name
     for number, line in enumerate(lines):
-        if not (match := _LINE.match(line)):
+        if not (match := _SETTING_LINE_PATTERN.match(line)):
             continue
         depth = len(match["indent"])
         path = [section for section in path if section[0] < depth]
@@ -387,7 +391,7 @@ def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
         yield from _list_node_settings(partition.kinds[0])
     yield from list_search_settings(suggest_nodes(partition), _choose_probe_job_minutes(partition))
     limit = partition.minutes
-    if limit is not None and limit < _MINUTES:
+    if limit is not None and limit < _TRAINING_JOB_MINUTES:
         comment = "time limit of a training job, the maximum here; a longer training continues in the next job"
         yield TemplateLine("cluster.minutes", str(limit), comment)
 
@@ -409,9 +413,9 @@ def list_search_settings(
     yield TemplateLine("search.max_node_hours", f"{cap:g}", comment)
 
 
-_MINUTES = 120  # minutes of a training job, if the partition allows them
-_JOB_MINUTES = 20  # minutes of a measuring job, if the partition allows them
-_NODES = (2, 4, 8, 16)
+_TRAINING_JOB_MINUTES = 120  # minutes of a training job, if the partition allows them
+_PROBE_JOB_MINUTES = 20  # minutes of a measuring job, if the partition allows them
+_DEFAULT_NODE_COUNTS = (2, 4, 8, 16)
 
 
 def suggest_nodes(partition: Partition) -> tuple[int, ...]:
@@ -419,7 +423,7 @@ def suggest_nodes(partition: Partition) -> tuple[int, ...]:
     identical_nodes = partition.kinds[0].nodes if partition.kinds else 1
     most = min(identical_nodes, partition.usable or 1)
     least = partition.least_nodes
-    choices = tuple(nodes for nodes in _NODES if least <= nodes <= most)
+    choices = tuple(nodes for nodes in _DEFAULT_NODE_COUNTS if least <= nodes <= most)
     if least > 1:
         return choices or (least,)
     return choices if len(choices) > 1 else (1, *choices)
@@ -427,11 +431,11 @@ def suggest_nodes(partition: Partition) -> tuple[int, ...]:
 
 def _choose_probe_job_minutes(partition: Partition) -> int:
     if partition.minutes is None:
-        return _JOB_MINUTES
-    return max(1, min(_JOB_MINUTES, partition.minutes - EXTRA_MINUTES))
+        return _PROBE_JOB_MINUTES
+    return max(1, min(_PROBE_JOB_MINUTES, partition.minutes - EXTRA_MINUTES))
 
 
-def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
+def _list_node_settings(kind: PartitionNodeType) -> Iterator[TemplateLine]:
     """Yield the settings that request all GPUs, CPUs and memory of a node, as whole nodes are used."""
     gpus = kind.gpus[0] if kind.gpus else Gpus("", 1)
     ranks = min(gpus.count, kind.cpus or gpus.count)
@@ -464,14 +468,14 @@ def describe_partition(partition: Partition) -> str:
 
 
 def _describe_size(partition: Partition) -> str:
-    kinds = " and ".join(_describe_kind(kind) for kind in partition.kinds) or "no node can run jobs"
+    kinds = " and ".join(_describe_node_type(kind) for kind in partition.kinds) or "no node can run jobs"
     most = partition.most_nodes
     at_most = f", at most {most} per job" if most is not None and most < partition.nodes else ""
     limit = "no time limit" if partition.minutes is None else f"at most {_describe_minutes(partition.minutes)}"
     return f"{kinds}{at_most}, {limit}{'' if partition.up else ', not up'}"
 
 
-def _describe_kind(kind: NodeKind) -> str:
+def _describe_node_type(kind: PartitionNodeType) -> str:
     gpus = " + ".join(" ".join([str(gpus.count), *filter(None, [gpus.type]), "GPUs"]) for gpus in kind.gpus)
     return f"{format_count(kind.nodes)} ({gpus or 'no GPUs'}, {kind.cpus} CPUs)"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.cluster.batch_launcher import BatchLauncher
-from tula_cli.cluster.chains import count_chain_jobs, get_start_delay
+from tula_cli.cluster.chains import compute_start_delay, count_chain_jobs
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduler import JobRequest, QueuedJob
 from tula_cli.cluster.slurm.command import call_slurm
@@ -46,7 +46,7 @@ class SlurmLauncher(BatchLauncher):
         waits_for = [*([f"afterany:{':'.join(job.after)}"] if job.after else []), *(["singleton"] if chained else [])]
         number = job.name.removeprefix(self.make_first_job_name(run, task)).lstrip(".")
         if number and job.after:
-            waits_for.append(f"after:{job.after[-1]}+{get_start_delay(int(number))}")
+            waits_for.append(f"after:{job.after[-1]}+{compute_start_delay(int(number))}")
         name = make_chain_name(run, task) if chained else job.name
         return render_job_script(run, task, name=name, dependency=",".join(waits_for) or None)
 
@@ -140,11 +140,11 @@ def estimate_start(run: Run, *, nodes: int, batch: int, now: float) -> StartEsti
         return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=None, reason=reason)
     if answer.end == "missing":
         return None
-    match = re.search(r"to start at (\S+)", f"{answer.text}\n{answer.complaint}")
+    match = re.search(r"to start at (\S+)", f"{answer.text}\n{answer.error_message}")
     start = parse_time(match.group(1)) if match and answer.ok else None
     if start is None:
         reason = (
-            answer.complaint.strip().rpartition("\n")[2].removeprefix("sbatch: error: ")
+            answer.error_message.strip().rpartition("\n")[2].removeprefix("sbatch: error: ")
             or "sbatch reported no start time"
         )
         return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=None, reason=reason)

@@ -19,10 +19,10 @@ class Report:
         return report
 
     def build(self, runs: "Sequence[Run]", *, now: float) -> "Document":
-        from tula_cli.extras.report.material import gather_material
+        from tula_cli.extras.report.material import collect_report_data
         from tula_cli.extras.report.run_report import build_document
 
-        return build_document(gather_material(runs, now=now))
+        return build_document(collect_report_data(runs, now=now))
 
     def render_text(self, document: "Document", form: "TextForm") -> str:
         from tula_cli.extras.report.formats import RENDERERS

@@ -53,14 +53,14 @@ def report(
     import time
 
     from tula_cli.extras.report.formats import RENDERERS
-    from tula_cli.extras.report.material import gather_material
+    from tula_cli.extras.report.material import collect_report_data
     from tula_cli.extras.report.run_report import build_document
 
     form = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
     _check_output_paths(html, svg, csv)
-    material = gather_material(chosen.find_runs(screen), now=time.time())
+    material = collect_report_data(chosen.find_runs(screen), now=time.time())
     for part in material.parts:
-        screen.warn_all(part.now.warnings)
+        screen.warn_all(part.status.warnings)
     document = build_document(material)
     text = None if form is None else RENDERERS[form](document)
     written = _write_files(document, html, svg, csv)

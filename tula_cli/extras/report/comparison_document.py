@@ -72,7 +72,7 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
     titles = {"top1": ("top-1", "%"), "top5": ("top-5", "%")}
 
     def get_statistic(metric: str, name: str) -> Callable[[ComparisonRow], Cell]:
-        return lambda row: None if (stat := row.stat(metric)) is None else getattr(stat, name)
+        return lambda row: None if (stat := row.get_statistics(metric)) is None else getattr(stat, name)
 
     metrics: list[tuple[Column, Callable[[ComparisonRow], Cell]]] = []
     for metric in report.columns:
@@ -80,7 +80,7 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
         metrics.append((Column(title, metric_unit, digits=4), get_statistic(metric, "mean")))
         metrics.append((Column("sd", metric_unit, digits=2), get_statistic(metric, "sd")))
     shown = [row for row in (report.first_round if first_round else report.rows) if row.cells]
-    known_rows = [row for row in shown if row.stat(report.metric)]
+    known_rows = [row for row in shown if row.get_statistics(report.metric)]
     best = {
         row.batch: find_best_row([other for other in known_rows if other.batch == row.batch], report)
         for row in known_rows
@@ -127,7 +127,7 @@ def _build_figure_by_batch(report: CompareReport, metric: str) -> Iterator[Figur
     batches = sorted({row.batch for row in report.rows})
     points_by_method: dict[str, list[tuple[float, SeedStatistics]]] = {}
     for row in sorted(report.rows, key=lambda row: row.batch):
-        if (value := row.stat(metric)) is not None:
+        if (value := row.get_statistics(metric)) is not None:
             label = describe_method_label(row.method, reference=row.reference)
             points_by_method.setdefault(label, []).append((float(batches.index(row.batch)), value))
     if not points_by_method:

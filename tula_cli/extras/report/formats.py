@@ -134,13 +134,14 @@ def _render_csv_rows(rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def _render_text(document: Document, markup: "Markdown | Latex", *, end: str) -> str:
-    blocks = [markup.begin(document), markup.list_facts(document.facts)]
+    blocks = [markup.render_header(document), markup.list_facts(document.facts)]
     for section in document.sections:
         blocks += [markup.heading(section.title), *map(markup.escape, section.text)]
         blocks += [markup.emphasise(f"Missing: {section.missing.removesuffix('.')}.") if section.missing else ""]
         blocks += [markup.list_facts(section.facts), *map(markup.tabulate, section.tables)]
         blocks += [
-            f"{markup.name_figure(figure)}: {markup.escape(_describe_figure(figure))}" for figure in section.figures
+            f"{markup.render_figure_caption(figure)}: {markup.escape(_describe_figure(figure))}"
+            for figure in section.figures
         ]
     return "\n\n".join(block for block in [*blocks, end] if block) + "\n"
 
@@ -161,7 +162,7 @@ class Markdown:
         line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
         return re.sub(r"([\\`*_\[\]>#|])", r"\\\1", line)
 
-    def begin(self, document: Document) -> str:
+    def render_header(self, document: Document) -> str:
         title, question, answer = map(self.escape, (document.title, document.question, document.answer))
         return f"# {title}\n\n**{question}**\n\n{answer}"
 
@@ -180,7 +181,7 @@ class Markdown:
         text = "\n".join([header, f"| {rule} |", *rows])
         return "\n\n".join(filter(None, [f"**{self.escape(table.title)}**", text, self.escape(_describe_table(table))]))
 
-    def name_figure(self, figure: Figure) -> str:
+    def render_figure_caption(self, figure: Figure) -> str:
         return f"Figure `{figure.key}`"
 
 
@@ -211,7 +212,7 @@ class Latex:
         line = " ".join(text.split()).replace('"', "''")
         return "".join(LATEX_ESCAPES.get(letter) or _make_ascii(letter) for letter in line)
 
-    def begin(self, document: Document) -> str:
+    def render_header(self, document: Document) -> str:
         title, made, question, answer = map(
             self.escape, (document.title, document.made, document.question, document.answer)
         )
@@ -237,7 +238,7 @@ class Latex:
         header, *rows = format_table(table)
         letters = "".join("l" if align == "left" else "r" for align in _list_alignments(table))
         size = r"\small" if len(header) < WIDE_TABLE else r"\scriptsize\setlength{\tabcolsep}{2pt}"
-        titles = [self._break_title(title, letter) for title, letter in zip(header, letters, strict=True)]
+        titles = [self._wrap_column_title(title, letter) for title, letter in zip(header, letters, strict=True)]
         lines = [titles, *([self.escape(cell) for cell in row] for row in rows)]
         first, *others = [rf"{' & '.join(line)} \\" for line in lines]
         caption = self.escape(" ".join(filter(None, [f"{table.title}.", _describe_table(table)])))
@@ -249,13 +250,13 @@ class Latex:
         end = [r"\end{tabular}", r"\end{table}"]
         return "\n".join([*begin, r"\hline", first, r"\hline", *others, r"\hline", *end])
 
-    def _break_title(self, title: str, letter: str) -> str:
+    def _wrap_column_title(self, title: str, letter: str) -> str:
         """Return the title of a column, broken into short lines."""
         lines = textwrap.wrap(title, 10, break_long_words=False, break_on_hyphens=False)
         text = r"\\".join(map(self.escape, lines))
         return rf"\begin{{tabular}}[b]{{@{{}}{letter}@{{}}}}{text}\end{{tabular}}" if len(lines) > 1 else text
 
-    def name_figure(self, figure: Figure) -> str:
+    def render_figure_caption(self, figure: Figure) -> str:
         return rf"\noindent Figure \texttt{{{self.escape(figure.key)}}}"
 
 

@@ -31,12 +31,12 @@ from tula_cli.spec.workload import get_workload
 
 
 @dataclass(frozen=True)
-class RunMaterial:
+class RunReportData:
     """The records and status of one run: one node type."""
 
     run: Run
     snapshot: Snapshot
-    now: RunStatus
+    status: RunStatus
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class RunMaterial:
 
 
 @dataclass(frozen=True)
-class Material:
+class ReportData:
     """All data of the runs of a job that a report uses.
 
     `kept` is the stored recommendation, which `tula train` uses. `answer` is the current recommendation over all
@@ -66,7 +66,7 @@ class Material:
     probes do not allow a recommendation, and `unanswered` explains why.
     """
 
-    parts: tuple[RunMaterial, ...]
+    parts: tuple[RunReportData, ...]
     kept: Recommendation | None
     answer: Answer | None
     unanswered: str
@@ -140,11 +140,11 @@ class Material:
         return of_type.get(self.choice.type)
 
     @property
-    def why_unknown(self) -> str:
+    def missing_prediction_reason(self) -> str:
         """Why the choice has no models."""
         return self.unanswered or f"node type {self.choice.type if self.choice else ''} has no measurements"
 
-    def forecast(self, places: Sequence[Config]) -> list[Prediction]:
+    def predict_configurations(self, places: Sequence[Config]) -> list[Prediction]:
         """Predict configurations on the choice's node type and market; those without a prediction are left out."""
         measurements, choice = self.choice_measurements, self.choice
         if measurements is None or choice is None:
@@ -167,12 +167,12 @@ def get_configuration(row: Prediction) -> tuple[str, int, int, str]:
 _make_launcher = partial(launcher.make_launcher, submits=False)
 
 
-def gather_material(
+def collect_report_data(
     runs: Sequence[Run],
     launcher_for: Callable[[JobSpec], Launcher] = _make_launcher,
     *,
     now: float,
-) -> Material:
+) -> ReportData:
     """Read the runs of a job and fit their models.
 
     Args:
@@ -183,12 +183,12 @@ def gather_material(
         TulaError: a record of the run cannot be read.
     """
     parts = [
-        RunMaterial(run, run.read_snapshot(), status.get_run_status(run, launcher_for(run.spec), now=now))
+        RunReportData(run, run.read_snapshot(), status.get_run_status(run, launcher_for(run.spec), now=now))
         for run in list_runs_with_data(runs)
     ]
     stored = find_recommendation(runs)
     answer, why = _recommend_now([part.run for part in parts], stored, launcher_for, now=now)
-    return Material(tuple(parts), stored, answer, why, now)
+    return ReportData(tuple(parts), stored, answer, why, now)
 
 
 def _recommend_now(
@@ -211,17 +211,17 @@ def _recommend_now(
 
 
 @dataclass(frozen=True)
-class TrainingMaterial:
+class TrainingReportData:
     """A training of a run; `count` trainings of the run exist outside its comparison.
 
     If all trainings belong to the comparison, `count` is their number.
     """
 
-    part: RunMaterial
+    part: RunReportData
     files: TrainingRun
     task: TrainTask
     count: int
-    newer: tuple["TrainingMaterial", ...] = ()  # newer trainings that were cancelled or failed
+    newer: tuple["TrainingReportData", ...] = ()  # newer trainings that were cancelled or failed
 
     @cached_property
     def rows(self) -> Sequence[Row]:
@@ -244,7 +244,7 @@ class TrainingMaterial:
         """State of the training's job, as in `tula status`; "done" if the training has a summary."""
         if self.summary is not None:
             return "done"
-        return next((job.state for job in self.part.now.jobs if job.id == self.task.job), "not submitted")
+        return next((job.state for job in self.part.status.jobs if job.id == self.task.job), "not submitted")
 
     @property
     def metric(self) -> str:
@@ -258,7 +258,7 @@ class TrainingMaterial:
         return next(logged, "eval_loss")
 
 
-def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
+def list_newest_trainings(material: ReportData) -> list[TrainingReportData]:
     """Return the newest training of each run; one of a comparison only if it trains the job unchanged and no other is there.
 
     It is the newest that is active or finished; without any, the newest.
@@ -266,7 +266,7 @@ def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
     return [training for run_material in material.parts for training in _find_newest_training(run_material)]
 
 
-def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMaterial]:
+def _find_newest_training(run_material: RunReportData) -> Iterator[TrainingReportData]:
     comparison = run_material.snapshot.comparison
     compared = frozenset[str]() if comparison is None else comparison.signatures
     tasks = run_material.snapshot.train_tasks
@@ -280,7 +280,7 @@ def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMateria
     }
     count = len(newest_by_signature)
     trainings = [
-        TrainingMaterial(run_material, run_material.snapshot.get_training(task.signature), task, count)
+        TrainingReportData(run_material, run_material.snapshot.get_training(task.signature), task, count)
         for task in sorted(newest_by_signature.values(), key=lambda task: submitted.get(task.job, 0.0), reverse=True)
     ]
     shown = next((training for training in trainings if training.state in ("done", *status.ACTIVE_STATES)), None)

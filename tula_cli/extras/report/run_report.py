@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tula_cli.extras.report import sections
-from tula_cli.extras.report.material import Material, list_newest_trainings
+from tula_cli.extras.report.material import ReportData, list_newest_trainings
 from tula_cli.extras.report.values import describe_software, is_priced
 from tula_cli.models.cost import describe_price
 from tula_cli.run.records.recommendations import Prediction
@@ -23,7 +23,7 @@ from tula_cli.words import (
 )
 
 
-def build_document(material: Material) -> Document:
+def build_document(material: ReportData) -> Document:
     """Build the report from the material of a run; sections without content explain why."""
     all_sections = (
         sections.build_choice_section(material),
@@ -45,7 +45,7 @@ def build_document(material: Material) -> Document:
     )
 
 
-def _describe_question(material: Material) -> str:
+def _describe_question(material: ReportData) -> str:
     """Return the question that the run answers, in one line."""
     spec, recommendation = material.spec, material.shown_recommendation
     nodes = sorted({count for run_material in material.parts for count in run_material.run.spec.search.nodes})
@@ -54,11 +54,11 @@ def _describe_question(material: Material) -> str:
     of_types = f" of types {', '.join(types)}" if types else ""
     asked_at = "" if material.kept is None else f", {format_moment(material.kept.created_at)}"
     by = "" if recommendation is None else f" (objective {recommendation.criteria}{asked_at})"
-    job = get_workload(spec).title
+    job = get_workload(spec).description
     return f"On how many nodes ({counts}{of_types}) and with which batch should {job} be trained for {describe_train_length(spec)}{by}?"
 
 
-def _describe_answer(material: Material) -> Iterator[str]:
+def _describe_answer(material: ReportData) -> Iterator[str]:
     """Yield the comparison with today's configuration, the choice, and the state or result of the newest training on each node type."""
     recommendation = material.shown_recommendation
     if recommendation is None:
@@ -93,7 +93,7 @@ def _describe_choice(choice: Prediction, currency: str) -> str:
     return f"{configuration_text}{kind}{on_spot}: {time}, {format_number(choice.all_node_hours)} node-hours{cost}"
 
 
-def _list_facts(material: Material) -> Iterator[Fact]:
+def _list_facts(material: ReportData) -> Iterator[Fact]:
     spec = material.spec
     yield from _list_job_facts(spec)
     yield Fact("method", spec.train.method)
@@ -114,7 +114,7 @@ def _list_facts(material: Material) -> Iterator[Fact]:
     yield Fact("run", ", ".join(run_material.run.id for run_material in material.parts))
 
 
-def _list_code_facts(material: Material) -> Iterator[Fact]:
+def _list_code_facts(material: ReportData) -> Iterator[Fact]:
     """Yield the commit of the user's code; nothing if no code was recorded or it has no git commit."""
     names = [(part.run, task.code) for part in material.parts for task in part.snapshot.tasks if task.code]
     snapshot = names[-1][0].read_code(names[-1][1]) if names else None

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from tula_cli.extras.report import comparison_document
 from tula_cli.extras.report.material import (
-    Material,
-    RunMaterial,
-    TrainingMaterial,
+    ReportData,
+    RunReportData,
+    TrainingReportData,
     get_configuration,
     list_newest_trainings,
 )
@@ -58,7 +58,7 @@ from tula_cli.words import (
 # --- The choice
 
 
-def build_choice_section(material: Material) -> Section:
+def build_choice_section(material: ReportData) -> Section:
     """Build the section of the choice: the reason for it, and the table of configurations."""
     section = Section("choice", "The chosen configuration")
     recommendation, choice = material.shown_recommendation, material.choice
@@ -73,7 +73,7 @@ def build_choice_section(material: Material) -> Section:
     )
 
 
-def _describe_choice(material: Material, recommendation: Recommendation) -> Iterator[str]:
+def _describe_choice(material: ReportData, recommendation: Recommendation) -> Iterator[str]:
     """Yield the reason of the choice, the other market, the accuracy, and what has changed since."""
     yield f"{start_sentence(recommendation.reason).rstrip('.')}."
     if (other := recommendation.other_market) is not None:
@@ -154,7 +154,7 @@ MAX_CURVES = 8
 MARKER_LEGEND = "Filled markers: measured; open markers: predicted; bars: 90 % intervals."
 
 
-def build_time_and_cost_section(material: Material) -> Section:
+def build_time_and_cost_section(material: ReportData) -> Section:
     """Build the section of time and cost: both by batch, and time against cost."""
     section = Section("time_and_cost", "Time and cost by batch")
     choice, rows = material.choice, material.rows
@@ -168,7 +168,7 @@ def build_time_and_cost_section(material: Material) -> Section:
     return replace(section, figures=tuple(figures))
 
 
-def _build_batch_figure(material: Material, choice: Prediction, *, of_cost: bool) -> Figure:
+def _build_batch_figure(material: ReportData, choice: Prediction, *, of_cost: bool) -> Figure:
     """Build the figure of time or cost by batch, with a curve per node type and node count.
 
     If there are more than `MAX_CURVES`, only the best of each batch and the curve of the choice are drawn.
@@ -306,16 +306,18 @@ def build_scaling_study(rows: Sequence[Prediction]) -> list[ScalingPoint]:
     return [ScalingPoint(row, ordered[0]) for row in ordered]
 
 
-def build_scaling_section(material: Material) -> Section:
+def build_scaling_section(material: ReportData) -> Section:
     """Build the section of strong and weak scaling around the choice, over the node counts of the search."""
     section = Section("scaling", "Scaling")
     measurements, choice = material.choice_measurements, material.choice
     if measurements is None or choice is None:
-        return replace(section, missing=f"scaling is unknown: {material.why_unknown}")
+        return replace(section, missing=f"scaling is unknown: {material.missing_prediction_reason}")
     spec, batch, local = measurements.run.spec, choice.batch, choice.local_batch
     nodes, gpus = sorted({*spec.search.nodes, choice.nodes}), spec.cluster.gpus_per_node
-    strong = build_scaling_study(material.forecast([Config(count, batch) for count in nodes]))
-    weak = build_scaling_study(material.forecast([Config(count, local * count * gpus) for count in nodes]))
+    strong = build_scaling_study(material.predict_configurations([Config(count, batch) for count in nodes]))
+    weak = build_scaling_study(
+        material.predict_configurations([Config(count, local * count * gpus) for count in nodes])
+    )
     text = []
     if len(strong) < 2:
         known = format_count(len(strong), "node count")
@@ -338,7 +340,7 @@ def build_scaling_section(material: Material) -> Section:
     return replace(section, text=tuple(text), tables=tables, figures=figures)
 
 
-def _build_scaling_table(study: Sequence[ScalingPoint], key: str, title: str, material: Material, gpus: int) -> Table:
+def _build_scaling_table(study: Sequence[ScalingPoint], key: str, title: str, material: ReportData, gpus: int) -> Table:
     """Build the table of a scaling study, with one row per node count."""
     rows = [point.row for point in study]
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
@@ -400,13 +402,13 @@ MAX_BARS = 24
 """Largest number of probes in the figure of step times by component."""
 
 
-def build_measured_section(material: Material) -> Section:
+def build_measured_section(material: ReportData) -> Section:
     """Build the tables of all probes, including failed ones, and the step time of those measured by component."""
     section = Section("measured", "Measurements")
     parts = [run_material for run_material in material.parts if run_material.snapshot.results]
     if not parts:
         return replace(section, missing="no probe has a result. Run tula profile.")
-    jobs = [job for part in material.parts for job in part.now.jobs if job.kind == "probe"]
+    jobs = [job for part in material.parts for job in part.status.jobs if job.kind == "probe"]
     remaining = sum(job.total - job.done for job in jobs)
     waiting = f", {remaining} missing (run tula profile)" if remaining else ""
     figures = tuple(figure for part in material.parts for figure in _build_parts_figure(part))
@@ -420,7 +422,7 @@ def build_measured_section(material: Material) -> Section:
     return replace(section, text=tuple(text), tables=tuple(map(_build_probe_table, parts)), figures=figures)
 
 
-def _build_probe_table(run_material: RunMaterial) -> Table:
+def _build_probe_table(run_material: RunReportData) -> Table:
     to_size, size = choose_bytes_unit(probe.memory.peak for probe in run_material.measured)
 
     def of_measured(get_cell: Callable[[Measured], float | None]) -> Callable[[Measured | OutOfMemory | Failed], Cell]:
@@ -477,7 +479,7 @@ def _list_step_parts(probe: Measured) -> tuple[float | None, float | None, float
     return parts.compute, parts.sync, parts.data
 
 
-def _build_parts_figure(run_material: RunMaterial) -> Iterator[Figure]:
+def _build_parts_figure(run_material: RunReportData) -> Iterator[Figure]:
     """Yield the figure of step times by component; nothing if no probe measured all components."""
     probes = [probe for probe in run_material.measured if None not in _list_step_parts(probe)]
     shown = probes[:MAX_BARS]
@@ -514,12 +516,12 @@ MEMORY_COMPONENTS = {
 }
 
 
-def build_memory_section(material: Material) -> Section:
+def build_memory_section(material: ReportData) -> Section:
     """Build the section of memory against the local batch on the choice's nodes."""
     section = Section("memory", "Memory")
     measurements, choice = material.choice_measurements, material.choice
     if measurements is None or choice is None:
-        why = f"memory is unknown: {material.why_unknown}. To estimate it without probes, run tula check --memory"
+        why = f"memory is unknown: {material.missing_prediction_reason}. To estimate it without probes, run tula check --memory"
         return replace(section, missing=why)
     estimator, gpus = measurements.estimator, measurements.run.spec.cluster.gpus_per_node
     model = estimator.memory.for_ranks(choice.nodes * gpus)
@@ -600,7 +602,7 @@ METRIC_TITLES = {"top1": "Top-1 accuracy", "perplexity": "Perplexity"}
 HOW_TO_TRAIN = "nothing has been trained yet. Run tula train."
 
 
-def build_training_section(material: Material) -> Section:
+def build_training_section(material: ReportData) -> Section:
     """Build the section of the newest training on each node type."""
     section, trainings = Section("training", "The training"), list_newest_trainings(material)
     if not trainings:
@@ -614,8 +616,8 @@ def build_training_section(material: Material) -> Section:
     )
 
 
-def _describe_training(training: TrainingMaterial) -> Iterator[str]:
-    task, end, now = training.task, training.summary, training.part.now.training
+def _describe_training(training: TrainingReportData) -> Iterator[str]:
+    task, end, now = training.task, training.summary, training.part.status.training
     others_text = f", the newest of {training.count}" if training.count > 1 and not training.newer else ""
     where = f" on {format_count(task.training_nodes)}{f' of type {training.part.name}' if training.part.name else ''}"
     if end is None:
@@ -636,7 +638,7 @@ def _describe_training(training: TrainingMaterial) -> Iterator[str]:
     yield from (f"The newer training {newer.task.signature} is {newer.state}." for newer in training.newer)
 
 
-def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:
+def _list_training_facts(training: TrainingReportData) -> Iterator[Fact]:
     task, end = training.task, training.summary
     yield Fact("method", task.spec.train.method)
     yield Fact("attempts", str(len(training.attempts)))
@@ -655,14 +657,14 @@ def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:
     yield from (Fact("warning", text) for text in warnings)
 
 
-def _build_training_tables(training: TrainingMaterial) -> Iterator[Table]:
+def _build_training_tables(training: TrainingReportData) -> Iterator[Table]:
     if training.summary is not None:
         yield _build_predicted_against_actual(training, training.summary)
     if training.attempts:
         yield _build_attempts_table(training)
 
 
-def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) -> Table:
+def _build_predicted_against_actual(training: TrainingReportData, end: Summary) -> Table:
     """Build the table of predicted and actual values; errors are relative to the actual value."""
     divisor, unit = choose_time_unit(3600 * end.actual_hours)
     lines: list[tuple[str, str, float | None, float | None]] = [
@@ -697,9 +699,9 @@ def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) ->
     return Table(training.part.name_key("predicted_actual"), "Predicted and actual", columns, rows, caption)
 
 
-def _build_attempts_table(training: TrainingMaterial) -> Table:
+def _build_attempts_table(training: TrainingReportData) -> Table:
     tasks = {task.id: task for task in training.files.read_tasks()}
-    at = training.part.now.at
+    at = training.part.status.at
     divisor, unit = choose_time_unit(max(attempt.count_seconds(at) for attempt in training.attempts))
     return build_table(
         training.part.name_key("attempts"),
@@ -718,7 +720,7 @@ def _build_attempts_table(training: TrainingMaterial) -> Table:
     )
 
 
-def _build_training_figures(training: TrainingMaterial) -> Iterator[Figure]:
+def _build_training_figures(training: TrainingReportData) -> Iterator[Figure]:
     """Yield the figures of loss, metric and step time against samples seen, as far as they were logged.
 
     Events are the starts of attempts after the first one, and changes of the batch.
@@ -793,7 +795,7 @@ def _make_metric_series(
 # --- Gradients
 
 
-def build_gradients_section(material: Material) -> Section:
+def build_gradients_section(material: ReportData) -> Section:
     """Build the section of gradient norms and changes, accuracy, scaling factors and curvature, as far as logged."""
     section, trainings = Section("gradients", "Gradients and their scaling"), list_newest_trainings(material)
     if not trainings:
@@ -817,7 +819,7 @@ def build_gradients_section(material: Material) -> Section:
     return replace(section, missing=f"this training logged no gradients. {how}")
 
 
-def _make_training_curve(training: TrainingMaterial) -> TrainingCurve:
+def _make_training_curve(training: TrainingReportData) -> TrainingCurve:
     return TrainingCurve(
         training.task.spec.train.method,
         training.task.batch,
@@ -832,7 +834,7 @@ def _make_training_curve(training: TrainingMaterial) -> TrainingCurve:
 HOW_TO_COMPARE = "nothing has been compared yet. Run tula compare to train the job with several methods and batches"
 
 
-def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
+def build_comparison_sections_of_parts(material: ReportData) -> Iterator[Section]:
     """Yield the sections of the comparison on each node type, or a single empty one if nothing was compared."""
     compared_parts = [
         (part, comparison) for part in material.parts if (comparison := part.snapshot.comparison) is not None
@@ -840,7 +842,7 @@ def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
     if not compared_parts:
         yield Section("comparison", "Methods and batches", missing=HOW_TO_COMPARE)
     for part, comparison in compared_parts:
-        report = accuracy.build_compare_report(part.run, comparison, jobs=part.now.jobs)
+        report = accuracy.build_compare_report(part.run, comparison, jobs=part.status.jobs)
         curves = comparison_document.read_training_curves(part.run, comparison)
         for section in comparison_document.build_comparison_sections(report, curves):
             yield replace(section, key=part.name_key(section.key), title=part.name_title(section.title))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tula_cli.cluster.slurm.sbatch import fill_environment_defaults
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SchedulerError
-from tula_cli.extras.slurm_site.bill import Ask, find_account, get_user_name
+from tula_cli.extras.slurm_site.bill import CommandRunner, find_account, get_user_name
 from tula_cli.extras.slurm_site.tres import truncate_billing
 from tula_cli.services import messages
 from tula_cli.services.site_charges import BalanceCheck, TresLimit
@@ -30,7 +30,7 @@ class Balance:
     unseen: str = ""  # why some limits are unknown; empty if all are known
 
 
-def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
+def read_account_balance(spec: JobSpec, *, qos: str, ask: CommandRunner) -> Balance:
     """Return the balance of the account of a job; errors are reported in the result, not raised.
 
     Args:
@@ -55,7 +55,7 @@ def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
 # --- scontrol show assoc_mgr
 
 
-def _read_limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[list[TresLimit], str]:
+def _read_limits_of_controller(account: str, partition: str, ask: CommandRunner) -> tuple[list[TresLimit], str]:
     """Return the limits that the controller shows, and why some are missing (empty if none is)."""
     limits: list[TresLimit] = []
     above, name = [account], account
@@ -81,7 +81,7 @@ def _read_limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[
     return limits, ""
 
 
-def _read_limits_of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
+def _read_limits_of_qos(qos: str, ask: CommandRunner) -> tuple[list[TresLimit], str]:
     """Return the limits of a QOS, and why they are unknown (empty if they are known)."""
     if not qos:
         return [], ""
@@ -143,7 +143,7 @@ def compute_needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[
 
 
 def check_balance(
-    spec: JobSpec, bill: SiteBill, *, nodes: int, hours: float | None, at_most: float | None, ask: Ask
+    spec: JobSpec, bill: SiteBill, *, nodes: int, hours: float | None, at_most: float | None, ask: CommandRunner
 ) -> BalanceCheck:
     """Return whether the balance of an account covers a training.
 

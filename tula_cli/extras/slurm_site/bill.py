@@ -177,10 +177,10 @@ class StoredBill(Record):
 
 
 _RECORD: TypeAdapter[StoredBill] = TypeAdapter(StoredBill)
-Ask = Callable[..., str]
+CommandRunner = Callable[..., str]
 
 
-def find_site_bill(spec: JobSpec, root: Path | None, *, ask: Ask) -> SiteBill:
+def find_site_bill(spec: JobSpec, root: Path | None, *, ask: CommandRunner) -> SiteBill:
     """Return the bill of SLURM for a job of this spec.
 
     Args:
@@ -197,7 +197,7 @@ def find_site_bill(spec: JobSpec, root: Path | None, *, ask: Ask) -> SiteBill:
     if stored is not None and 0 <= now - stored.asked_at < MAX_CACHE_AGE_SECONDS:
         return stored.bill
     try:
-        bill, unsure = ask_bill(spec, ask)
+        bill, unsure = query_slurm_bill(spec, ask)
     except SchedulerError as error:
         if stored is None:
             raise SpecError(
@@ -238,7 +238,9 @@ def run_slurm_command(*command: str) -> str:
     """
     answer = call_slurm(*command, patience=_TIMEOUT)
     if not answer.ok:
-        raise SchedulerError(answer.complaint.splitlines()[-1] if answer.complaint else f"{command[0]} printed nothing")
+        raise SchedulerError(
+            answer.error_message.splitlines()[-1] if answer.error_message else f"{command[0]} printed nothing"
+        )
     return answer.text
 
 
@@ -253,7 +255,7 @@ class _BillOption:
     words: str
 
 
-def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
+def query_slurm_bill(spec: JobSpec, ask: CommandRunner) -> tuple[SiteBill, str]:
     """Query SLURM for the bill of a job, for the most expensive of its possible partitions and kinds of nodes.
 
     Args:
@@ -349,7 +351,7 @@ def _describe_tres(tres: dict[str, float]) -> str:
 # --- QOS
 
 
-def find_usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tuple[str, float, str]:
+def find_usage_factor(spec: JobSpec, ask: CommandRunner, config: Mapping[str, str]) -> tuple[str, float, str]:
     """Return the QOS of a job, its UsageFactor (1 if unknown or without accounting), and why it is unknown or empty."""
     if config.get("AccountingStorageType", "").endswith(("/none", "(null)")):
         return "", 1.0, ""
@@ -366,7 +368,7 @@ def find_usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tup
         return qos, 1.0, f"SLURM's accounting reports no usage factor for QOS {qos}"
 
 
-def find_default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
+def find_default_qos(spec: JobSpec, ask: CommandRunner, config: Mapping[str, str]) -> str:
     """Return the QOS of a job that names none."""
     cluster = config.get("ClusterName", "")  # one accounting database may contain several clusters
     output = ask(
@@ -381,7 +383,7 @@ def find_default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
     return "normal"
 
 
-def find_account(spec: JobSpec, ask: Ask) -> str:
+def find_account(spec: JobSpec, ask: CommandRunner) -> str:
     """Return the account that a job is charged to; a name from the spec in lower case, as in the accounting."""
     named = (spec.cluster.slurm or Slurm()).account
     if named:

@@ -150,7 +150,7 @@ def make_training_payload(
     attempts, summary = training.read_attempts(), training.read_summary()
     began = min((attempt.started_at for attempt in attempts), default=0.0)
     state = _get_training_state(
-        training, attempts, active=active, cancelled=bool(snapshot.read_cancelling_command(task.job))
+        training, attempts, active=active, cancelled=bool(snapshot.read_cancel_command(task.job))
     )
     rows = training.read_metrics()
     environment = [_read_environment(row) for row in rows if row["kind"] == "environment"]

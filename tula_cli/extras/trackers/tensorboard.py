@@ -18,7 +18,7 @@ _MAX_TABLE_SETTINGS = 40
 """Maximum number of settings for which a run is shown in the HPARAMS table; a whole job has more and becomes text."""
 
 
-class BoardRun:
+class TensorBoardRun:
     """A folder of event files."""
 
     def __init__(self, folder: Path, run: TrackerRun) -> None:
@@ -79,16 +79,16 @@ def _render_cell(value: Scalar) -> str:
     return (value if isinstance(value, str) else json.dumps(value)).replace("|", "\\|").replace("\n", " ")
 
 
-class BoardExporter:
+class TensorBoardExporter:
     """A folder for `tensorboard --logdir`, with a subfolder per run of tula, and per training of the run."""
 
     def __init__(self, *, uri: str, project: str) -> None:
         del project  # TensorBoard has no projects
         self.folder = Path(uri)
 
-    def open(self, run: TrackerRun, *, known: str | None) -> BoardRun:
+    def open(self, run: TrackerRun, *, known: str | None) -> TensorBoardRun:
         del known  # the folder identifies the run
-        return BoardRun(self.folder / run.group / run.key, run)
+        return TensorBoardRun(self.folder / run.group / run.key, run)
 
 
-exporter = BoardExporter
+exporter = TensorBoardExporter

@@ -24,8 +24,8 @@ _POSTERIOR_SAMPLES = 256  # posterior samples for the expected regret
 _OUTCOME_QUANTILES = np.array(
     [-1.5, -0.8, -0.25, 0.25, 0.8, 1.5]
 )  # assumed outcomes of a probe, in standard deviations
-_LEAST = 0.5  # minimum expected benefit of a probe, as a share of the tolerance
-_REALISED = 0.1
+_MIN_BENEFIT_SHARE = 0.5  # minimum expected benefit of a probe, as a share of the tolerance
+_REALISED_BENEFIT_SHARE = 0.1
 """Share of a probe's expected benefit that is compared with its cost: the benefit sums over all decisions, of which the
 user asks for one, and on measured clusters choices were only a fifth to a tenth as far off as expected
 (benchmarks/replay/replay.py)."""
@@ -40,30 +40,30 @@ class Candidate:
     gpus_per_node: int
     local_batch: int
     batch: int  # global
-    size: int  # multiplier of seconds to node-seconds: nodes, or GPUs within one node
+    node_or_gpu_count: int  # multiplier of seconds to node-seconds: nodes, or GPUs within one node
     steps: float  # optimizer steps of the whole training
     price: float  # price of its nodes for one hour
     probe_seconds: float  # node-seconds of the probe within a running job
     job_seconds: float  # node-seconds of starting a job on its nodes
     measured: float | None  # measured seconds per step; None if it was not probed
-    doubt: float = 0.0  # standard deviation of ln(measured)
+    log_sd: float = 0.0  # standard deviation of ln(measured)
 
 
 @dataclass(frozen=True)
-class ProbeChoice:
+class ProposedProbe:
     """A probe worth running, and the reason in one line."""
 
     candidate: Candidate
-    words: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Proposal:
     """The next round of probes, best first (run in parallel; those on the same number of nodes in one job)."""
 
-    picks: tuple[ProbeChoice, ...]  # empty if every decision is settled or everything is probed
+    picks: tuple[ProposedProbe, ...]  # empty if every decision is settled or everything is probed
     regrets: dict[str, float]  # expected regret of deciding now, by objective: time, cost, knee
-    words: str  # how certain the decisions are, in one line
+    summary: str  # how certain the decisions are, in one line
 
 
 def choose_first_probes(
@@ -90,8 +90,8 @@ def propose_probes(fit: StepTimeFit, candidates: Sequence[Candidate], *, toleran
         candidates: every feasible configuration, probed or not; at least one.
         tolerance: expected regret below which nothing more is measured, as a share of a decision's time or cost.
     """
-    belief = _Belief.from_fit(fit, candidates)
-    problem = _Problem.from_candidates(candidates)
+    belief = _Posterior.from_fit(fit, candidates)
+    problem = _SelectionProblem.from_candidates(candidates)
     regrets = problem.compute_regrets(belief)
     open_ = np.array([candidate.measured is None for candidate in candidates])
     words = describe_regrets(regrets, all_measured=not open_.any())
@@ -126,7 +126,7 @@ def describe_regrets(regrets: Mapping[str, float], *, all_measured: bool = False
 
 
 @dataclass(frozen=True)
-class _Belief:
+class _Posterior:
     """The posterior of ln step time over the candidates."""
 
     mean: Floats  # (n,)
@@ -134,7 +134,7 @@ class _Belief:
     noise: Floats  # (n,) variance of one measurement
 
     @classmethod
-    def from_fit(cls, fit: StepTimeFit, candidates: Sequence[Candidate]) -> "_Belief":
+    def from_fit(cls, fit: StepTimeFit, candidates: Sequence[Candidate]) -> "_Posterior":
         points = fit.make_points(
             [c.nodes for c in candidates], [c.gpus_per_node for c in candidates], [c.local_batch for c in candidates]
         )
@@ -145,7 +145,7 @@ class _Belief:
             if candidate.measured is not None:
                 mean[index] = math.log(candidate.measured)
                 covariance[index, :] = covariance[:, index] = 0.0
-                covariance[index, index] = max(DEFAULT_REPEAT_SD, candidate.doubt) ** 2
+                covariance[index, index] = max(DEFAULT_REPEAT_SD, candidate.log_sd) ** 2
         return cls(mean, covariance, noise)
 
     def compute_gain(self, index: int) -> Floats:
@@ -153,10 +153,10 @@ class _Belief:
         moved: Floats = self.covariance[:, index] / math.sqrt(self.covariance[index, index] + self.noise[index])
         return moved
 
-    def add_expected_measurement(self, index: int) -> "_Belief":
+    def add_expected_measurement(self, index: int) -> "_Posterior":
         """Return the belief after a measurement that equals its expectation."""
         gain = self.compute_gain(index)
-        return _Belief(self.mean, self.covariance - np.outer(gain, gain), self.noise)
+        return _Posterior(self.mean, self.covariance - np.outer(gain, gain), self.noise)
 
     def draw_samples(self) -> Floats:
         """Return posterior samples, shape (_POSTERIOR_SAMPLES, n); deterministic for a given belief."""
@@ -182,7 +182,7 @@ class _Decision:
 
 
 @dataclass(frozen=True)
-class _Problem:
+class _SelectionProblem:
     """All decisions over the same candidates."""
 
     candidates: Sequence[Candidate]
@@ -190,7 +190,7 @@ class _Problem:
     knee: "_Knee | None"
 
     @classmethod
-    def from_candidates(cls, candidates: Sequence[Candidate]) -> "_Problem":
+    def from_candidates(cls, candidates: Sequence[Candidate]) -> "_SelectionProblem":
         log_steps = np.log([c.steps for c in candidates])
         log_price = np.log([max(c.price, 1e-300) for c in candidates])
         batches = np.array([c.batch for c in candidates])
@@ -203,7 +203,7 @@ class _Problem:
         knee = _Knee.from_batches(log_steps, batches) if len(bounds) >= _MIN_BATCHES_FOR_KNEE else None
         return cls(candidates, tuple(decisions), knee)
 
-    def compute_regrets(self, belief: _Belief) -> dict[str, float]:
+    def compute_regrets(self, belief: _Posterior) -> dict[str, float]:
         """Return the expected regret of deciding now, by objective."""
         samples = belief.draw_samples()
         largest = {"time": 0.0, "cost": 0.0}
@@ -223,9 +223,9 @@ class _Problem:
         """Return the node-seconds of the fastest training, by which relative savings are converted to node-seconds."""
         seconds = np.exp(mean) * [c.steps for c in self.candidates]
         fastest = int(np.argmin(seconds))
-        return float(seconds[fastest]) * self.candidates[fastest].size
+        return float(seconds[fastest]) * self.candidates[fastest].node_or_gpu_count
 
-    def compute_benefit(self, belief: _Belief, choices: Sequence[int], index: int) -> float:
+    def compute_benefit(self, belief: _Posterior, choices: Sequence[int], index: int) -> float:
         """Return the expected improvement of the decisions by a probe over `choices`, as a share of time or cost."""
         gain = belief.compute_gain(index)
         outcomes = belief.mean + _OUTCOME_QUANTILES[:, None] * gain
@@ -283,8 +283,8 @@ class _Knee:
 
 
 def _plan_round(
-    problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, training: float
-) -> Iterable[ProbeChoice]:
+    problem: _SelectionProblem, belief: _Posterior, open_: Flags, tolerance: float, training: float
+) -> Iterable[ProposedProbe]:
     """Yield probes one after the other, each chosen as if the previous ones had come out as expected.
 
     Probes that cost more node-seconds than they are expected to save of the training are not chosen.
@@ -296,14 +296,14 @@ def _plan_round(
     while remaining:
         benefits = np.array([problem.compute_benefit(belief, choices, index) for index in remaining])
         costs = np.array([_count_node_seconds(problem.candidates[index], started) for index in remaining])
-        pays = (benefits >= tolerance * _LEAST) & (_REALISED * benefits * training >= costs)
+        pays = (benefits >= tolerance * _MIN_BENEFIT_SHARE) & (_REALISED_BENEFIT_SHARE * benefits * training >= costs)
         rates = np.where(pays, benefits / costs, 0.0)
         best = int(np.argmax(rates))
         if rates[best] <= 0:
             return
         index = remaining.pop(best)
         candidate = problem.candidates[index]
-        yield ProbeChoice(candidate, _describe_probe_choice(candidate, belief, index, float(benefits[best])))
+        yield ProposedProbe(candidate, _describe_probe_choice(candidate, belief, index, float(benefits[best])))
         started.add((candidate.nodes, candidate.gpus_per_node))
         belief = belief.add_expected_measurement(index)
 
@@ -313,6 +313,6 @@ def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> 
     return candidate.probe_seconds + (0.0 if shared else candidate.job_seconds)
 
 
-def _describe_probe_choice(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
+def _describe_probe_choice(candidate: Candidate, belief: _Posterior, index: int, worth: float) -> str:
     spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
     return f"{describe_probe_configuration(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {100 * spread:.0f} %; a probe of this configuration is expected to improve the decisions by {100 * worth:.1f} %"

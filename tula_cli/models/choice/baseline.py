@@ -13,7 +13,7 @@ from tula_cli.models import efficiency
 from tula_cli.models.choice.candidates import Candidates, convert_to_columns
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import (
-    INTERVAL,
+    INTERVAL_WIDTH_SD,
     MAX_EQUAL_DIFFERENCE,
     MIN_SAVING_UP_TO_KNEE,
     Choice,
@@ -21,7 +21,7 @@ from tula_cli.models.choice.objective import (
 )
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp import MAX_NOISE
+from tula_cli.models.ramp import MAX_NOISE_SCALE
 from tula_cli.models.time.noise import Z90
 from tula_cli.query import QUANTITIES, Objective
 from tula_cli.run.records.recommendations import (
@@ -97,9 +97,9 @@ def make_risk_basis(spec: JobSpec, noise: Noise | None, *, dataset_size: int) ->
         )
     return RiskBasis(
         reference_batch=spec.train.reference_batch,
-        noise_scale=None if scale is None else min(scale, MAX_NOISE),
+        noise_scale=None if scale is None else min(scale, MAX_NOISE_SCALE),
         is_lower_bound=not is_bounded,
-        batch_grows=spec.train.stages is not None or spec.train.training_method.tunes,
+        batch_grows=spec.train.stages is not None or spec.train.training_method.is_self_tuning,
     )
 
 
@@ -194,7 +194,7 @@ def _compute_log_deviation(row: Prediction) -> float:
     """Return the standard deviation of the logarithm of a forecast's hours; 0 if it has no interval."""
     if row.hours_low is None or row.hours_high is None:
         return 0.0
-    return math.log(row.hours_high / row.hours_low) / INTERVAL if row.hours_low > 0 else math.inf
+    return math.log(row.hours_high / row.hours_low) / INTERVAL_WIDTH_SD if row.hours_low > 0 else math.inf
 
 
 def prefer_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) -> Choice:
@@ -343,7 +343,7 @@ def _describe_preference(
 
 
 @dataclass(frozen=True)
-class Gain:
+class BaselineSaving:
     """The gain of a finished training: its actual time and cost compared with the forecast of the baseline."""
 
     nodes: int
@@ -353,7 +353,7 @@ class Gain:
     text: str
 
 
-def compute_gain(headline: Headline | None, summary: Summary, *, length: str) -> Gain | None:
+def compute_gain(headline: Headline | None, summary: Summary, *, length: str) -> BaselineSaving | None:
     """Return the time and cost that a finished training saved compared with the baseline of its recommendation.
 
     None if there is no forecast of the baseline, if the training used the configuration of the baseline, or if it had
@@ -372,4 +372,4 @@ def compute_gain(headline: Headline | None, summary: Summary, *, length: str) ->
         *([_describe_cost_change(cost, summary.currency)] if cost else []),
     ]
     text = f"Compared with today's {_describe_nodes_and_batch(baseline)}: {', '.join(changes)}; predicted -> measured."
-    return Gain(headline.nodes, headline.batch, time, cost, text)
+    return BaselineSaving(headline.nodes, headline.batch, time, cost, text)

@@ -26,16 +26,16 @@ from tula_cli.run.records.recommendations import Prediction
 if TYPE_CHECKING:
     import pandas as pd
 
-_ROUNDING = 1e-9
+_RELATIVE_TOLERANCE = 1e-9
 """Relative tolerance of comparisons between sums of durations."""
 _MAKESPAN_TOLERANCE = 1e-6
 """Relative difference to which the shortest makespan within a budget is determined."""
-_DIGITS = 12
+_KEY_DIGITS = 12
 """Significant digits of the hours that remain of a deadline, so that equal sums are equal numbers."""
 
 
 @dataclass(frozen=True, order=True)
-class Option:
+class TrainingOption:
     """A configuration that a training can run with: nodes, hours and cost of one training, and its row of the candidates."""
 
     nodes: int
@@ -45,11 +45,11 @@ class Option:
 
 
 @dataclass(frozen=True, order=True)
-class Start:
+class ScheduledStart:
     """One training of a plan: when it starts (hours after the first), and its configuration."""
 
     hours: float
-    option: Option
+    option: TrainingOption
 
     @property
     def end(self) -> float:
@@ -59,7 +59,7 @@ class Start:
 
 def list_options(
     candidates: Candidates, rows: Ints, *, cost: str = "cost", all_nodes: int | None = None
-) -> list[Option]:
+) -> list[TrainingOption]:
     """Return the options, of some rows of the candidates, that no other beats in nodes, hours and cost.
 
     Args:
@@ -76,10 +76,10 @@ def list_options(
     points, first = np.unique(points, axis=0, return_index=True)
     front = find_pareto_front(points)
     values = zip(points[front].tolist(), rows[first[front]].tolist(), strict=True)
-    return sorted(Option(int(nodes), hours, cost, row) for (nodes, hours, cost), row in values)
+    return sorted(TrainingOption(int(nodes), hours, cost, row) for (nodes, hours, cost), row in values)
 
 
-def find_shortest_makespan(options: Sequence[Option], *, trainings: int, nodes: int) -> float:
+def find_shortest_makespan(options: Sequence[TrainingOption], *, trainings: int, nodes: int) -> float:
     """Return the hours in which `trainings` equal trainings can be finished on `nodes` nodes; inf if none fits."""
     if (side_by_side := _plan_concurrent_start(options, trainings=trainings, nodes=nodes)) is not None:
         return compute_makespan(side_by_side)
@@ -87,7 +87,7 @@ def find_shortest_makespan(options: Sequence[Option], *, trainings: int, nodes: 
     for width, group in _group_by_nodes(options, nodes):
         least = _divide_nodes(groups, width, trainings, np.maximum)[0][width]
         fastest = min(group, key=lambda option: option.hours)
-        series: tuple[Option, ...] = (fastest,)
+        series: tuple[TrainingOption, ...] = (fastest,)
         before = least.copy()
         while len(series) <= trainings and not _can_run_concurrently(series, options):
             count = len(series)
@@ -98,8 +98,8 @@ def find_shortest_makespan(options: Sequence[Option], *, trainings: int, nodes: 
 
 
 def plan_cheapest(
-    options: Sequence[Option], *, trainings: int, nodes: int, deadline: float = math.inf
-) -> list[Start] | None:
+    options: Sequence[TrainingOption], *, trainings: int, nodes: int, deadline: float = math.inf
+) -> list[ScheduledStart] | None:
     """Return the plan of lowest cost that finishes `trainings` equal trainings within `deadline` hours, by start.
 
     If all trainings can have the lowest cost within the deadline, this is the shortest plan in which they do.
@@ -111,26 +111,28 @@ def plan_cheapest(
     if not in_time:
         return None
     least = min(option.cost for option in in_time)
-    lowest = [option for option in in_time if option.cost <= least * (1 + _ROUNDING)]
+    lowest = [option for option in in_time if option.cost <= least * (1 + _RELATIVE_TOLERANCE)]
     if (side_by_side := _plan_concurrent_start(lowest, trainings=trainings, nodes=nodes)) is not None:
         return side_by_side
     least = min(option.cost for option in options if option.nodes <= nodes)
-    cheapest = [option for option in options if option.cost <= least * (1 + _ROUNDING)]
+    cheapest = [option for option in options if option.cost <= least * (1 + _RELATIVE_TOLERANCE)]
     makespan = find_shortest_makespan(cheapest, trainings=trainings, nodes=nodes)
     # all trainings can use their cheapest configuration: this plan is the shortest one that does
     if makespan <= deadline:
         options, deadline = cheapest, makespan
     if not 0 < deadline < math.inf:
         return None
-    deadline *= 1 + _ROUNDING
-    plan = _CheapestPlan(options, trainings, nodes, decimals=_DIGITS - math.ceil(math.log10(deadline)))
+    deadline *= 1 + _RELATIVE_TOLERANCE
+    plan = _CheapestPlan(options, trainings, nodes, decimals=_KEY_DIGITS - math.ceil(math.log10(deadline)))
     costs = plan.divide_into_groups(nodes, deadline)[0][nodes]
     if not np.isfinite(costs[trainings]):
         return None
     return _schedule_earliest_starts(plan.list_starts(nodes, deadline, trainings), nodes)
 
 
-def _plan_concurrent_start(options: Sequence[Option], *, trainings: int, nodes: int) -> list[Start] | None:
+def _plan_concurrent_start(
+    options: Sequence[TrainingOption], *, trainings: int, nodes: int
+) -> list[ScheduledStart] | None:
     """Return the plan that starts all trainings at once with the fastest option; None if the nodes do not suffice.
 
     No plan with these options is shorter. It spares the division of nodes, whose time grows with their number.
@@ -140,27 +142,32 @@ def _plan_concurrent_start(options: Sequence[Option], *, trainings: int, nodes: 
     )
     if fastest is None or trainings * fastest.nodes > nodes:
         return None
-    return [Start(0.0, fastest)] * trainings
+    return [ScheduledStart(0.0, fastest)] * trainings
 
 
-def compute_makespan(starts: Sequence[Start]) -> float:
+def compute_makespan(starts: Sequence[ScheduledStart]) -> float:
     """Return the hour at which the last training of a plan finishes."""
     return max(start.end for start in starts)
 
 
-def sum_costs(starts: Sequence[Start]) -> float:
+def sum_costs(starts: Sequence[ScheduledStart]) -> float:
     """Return the cost of all trainings of a plan."""
     return sum(start.option.cost for start in starts)
 
 
 def is_within(value: float, limit: float) -> bool:
     """Return whether a sum is within a limit, apart from rounding."""
-    return value <= limit * (1 + _ROUNDING)
+    return value <= limit * (1 + _RELATIVE_TOLERANCE)
 
 
 def plan_shortest(
-    options: Sequence[Option], *, trainings: int, nodes: int, budget: float = math.inf, deadline: float = math.inf
-) -> list[Start] | None:
+    options: Sequence[TrainingOption],
+    *,
+    trainings: int,
+    nodes: int,
+    budget: float = math.inf,
+    deadline: float = math.inf,
+) -> list[ScheduledStart] | None:
     """Return the shortest plan that costs at most `budget` for all trainings together; of several, the cheapest.
 
     The lowest cost of a plan never rises with its deadline, so that the deadline is found by bisection.
@@ -188,7 +195,7 @@ def plan_shortest(
     return plan
 
 
-def find_predecessors(starts: Sequence[Start], nodes: int) -> list[tuple[int, ...]]:
+def find_predecessors(starts: Sequence[ScheduledStart], nodes: int) -> list[tuple[int, ...]]:
     """Return for each training of a plan the trainings, by index, whose nodes it takes over.
 
     If each waits for these, at most `nodes` nodes are in use however long the trainings take.
@@ -200,7 +207,7 @@ def find_predecessors(starts: Sequence[Start], nodes: int) -> list[tuple[int, ..
     predecessors = []
     for index, start in enumerate(starts):
         ends = [0.0 if other is None else starts[other].end for other in last]
-        idle = [node for node in range(nodes) if ends[node] <= start.hours * (1 + _ROUNDING)]
+        idle = [node for node in range(nodes) if ends[node] <= start.hours * (1 + _RELATIVE_TOLERANCE)]
         taken = sorted(idle, key=lambda node: (-ends[node], last[node] or 0))[: start.option.nodes]
         predecessors.append(tuple(sorted({other for node in taken if (other := last[node]) is not None})))
         for node in taken:
@@ -208,25 +215,25 @@ def find_predecessors(starts: Sequence[Start], nodes: int) -> list[tuple[int, ..
     return predecessors
 
 
-def _schedule_earliest_starts(starts: Sequence[Start], nodes: int) -> list[Start]:
+def _schedule_earliest_starts(starts: Sequence[ScheduledStart], nodes: int) -> list[ScheduledStart]:
     """Return a plan in which each training, in the order of their starts, starts as soon as enough nodes are idle."""
-    early: list[Start] = []
+    early: list[ScheduledStart] = []
     for start in sorted(starts):
         moments = sorted({0.0, *(other.end for other in early)})
-        running = ([other for other in early if other.end > moment * (1 + _ROUNDING)] for moment in moments)
+        running = ([other for other in early if other.end > moment * (1 + _RELATIVE_TOLERANCE)] for moment in moments)
         moment = next(
             moment
             for moment, others in zip(moments, running, strict=True)
             if sum(other.option.nodes for other in others) + start.option.nodes <= nodes
         )
-        early.append(Start(moment, start.option))
+        early.append(ScheduledStart(moment, start.option))
     return sorted(early)
 
 
-def schedule_in_order(counted: Sequence[tuple[Option, int]], nodes: int) -> list[Start]:
+def schedule_in_order(counted: Sequence[tuple[TrainingOption, int]], nodes: int) -> list[ScheduledStart]:
     """Start numbers of trainings as soon as enough nodes are idle; those that do not fit let later ones pass."""
     waiting = [(option, count) for option, count in counted if count]
-    starts: list[Start] = []
+    starts: list[ScheduledStart] = []
     running: list[tuple[float, int]] = []
     hour, idle = 0.0, nodes
     while waiting:
@@ -235,26 +242,26 @@ def schedule_in_order(counted: Sequence[tuple[Option, int]], nodes: int) -> list
             started = min(count, idle // option.nodes)
             idle -= started * option.nodes
             for _ in range(started):
-                starts.append(Start(hour, option))
+                starts.append(ScheduledStart(hour, option))
                 heapq.heappush(running, (hour + option.hours, option.nodes))
             if count > started:
                 still_waiting.append((option, count - started))
         waiting = still_waiting
         if waiting:
             hour = running[0][0]
-            while running and running[0][0] <= hour * (1 + _ROUNDING):
+            while running and running[0][0] <= hour * (1 + _RELATIVE_TOLERANCE):
                 idle += heapq.heappop(running)[1]
     return starts
 
 
-def _group_by_nodes(options: Sequence[Option], most: int) -> Iterator[tuple[int, list[Option]]]:
+def _group_by_nodes(options: Sequence[TrainingOption], most: int) -> Iterator[tuple[int, list[TrainingOption]]]:
     """Yield the options of each number of nodes up to `most`, ascending."""
     fitting = sorted(option for option in options if option.nodes <= most)
     for width, group in itertools.groupby(fitting, key=lambda option: option.nodes):
         yield width, list(group)
 
 
-def _can_run_concurrently(series: Sequence[Option], options: Sequence[Option]) -> bool:
+def _can_run_concurrently(series: Sequence[TrainingOption], options: Sequence[TrainingOption]) -> bool:
     """Return whether the last trainings of a series finish as soon and as cheaply side by side on parts of its nodes.
 
     A series that does is not considered, because groups on these parts are.
@@ -265,7 +272,7 @@ def _can_run_concurrently(series: Sequence[Option], options: Sequence[Option]) -
         if any(
             count * option_on_part.nodes <= nodes
             and option_on_part.hours <= hours
-            and count * option_on_part.cost <= cost * (1 + _ROUNDING)
+            and count * option_on_part.cost <= cost * (1 + _RELATIVE_TOLERANCE)
             for option_on_part in options
         ):
             return True
@@ -307,7 +314,7 @@ def _divide_nodes(
 class _CheapestPlan:
     """Plans of lowest cost by nodes and deadline; each is computed once."""
 
-    def __init__(self, options: Sequence[Option], trainings: int, nodes: int, *, decimals: int) -> None:
+    def __init__(self, options: Sequence[TrainingOption], trainings: int, nodes: int, *, decimals: int) -> None:
         self._trainings, self._decimals = trainings, decimals
         self._options = dict(_group_by_nodes(options, nodes))
         self._narrower = {width: [o for o in options if o.nodes < width] for width in self._options}
@@ -330,9 +337,9 @@ class _CheapestPlan:
         return costs.min(axis=0), costs.argmin(axis=0)
 
     @functools.cache  # noqa: B019
-    def _list_series(self, width: int, hours: float) -> list[tuple[Option, ...]]:
+    def _list_series(self, width: int, hours: float) -> list[tuple[TrainingOption, ...]]:
         """Return what a group may run on all of its nodes, one after the other, within `hours`."""
-        series: list[tuple[Option, ...]] = [()]
+        series: list[tuple[TrainingOption, ...]] = [()]
         for last in series:
             start = self._options[width].index(last[-1]) if last else 0
             for option in self._options[width][start:]:
@@ -344,10 +351,10 @@ class _CheapestPlan:
 
     def list_starts(
         self, nodes: int, hours: float, trainings: int, below: int | None = None, begin: float = 0.0
-    ) -> list[Start]:
+    ) -> list[ScheduledStart]:
         """Return the trainings of the plan; a group runs its trainings without a pause."""
         _, last, share = self.divide_into_groups(nodes, hours, below)
-        starts: list[Start] = []
+        starts: list[ScheduledStart] = []
         while trainings:
             width, count = int(last[nodes, trainings]), int(share[nodes, trainings])
             if width:
@@ -355,18 +362,18 @@ class _CheapestPlan:
             nodes, trainings = nodes - (width or 1), trainings - count
         return starts
 
-    def _list_group_starts(self, width: int, hours: float, trainings: int, begin: float) -> list[Start]:
+    def _list_group_starts(self, width: int, hours: float, trainings: int, begin: float) -> list[ScheduledStart]:
         series = self._list_series(width, hours)[int(self._plan_group(width, hours)[1][trainings])]
         starts = self.list_starts(
             width, self._compute_remaining_hours(hours, series), trainings - len(series), width, begin
         )
         at = max((start.end for start in starts), default=begin)
         for option in series:
-            starts.append(Start(at, option))
+            starts.append(ScheduledStart(at, option))
             at += option.hours
         return starts
 
-    def _compute_remaining_hours(self, hours: float, options: Sequence[Option]) -> float:
+    def _compute_remaining_hours(self, hours: float, options: Sequence[TrainingOption]) -> float:
         """Return the hours that remain after trainings one after the other."""
         return round(hours - sum(option.hours for option in options), self._decimals)
 
@@ -418,7 +425,7 @@ class JobSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FastestTrainings:
+class FastestConfigurationPlan:
     """The same trainings if each had the fastest configuration of its job; the plan is compared with them."""
 
     hours: float
@@ -454,7 +461,7 @@ class Campaign:
     jobs: tuple[JobSummary, ...] = ()  # empty in a plan that an earlier version has stored
     waves: tuple[Wave, ...]
     schedule: tuple[ScheduledTraining, ...]  # single trainings, by start
-    at_fastest: FastestTrainings
+    at_fastest: FastestConfigurationPlan
     # --- Only for one job; None for several
     batch: int | None = None  # global batch of every training
     max_batch: int | None = None  # as in `JobSummary`
@@ -491,7 +498,7 @@ class CandidatesOfJob:
 
 
 def describe_plan(
-    starts: Sequence[Start],
+    starts: Sequence[ScheduledStart],
     candidates: Candidates,
     jobs: Sequence[CandidatesOfJob],
     request: PlanRequest,
@@ -581,11 +588,11 @@ def _sum_energies(trainings: Sequence[Prediction]) -> float | None:
     return sum(energies) if len(energies) == len(trainings) else None
 
 
-def _join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction], job: str) -> list[Wave]:
+def _join_waves(starts: Sequence[ScheduledStart], rows: Mapping[int, Prediction], job: str) -> list[Wave]:
     """Group the trainings of a job that have the same configuration and duration into waves, in the order of their starts."""
     counts = Counter((float(f"{start.hours:.9g}"), start.option) for start in starts)
     waves: list[Wave] = []
-    open_waves: dict[Option, int] = {}
+    open_waves: dict[TrainingOption, int] = {}
     for (start, option), count in sorted(counts.items()):
         index, row = open_waves.get(option), rows[option.row]
         if index is not None and math.isclose(waves[index].end, start, rel_tol=1e-6):
@@ -628,7 +635,7 @@ def _compute_bound(candidates: Candidates, *, trainings: int, request: PlanReque
 
 def _compute_at_fastest(
     candidates: Candidates, jobs: Sequence[CandidatesOfJob], node_type: str, request: PlanRequest
-) -> FastestTrainings:
+) -> FastestConfigurationPlan:
     """Return the figures of the fastest configurations: of any node type for one job, of the same one for several."""
     fastest = []
     for job in jobs:
@@ -636,11 +643,11 @@ def _compute_at_fastest(
         table = table.select(type=node_type) if len(jobs) > 1 else table
         fastest.append(table.select_rows(table["nodes"] <= request.nodes).sort_by_time().prediction(0))
     counted = [
-        (Option(request.nodes if request.one_at_a_time else row.nodes, row.hours, row.cost), job.trainings)
+        (TrainingOption(request.nodes if request.one_at_a_time else row.nodes, row.hours, row.cost), job.trainings)
         for row, job in zip(fastest, jobs, strict=True)
     ]
     starts = schedule_in_order(sorted(counted, key=lambda entry: -entry[0].hours), request.nodes)
-    figures = FastestTrainings(
+    figures = FastestConfigurationPlan(
         hours=compute_makespan(starts),
         cost=sum_costs(starts),
         node_hours=sum(job.trainings * row.all_node_hours for row, job in zip(fastest, jobs, strict=True)),

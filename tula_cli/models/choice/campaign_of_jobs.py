@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from tula_cli.models.choice.campaign import (
-    Option,
-    Start,
+    ScheduledStart,
+    TrainingOption,
     compute_makespan,
     is_within,
     schedule_in_order,
@@ -45,7 +45,7 @@ class JobTrainings:
     """Equal trainings of one job: how many, and the options of each batch that all of them can have."""
 
     trainings: int
-    batches: Sequence[Sequence[Option]]
+    batches: Sequence[Sequence[TrainingOption]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PlanTarget:
     deadline: float = math.inf  # limit in hours for all trainings
     budget: float = math.inf  # limit of the cost of all trainings
 
-    def rate_plan(self, starts: Sequence[Start]) -> "Rating":
+    def rate_plan(self, starts: Sequence[ScheduledStart]) -> "Rating":
         """Return how good a plan is."""
         return self.rate(compute_makespan(starts), sum_costs(starts))
 
@@ -86,7 +86,7 @@ class JobOptions(NamedTuple):
     """Equal trainings of one job with one batch: how many, and the options of each."""
 
     trainings: int
-    options: tuple[Option, ...]
+    options: tuple[TrainingOption, ...]
 
 
 def _compute_excess(value: float, limit: float) -> float:
@@ -97,7 +97,7 @@ def _compute_excess(value: float, limit: float) -> float:
 class JobsPlan:
     """The best plan found, and a lower bound of all plans within the limits."""
 
-    starts: Sequence[Start]
+    starts: Sequence[ScheduledStart]
     lower_bound: float  # lower bound of the minimised quantity
 
 
@@ -152,8 +152,8 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> J
 
 
 def _shorten_within_budget(
-    lists: Sequence["_ListSchedules"], starts: list[Start], target: PlanTarget, bound: float
-) -> list[Start]:
+    lists: Sequence["_ListSchedules"], starts: list[ScheduledStart], target: PlanTarget, bound: float
+) -> list[ScheduledStart]:
     """Return a plan that is the cheapest found within some deadline, and within the budget, or the given plan.
 
     Args:
@@ -219,7 +219,7 @@ def _compute_relaxed_minimum(
     return float(np.max(sums))
 
 
-def _select_options(job: JobTrainings, is_usable: Callable[[Option], bool]) -> JobTrainings:
+def _select_options(job: JobTrainings, is_usable: Callable[[TrainingOption], bool]) -> JobTrainings:
     """Return a job with the options that can be used, and without batches that are no better than another in any option."""
     batches = [tuple(filter(is_usable, options)) for options in job.batches]
     batches = [options for options in dict.fromkeys(batches) if options]
@@ -229,7 +229,7 @@ def _select_options(job: JobTrainings, is_usable: Callable[[Option], bool]) -> J
     )
 
 
-def _is_dominated(options: Sequence[Option], others: Sequence[Option]) -> bool:
+def _is_dominated(options: Sequence[TrainingOption], others: Sequence[TrainingOption]) -> bool:
     """Return whether each option has another one that is as good, and these differ in at least one value."""
     points, other_points = ({(o.nodes, o.hours, o.cost) for o in each} for each in (options, others))
     return points != other_points and all(
@@ -279,12 +279,12 @@ class _ListSchedules:
     def __init__(self, jobs: Sequence[JobOptions], nodes: int, steps: int) -> None:
         self._jobs, self._nodes, self._steps = jobs, nodes, steps
 
-    def has_batches_of(self, starts: Sequence[Start]) -> bool:
+    def has_batches_of(self, starts: Sequence[ScheduledStart]) -> bool:
         """Return whether the batches are those of a plan."""
         options = {option for job in self._jobs for option in job.options}
         return all(start.option in options for start in starts)
 
-    def improve(self, target: PlanTarget, starts: Sequence[Start] | None = None) -> list[Start]:
+    def improve(self, target: PlanTarget, starts: Sequence[ScheduledStart] | None = None) -> list[ScheduledStart]:
         """Return the best plan that is found by changing options of some trainings, of several choices.
 
         Args:
@@ -317,7 +317,9 @@ class _ListSchedules:
             if longest > target.deadline and weight < 1:
                 continue
 
-            def compare(option: Option, longest: float = longest, weight: float = weight) -> tuple[float, float]:
+            def compare(
+                option: TrainingOption, longest: float = longest, weight: float = weight
+            ) -> tuple[float, float]:
                 size = option.nodes * option.hours / mean_size
                 return max(0.0, option.hours - longest), weight * option.cost / mean_cost + (1 - weight) * size
 
@@ -326,7 +328,7 @@ class _ListSchedules:
                 for trainings, options in self._jobs
             )
 
-    def _read_choice(self, starts: Sequence[Start]) -> _OptionCounts:
+    def _read_choice(self, starts: Sequence[ScheduledStart]) -> _OptionCounts:
         counts = Counter(start.option for start in starts)
         return tuple(tuple(counts[option] for option in options) for _, options in self._jobs)
 
@@ -361,7 +363,7 @@ class _ListSchedules:
                     yield job, before, after, count
                     count //= 2
 
-    def _schedule_choice(self, choice: _OptionCounts, target: PlanTarget) -> list[Start]:
+    def _schedule_choice(self, choice: _OptionCounts, target: PlanTarget) -> list[ScheduledStart]:
         counted = [
             (option, count)
             for counts, (_, options) in zip(choice, self._jobs, strict=True)
@@ -376,7 +378,7 @@ class _ListSchedules:
 
 _COST_WEIGHTS = (0.0, 0.3, 0.6, 1.0)
 """Weights of the cost of an option, against its node-hours, by which options are chosen to begin with."""
-_ORDERS: tuple[Callable[[Option], tuple[float, float]], ...] = (
+_ORDERS: tuple[Callable[[TrainingOption], tuple[float, float]], ...] = (
     lambda option: (-option.hours, -option.nodes),
     lambda option: (-option.nodes, -option.hours),
     lambda option: (-option.nodes * option.hours, -option.hours),
@@ -393,7 +395,7 @@ class _ScheduleSearch:
     A later start never helps. Branches are cut whose least duration and cost are not below those of the best plan.
     """
 
-    def __init__(self, nodes: int, target: PlanTarget, best: Sequence[Start]) -> None:
+    def __init__(self, nodes: int, target: PlanTarget, best: Sequence[ScheduledStart]) -> None:
         self.best = list(best)
         self.is_complete = True
         self._rating = target.rate_plan(best)
@@ -411,7 +413,7 @@ class _ScheduleSearch:
             for _, options in jobs
         ]
         self._known: dict[tuple[object, ...], float] = {}
-        self._path: list[Start] = []
+        self._path: list[ScheduledStart] = []
         self._search_continuations(0.0, (), tuple(trainings for trainings, _ in jobs), 0, 0.0)
 
     def _search_continuations(
@@ -445,7 +447,7 @@ class _ScheduleSearch:
         for index in range(first, len(self._options)):
             job, option = self._options[index]
             if remaining_counts[job] and option.nodes <= idle:
-                self._path.append(Start(now, option))
+                self._path.append(ScheduledStart(now, option))
                 after = tuple(sorted((*running, (now + option.hours, option.nodes))))
                 fewer = (*remaining_counts[:job], remaining_counts[job] - 1, *remaining_counts[job + 1 :])
                 self._search_continuations(now, after, fewer, index, cost + option.cost)

@@ -265,7 +265,7 @@ class Limit:
 
 def list_limits(query: Query) -> list[Limit]:
     """Return the limits that a query sets, in the order in which one that excludes every row is named."""
-    progress = "same_progress_" if query.is_for_same_progress else ""
+    progress = "same_progress_" if query.compares_at_equal_progress else ""
     limits: list[tuple[LimitOption, str, float | None]] = [
         ("max_nodes", "nodes", query.max_nodes),
         ("max_batch", "batch", query.max_batch),

@@ -51,11 +51,11 @@ def check_divisibility(batch: int, parts: int) -> None:
     if batch % parts:
         raise SpecError(
             f"batch {batch} is not divisible by {parts} (nodes x GPUs per node x train.accumulate)",
-            name_nearest_multiples(batch, parts),
+            describe_nearest_multiples(batch, parts),
         )
 
 
-def name_nearest_multiples(batch: int, divisor: int) -> str:
+def describe_nearest_multiples(batch: int, divisor: int) -> str:
     """Return the hint that names the multiples of `divisor` next to a batch that it does not divide."""
     below = batch // divisor * divisor
     return f"the nearest are {below} and {below + divisor}" if below else f"the nearest is {divisor}"

@@ -29,7 +29,7 @@ MAX_EQUAL_DIFFERENCE = 0.02  # relative difference below which configurations ar
 # share of time that a doubling of the batch must save up to the knee: half of ideal scaling
 MIN_SAVING_UP_TO_KNEE = 1 - math.sqrt(0.5)
 MIN_BATCHES_FOR_KNEE = 5  # minimum number of points for a knee
-_BEYOND = 100  # doublings by which a curve is extended on each side
+_EXTENSION_DOUBLINGS = 100  # doublings by which a curve is extended on each side
 
 
 def find_knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
@@ -125,12 +125,18 @@ def _extend_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     The chord of the extended curve falls by half a doubling per step.
     """
     inside = np.arange(x[0], x[-1] + 0.5)
-    beyond = np.arange(1, _BEYOND + 1)
+    beyond = np.arange(1, _EXTENSION_DOUBLINGS + 1)
     # Close to _BEYOND. Kneedle draws its chord to the lowest value of the curve, not to the last one.
-    before = y.min() - y[0] + (len(inside) - 1 + 2 * _BEYOND) / 2
+    before = y.min() - y[0] + (len(inside) - 1 + 2 * _EXTENSION_DOUBLINGS) / 2
     return (
         np.concatenate([x[0] - beyond[::-1], inside, inside[-1] + beyond]),
-        np.concatenate([y[0] + beyond[::-1] * before / _BEYOND, np.interp(inside, x, y), np.full(_BEYOND, y[-1])]),
+        np.concatenate(
+            [
+                y[0] + beyond[::-1] * before / _EXTENSION_DOUBLINGS,
+                np.interp(inside, x, y),
+                np.full(_EXTENSION_DOUBLINGS, y[-1]),
+            ]
+        ),
     )
 
 
@@ -162,7 +168,7 @@ _MAX_RUNNERS_UP = 3
 _MIN_SHARE_NAMED = 0.01  # batches that are the knee of a smaller share of the curves are not reported
 _MAX_ROWS_DRAWN = 64
 """Maximum configurations that are sampled jointly: their covariance grows with the square of their number."""
-INTERVAL = 2 * Z90
+INTERVAL_WIDTH_SD = 2 * Z90
 """Width of a 90 % interval in standard deviations."""
 
 _MAX_CAUTION_FACTOR = 5.0
@@ -259,7 +265,7 @@ def _compute_cautious_values(rows: Candidates, quantity: Quantity) -> Floats:
     """
     low, high = rows[f"{quantity.interval}_low"], rows[f"{quantity.interval}_high"]
     has_interval = (low > 0) & (high > 0)  # False for nan
-    sd = np.log(np.where(has_interval, high, 1.0) / np.where(has_interval, low, 1.0)) / INTERVAL
+    sd = np.log(np.where(has_interval, high, 1.0) / np.where(has_interval, low, 1.0)) / INTERVAL_WIDTH_SD
     cautious: Floats = rows[quantity.column] * np.exp(np.minimum(sd**2, _MAX_CAUTION_FACTOR))
     return cautious
 

@@ -21,15 +21,15 @@ from tula_cli.words import format_duration, format_moment, format_number
 
 # --- Change points
 
-MIN_VALUES = 10
+MIN_LEVEL_VALUES = 10
 """Minimum values for which a new level has to last, and that have to be known of the previous level."""
-MAX_VALUES = 8 * MIN_VALUES
+MAX_VALUES = 8 * MIN_LEVEL_VALUES
 """Upper limit of the values for which a new level has to last after repeated changes."""
-WINDOW = 8
+HISTORY_LENGTH_RATIO = 8
 """Length of the remembered series, as a multiple of the values for which a level has to last."""
-THRESHOLD = 5.0
+MANN_WHITNEY_THRESHOLD = 5.0
 """Threshold of the largest standardised Mann-Whitney statistic."""
-MIN_RATIO = 1.1
+MIN_LEVEL_RATIO = 1.1
 """Ratio of two levels below which a change is too small to report."""
 
 
@@ -39,14 +39,14 @@ class ChangePointTest:
     Every split of the remembered values is judged by the Mann-Whitney statistic (1947), and the largest one counts, as
     in the change-point model of Hawkins and Deng (2010). It is based on ranks: its error rate on independent values
     does not depend on their distribution, and a spike counts as one value, however high. Correlated neighbours, as
-    under a lingering load, count less. A change is reported if the medians on both sides also differ by `MIN_RATIO`.
+    under a lingering load, count less. A change is reported if the medians on both sides also differ by `MIN_LEVEL_RATIO`.
     The series then starts with the new level, and the next change has to last twice as long, up to `MAX_VALUES`, so
     that a load that comes and goes is not reported endlessly.
     """
 
     def __init__(self) -> None:
-        self.least = MIN_VALUES
-        self.values: deque[float] = deque(maxlen=WINDOW * MAX_VALUES)
+        self.least = MIN_LEVEL_VALUES
+        self.values: deque[float] = deque(maxlen=HISTORY_LENGTH_RATIO * MAX_VALUES)
 
     def add(self, value: float) -> tuple[int, int] | None:
         """Add the next value; return the numbers of values at the new and the old level, or None without a change.
@@ -55,19 +55,21 @@ class ChangePointTest:
             value: positive, as times are.
         """
         self.values.append(value)
-        values = np.asarray(self.values)[-WINDOW * self.least :]
-        if len(values) < 2 * MIN_VALUES:
+        values = np.asarray(self.values)[-HISTORY_LENGTH_RATIO * self.least :]
+        if len(values) < 2 * MIN_LEVEL_VALUES:
             return None
         statistics = compute_split_statistics(values)
-        split = int(np.argmax(np.abs(statistics[MIN_VALUES - 1 : len(values) - MIN_VALUES]))) + MIN_VALUES
+        split = (
+            int(np.argmax(np.abs(statistics[MIN_LEVEL_VALUES - 1 : len(values) - MIN_LEVEL_VALUES]))) + MIN_LEVEL_VALUES
+        )
         if len(values) - split < self.least:
             return None
         certainty = abs(statistics[split - 1]) / math.sqrt(_compute_variance_inflation(values, split))
         median_before, after = np.median(values[:split]), np.median(values[split:])
-        if certainty < THRESHOLD or abs(math.log(after / median_before)) < math.log(MIN_RATIO):
+        if certainty < MANN_WHITNEY_THRESHOLD or abs(math.log(after / median_before)) < math.log(MIN_LEVEL_RATIO):
             return None
         self.least = min(MAX_VALUES, 2 * self.least)
-        self.values = deque(values[split:], maxlen=WINDOW * MAX_VALUES)
+        self.values = deque(values[split:], maxlen=HISTORY_LENGTH_RATIO * MAX_VALUES)
         return len(values) - split, split
 
 
@@ -136,7 +138,9 @@ class LevelDetector:
 
     def __init__(self) -> None:
         self.test = ChangePointTest()
-        self.samples: deque[StepSample] = deque(maxlen=WINDOW * MAX_VALUES)  # samples in the window of the test
+        self.samples: deque[StepSample] = deque(
+            maxlen=HISTORY_LENGTH_RATIO * MAX_VALUES
+        )  # samples in the window of the test
         self.unsettled = SETTLING_SAMPLES
 
     def add(self, sample: StepSample) -> Level | None:
@@ -288,7 +292,7 @@ class ScriptLevelDetector:
 
 # --- Changes in a training
 
-MIN_SHARE = 0.3
+MIN_CAUSE_SHARE = 0.3
 """Share of a step-time change from which on a part is named as a cause."""
 
 _PART_FIELDS: dict[StepPart, str] = {"compute": "compute", "network": "sync", "input": "data"}
@@ -347,14 +351,14 @@ def describe_level_change(level: "Level", task: TrainTask, seconds_left: Callabl
 
 
 def find_changed_parts(parts_before: StepParts, after: StepParts) -> tuple[StepPart, ...]:
-    """Return the parts that account for at least `MIN_SHARE` of a step-time change, largest first."""
+    """Return the parts that account for at least `MIN_CAUSE_SHARE` of a step-time change, largest first."""
     difference = after.step - parts_before.step
     shares: dict[StepPart, float] = {}
     for part, name in _PART_FIELDS.items():
         old, new = getattr(parts_before, name), getattr(after, name)
         if old is not None and new is not None and difference:
             shares[part] = (new - old) / difference
-    return tuple(sorted((part for part in shares if shares[part] >= MIN_SHARE), key=lambda part: -shares[part]))
+    return tuple(sorted((part for part in shares if shares[part] >= MIN_CAUSE_SHARE), key=lambda part: -shares[part]))
 
 
 def describe_step_change(change: StepChange) -> str:

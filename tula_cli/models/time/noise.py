@@ -11,7 +11,7 @@ from tula_cli.run.records.results import StepParts
 
 Floats = NDArray[np.float64]
 
-BLOCKS = 5
+BLOCK_COUNT = 5
 
 SETTLING_SAMPLES = 3
 """Number of first samples that are not judged, while caches fill and loaders start."""
@@ -51,10 +51,10 @@ def compute_block_deviation(step_times: Sequence[float]) -> float | None:
     Noise between single steps averages out over an epoch; disturbances that last for a block (a neighbour on the
     network, a throttled clock) do not. Outliers are clipped to the range that `compute_trimmed_mean` keeps.
     """
-    if len(step_times) < BLOCKS:
+    if len(step_times) < BLOCK_COUNT:
         return None
     trimmed = _clip_outliers(step_times)
-    blocks = np.array_split(np.clip(step_times, trimmed[0], trimmed[-1]), BLOCKS)
+    blocks = np.array_split(np.clip(step_times, trimmed[0], trimmed[-1]), BLOCK_COUNT)
     return float(np.std([block.mean() for block in blocks], ddof=1))
 
 
@@ -70,10 +70,10 @@ def compute_standard_error(step_times: Sequence[float]) -> float:
         return math.inf
     trimmed, count = _clip_outliers(step_times), len(step_times)
     pulled_in = float(np.std(np.clip(step_times, trimmed[0], trimmed[-1]), ddof=1))
-    return max(pulled_in * math.sqrt(count) / len(trimmed), spread / math.sqrt(BLOCKS))
+    return max(pulled_in * math.sqrt(count) / len(trimmed), spread / math.sqrt(BLOCK_COUNT))
 
 
 def _clip_outliers(step_times: Sequence[float]) -> Floats:
     ordered = np.sort(np.asarray(step_times, dtype=float))
-    cut = max(1, len(ordered) // 10) if len(ordered) >= BLOCKS else 0
+    cut = max(1, len(ordered) // 10) if len(ordered) >= BLOCK_COUNT else 0
     return ordered[cut : len(ordered) - cut]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
-from tula_cli.models.time.noise import BLOCKS, Z90, compute_block_deviation, compute_trimmed_mean
+from tula_cli.models.time.noise import BLOCK_COUNT, Z90, compute_block_deviation, compute_trimmed_mean
 from tula_cli.words import describe_probe_configuration, format_count
 
 if TYPE_CHECKING:
@@ -70,12 +70,14 @@ class Priors:
     floor: Prior = Prior(0.85, 1.4)  # ln of f over (k times the smallest batch)
     level: Prior = Prior(-1.6, 1.5)  # ln m_0, relative to the compute time of the smallest batch
     growth: Prior = Prior(0.0, 0.6)  # rho, beyond the collective's shape
-    inside: Prior = Prior(-0.9, 1.1)  # ln of synchronisation inside one node over m_0
+    log_sync_within_node: Prior = Prior(-0.9, 1.1)  # ln of synchronisation inside one node over m_0
     forward: Prior = Prior(-0.95, 0.7)  # logit phi
     exposed: Prior = Prior(-2.6, 1.0)  # ln tau
     shared: Prior = Prior(0.0, 0.3)  # sigma: growth of synchronisation between nodes with the GPUs per node
     inner: Prior = Prior(0.7, 0.4)  # kappa: growth of synchronisation inside a node with its GPUs
-    crowded: Prior = Prior(0.1, 0.2)  # eta: growth of the floor with the GPUs per node, whose processes share its CPU
+    floor_growth_with_gpus: Prior = Prior(
+        0.1, 0.2
+    )  # eta: growth of the floor with the GPUs per node, whose processes share its CPU
     compute: SmoothResidual = SmoothResidual(0.06, 1.2, 0.05)  # residual of ln c over ln b
     sync: SmoothResidual = SmoothResidual(0.28, 0.25, 0.2)  # residual of ln m over ln R
     local_step: LocalResidual = LocalResidual(0.04, 1.0, 0.5)  # residual of ln t over batch and replicas
@@ -101,12 +103,12 @@ class Priors:
             self.floor,
             self.level,
             self.growth,
-            self.inside,
+            self.log_sync_within_node,
             self.forward,
             self.exposed,
             self.shared,
             self.inner,
-            self.crowded,
+            self.floor_growth_with_gpus,
         )
 
     @cached_property
@@ -123,12 +125,14 @@ PRIORS = Priors()
 fitted. `additive` comes from step times whose synchronisation was hidden from the fit, and from the same times
 recomposed without any overlap, leaving out each application and each cluster once (docs/explanation/how-it-measures.md)."""
 
-SHARDED = replace(PRIORS, level=Prior(PRIORS.level.mean + math.log(1.5), PRIORS.level.sd), forward=Prior(-3.0, 1.0))
+SHARDED_PRIORS = replace(
+    PRIORS, level=Prior(PRIORS.level.mean + math.log(1.5), PRIORS.level.sd), forward=Prior(-3.0, 1.0)
+)
 """Priors for a sharded model. Two all-gathers and a reduce-scatter move half as much again as an all-reduce, which is
 one of each (Rajbhandari et al. 2020, section 7), and the forward pass hides its all-gathers as the backward pass hides
 its traffic."""
 
-_BUCKETS = (1 << 20) + (25 << 20)
+_FIRST_DDP_BUCKETS_BYTES = (1 << 20) + (25 << 20)
 """Bytes of DDP's first two buckets of gradients (Li et al. 2020, section 4.2; torch's defaults)."""
 
 
@@ -143,8 +147,8 @@ def choose_priors(*, gradient_bytes: int, sharded: bool) -> Priors:
         gradient_bytes: of the whole model; 0 if unknown.
         sharded: whether the ranks share the model.
     """
-    priors = SHARDED if sharded else PRIORS
-    return replace(priors, additive=0.5) if 0 < gradient_bytes <= _BUCKETS else priors
+    priors = SHARDED_PRIORS if sharded else PRIORS
+    return replace(priors, additive=0.5) if 0 < gradient_bytes <= _FIRST_DDP_BUCKETS_BYTES else priors
 
 
 def may_lack_overlap(priors: Priors) -> bool:
@@ -168,17 +172,17 @@ SHAPES: Mapping[str, Callable[[Floats], Floats]] = {
 
 
 @dataclass(frozen=True)
-class Process:
+class GaussianProcess:
     """A Gaussian process over a logarithm; its values at some places are given by whitened coordinates."""
 
     places: Floats
     sd: float
     length: float
-    white: float
-    _root: Floats  # lower Cholesky factor of the covariance at `places`
+    independent_sd: float
+    _cholesky: Floats  # lower Cholesky factor of the covariance at `places`
 
     @classmethod
-    def from_positions(cls, positions: Floats, residual: SmoothResidual) -> "Process":
+    def from_positions(cls, positions: Floats, residual: SmoothResidual) -> "GaussianProcess":
         unique = np.unique(positions)
         sd, length, white = residual.sd, residual.length, residual.white
         process = cls(unique, sd, length, white, np.zeros((0, 0)))
@@ -190,13 +194,15 @@ class Process:
         if not len(self.places):
             return np.zeros((len(at), 0))
         distinct, where = np.unique(at, return_inverse=True)
-        mapped = np.asarray(np.linalg.solve(self._root, self._compute_covariance(self.places, distinct)), dtype=float)
+        mapped = np.asarray(
+            np.linalg.solve(self._cholesky, self._compute_covariance(self.places, distinct)), dtype=float
+        )
         return mapped.T[where]
 
     def compute_unseen_variance(self, mapped: Floats) -> Floats:
         """Return the variance not explained by the values at the places, shape (n,), where `compute_map` returns `mapped`."""
         explained: Floats = np.square(mapped).sum(axis=1)
-        return np.maximum(0.0, self.sd**2 + self.white**2 - explained)
+        return np.maximum(0.0, self.sd**2 + self.independent_sd**2 - explained)
 
     def compute_unseen_covariance(self, at: Floats) -> Floats:
         """Return the covariance not explained by the values at the places, shape (n, n)."""
@@ -206,11 +212,11 @@ class Process:
     def _compute_covariance(self, left_positions: Floats, right_positions: Floats) -> Floats:
         off = np.abs(left_positions[:, None] - right_positions[None, :])
         smooth: Floats = self.sd**2 * np.exp(-0.5 * (off / self.length) ** 2)
-        return smooth + self.white**2 * (off < 1e-9)
+        return smooth + self.independent_sd**2 * (off < 1e-9)
 
 
 @dataclass(frozen=True)
-class Rows:
+class ResidualRows:
     """The rows to which local residuals contribute: ln t (with all residuals) or ln c. Arrays of one length."""
 
     batch: Floats
@@ -220,7 +226,7 @@ class Rows:
     by_compute: Floats  # derivative by the residual of ln c
     by_across: Floats  # derivative by the residual of ln m between nodes; 0 if all nodes have the same size
 
-    def compute_covariance(self, others: "Rows", priors: Priors) -> Floats:
+    def compute_covariance(self, others: "ResidualRows", priors: Priors) -> Floats:
         """Return the covariance of the local residuals between these rows and others, shape (n, m)."""
         off = [
             np.subtract.outer(np.log(a), np.log(b))
@@ -251,13 +257,13 @@ def _compute_local_covariance(residual: LocalResidual, batch: Floats, replicas: 
 
 
 @dataclass(frozen=True)
-class Points:
+class ConfigurationPoints:
     """Configurations in the coordinates of the model; arrays of one length."""
 
     replicas: Floats  # synchronising replicas: nodes, or GPUs if there is one node
     local_batch: Floats
-    alone: Flags  # a single GPU: no synchronisation
-    inside: Flags  # one node whose GPUs synchronise, while other points have several nodes
+    is_single_gpu: Flags  # a single GPU: no synchronisation
+    is_within_node: Flags  # one node whose GPUs synchronise, while other points have several nodes
     gpus: Floats | None = None  # GPUs per node; None if the number is the same everywhere
 
     def __len__(self) -> int:
@@ -273,7 +279,7 @@ class Points:
 class FeaturePoints:
     """Points with all quantities that are constant during a fit."""
 
-    points: Points
+    points: ConfigurationPoints
     frame: "ReferenceFrame"
     across: Flags  # whether synchronisation follows the collective's shape over replicas
     log_batch: Floats
@@ -295,24 +301,24 @@ class ReferenceFrame:
     replicas: float  # fewest synchronising replicas
     gpus: tuple[float, float] | None  # fewest and most GPUs per node; None if all nodes have the same size
     shape: Callable[[Floats], Floats]
-    u: Process
-    v: Process
+    u: GaussianProcess
+    v: GaussianProcess
     priors: Priors
 
     @classmethod
     def from_points(
-        cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors
+        cls, points: ConfigurationPoints, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors
     ) -> "ReferenceFrame":
         smallest = float(points.local_batch.min())
-        across = ~points.alone & ~points.inside
+        across = ~points.is_single_gpu & ~points.is_within_node
         return cls(
             log_scale=float(np.median(np.log(compute / (points.local_batch + smallest)))),
             log_batch=math.log(smallest),
             replicas=float(points.replicas[across].min()) if across.any() else 2.0,
             gpus=None if points.gpus is None else (float(points.gpus.min()), float(points.gpus.max())),
             shape=shape,
-            u=Process.from_positions(np.log(points.local_batch), priors.compute),
-            v=Process.from_positions(np.log(points.replicas[across]), priors.sync),
+            u=GaussianProcess.from_positions(np.log(points.local_batch), priors.compute),
+            v=GaussianProcess.from_positions(np.log(points.replicas[across]), priors.sync),
             priors=priors,
         )
 
@@ -320,8 +326,8 @@ class ReferenceFrame:
     def size(self) -> int:
         return PARAMETERS + len(self.u.places) + len(self.v.places)
 
-    def compute_features(self, points: Points) -> FeaturePoints:
-        across = ~points.alone & ~points.inside
+    def compute_features(self, points: ConfigurationPoints) -> FeaturePoints:
+        across = ~points.is_single_gpu & ~points.is_within_node
         replicas = np.where(across, points.replicas, self.replicas)
         least = self.shape(np.array([self.replicas]))
         fewest, most = self.gpus or (1.0, 1.0)
@@ -341,7 +347,7 @@ class ReferenceFrame:
 
 
 @dataclass(frozen=True)
-class ModelValues:
+class ModelEvaluation:
     """Values of the model at some points.
 
     Derivatives of ln t and ln c are with respect to the whitened coordinates, shape (n, size).
@@ -357,7 +363,7 @@ class ModelValues:
     by_across: Floats  # derivative of ln t by ln of the part of m between nodes
 
 
-def evaluate_model(z: Floats, at: FeaturePoints) -> ModelValues:
+def evaluate_model(z: Floats, at: FeaturePoints) -> ModelEvaluation:
     """Evaluate the model and its derivatives.
 
     Args:
@@ -377,7 +383,7 @@ def evaluate_model(z: Floats, at: FeaturePoints) -> ModelValues:
     )
     log_inside = np.clip(log_level + inside + inner * at.log_inner, -60.0, 60.0)
     # If all nodes have the same size, synchronisation inside nodes is part of the level.
-    together = at.points.inside if frame.gpus is None else ~at.points.alone & ~at.single
+    together = at.points.is_within_node if frame.gpus is None else ~at.points.is_single_gpu & ~at.single
     log_across, log_inside = np.where(at.across, log_across, -np.inf), np.where(together, log_inside, -np.inf)
     floor_share = np.exp(priors.q * log_floor - log_power)  # share of the floor in the sum of q-th powers
     # Clipped, because rejected trial steps of the solver may be far off.
@@ -413,7 +419,7 @@ def evaluate_model(z: Floats, at: FeaturePoints) -> ModelValues:
     of_step[:, parameter_count + at.u.shape[1] :] = by_across[:, None] * at.v
     of_step[:, :parameter_count] *= priors.sds
     of_compute[:, :parameter_count] *= priors.sds
-    return ModelValues(log_step, log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
+    return ModelEvaluation(log_step, log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
 
 
 # --- The model for one overlap exponent
@@ -443,19 +449,24 @@ _NOISE_WEIGHT = 6.0  # weight of the prior noise, as a number of residuals
 _NOISE_ROUNDS = 3  # iterations of estimating the noise
 _MAX_ITERATIONS = 25
 _TOLERANCE = 1e-4
-_LEVELS = (0.0, 1.0, 2.0, 3.0)  # initial levels of synchronisation for fits to whole steps only, in standard deviations
+_INITIAL_SYNC_LEVELS = (
+    0.0,
+    1.0,
+    2.0,
+    3.0,
+)  # initial levels of synchronisation for fits to whole steps only, in standard deviations
 
 
 @dataclass(frozen=True)
-class Overlap:
+class OverlapFit:
     """The fitted model of one overlap exponent."""
 
     noise: float  # estimated noise, as a multiple of that in the priors
     frame: ReferenceFrame = field(repr=False)
-    fitted: "_Fitted" = field(repr=False)
-    _data: "_Data" = field(repr=False)
+    fitted: "_LinearisedFit" = field(repr=False)
+    _data: "_FitData" = field(repr=False)
 
-    def predict(self, points: Points) -> tuple[Floats, Floats]:
+    def predict(self, points: ConfigurationPoints) -> tuple[Floats, Floats]:
         """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
         at = self.frame.compute_features(points)
         values, whitened = self._whiten(at)
@@ -468,7 +479,7 @@ class Overlap:
         variance += _make_step_rows(at, values).compute_variance(self.frame.priors) - np.square(whitened).sum(axis=0)
         return values.log_step + whitened.T @ self.fitted.residuals, np.sqrt(variance)
 
-    def predict_jointly(self, points: Points) -> tuple[Floats, Floats]:
+    def predict_jointly(self, points: ConfigurationPoints) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
         at = self.frame.compute_features(points)
         values, whitened = self._whiten(at)
@@ -481,12 +492,12 @@ class Overlap:
         covariance += rows.compute_covariance(rows, self.frame.priors) - whitened.T @ whitened
         return values.log_step + whitened.T @ self.fitted.residuals, covariance
 
-    def _whiten(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
+    def _whiten(self, at: FeaturePoints) -> tuple[ModelEvaluation, Floats]:
         """Return the model at points, and its local residuals' whitened covariance with the probes, shape (rows, n)."""
         values, spread = evaluate_model(self.fitted.z, at), self.fitted.spread
         return values, spread.whitener @ spread.rows.compute_covariance(_make_step_rows(at, values), self.frame.priors)
 
-    def _compute_remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
+    def _compute_remaining_derivatives(self, values: ModelEvaluation, whitened: Floats) -> Floats:
         """Return derivatives of ln t by z, less those of the local residuals, which depend on z too."""
         return values.of_step - whitened.T @ (self.fitted.spread.whitener @ self.fitted.jacobian)
 
@@ -514,23 +525,29 @@ class Overlap:
             *(f"sync at {count:g}" for count in replicas),
         )
 
-    def compute_measurement_noise(self, points: Points) -> Floats:
+    def compute_measurement_noise(self, points: ConfigurationPoints) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
         return np.sqrt(self._compute_noise_variance(evaluate_model(self.fitted.z, self.frame.compute_features(points))))
 
-    def compute_parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
+    def compute_parts(self, points: ConfigurationPoints) -> tuple[Floats, Floats, Floats]:
         """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
         values = evaluate_model(self.fitted.z, self.frame.compute_features(points))
         return np.exp(values.log_step), np.exp(values.log_compute), values.sync
 
-    def _compute_noise_variance(self, values: ModelValues) -> Floats:
+    def _compute_noise_variance(self, values: ModelEvaluation) -> Floats:
         priors = self.frame.priors
         return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2)
 
 
 def fit_overlap(
-    points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
-) -> Overlap:
+    points: ConfigurationPoints,
+    *,
+    step: Floats,
+    compute: Floats,
+    spread: Floats,
+    collective: str,
+    priors: Priors = PRIORS,
+) -> OverlapFit:
     """Fit the model to probes.
 
     Args:
@@ -544,38 +561,38 @@ def fit_overlap(
     frame = ReferenceFrame.from_points(
         points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors
     )
-    data = _Data(frame.compute_features(points), np.log(step), np.log(compute), np.nan_to_num(spread))
+    data = _FitData(frame.compute_features(points), np.log(step), np.log(compute), np.nan_to_num(spread))
     z, noise = np.zeros(frame.size), 1.0
     for attempt in range(_NOISE_ROUNDS):
         spread_as = data.compute_spread(evaluate_model(z, data.at), noise)
         starts = _list_starting_points(z, data) if attempt == 0 else [z]
         fitted = min(
-            (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda fit: fit.improbability
+            (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda fit: fit.minus_2_log_posterior
         )
         z = fitted.z
         if attempt < _NOISE_ROUNDS - 1:
             noise = _estimate_noise(noise, fitted)
-    return Overlap(noise, frame, fitted, data)
+    return OverlapFit(noise, frame, fitted, data)
 
 
-def _make_step_rows(at: FeaturePoints, values: ModelValues) -> Rows:
+def _make_step_rows(at: FeaturePoints, values: ModelEvaluation) -> ResidualRows:
     """Return the rows of ln t at points."""
     points = at.points
     by = np.ones(len(points)), values.by_compute, values.by_across * (at.frame.gpus is not None)
-    return Rows(points.local_batch, points.replicas, points.sizes, *by)
+    return ResidualRows(points.local_batch, points.replicas, points.sizes, *by)
 
 
 @dataclass(frozen=True)
 class _Spread:
     """Covariance of the probes' rows, ln t of all and ln c of some, about the model: noise and local residuals."""
 
-    rows: Rows
+    rows: ResidualRows
     covariance: Floats
     whitener: Floats  # inverse of the lower Cholesky factor of `covariance`: makes rows independent with variance 1
 
 
 @dataclass(frozen=True)
-class _Data:
+class _FitData:
     """The measurements: ln of seconds, and the relative spread of the steps within each job."""
 
     at: FeaturePoints
@@ -589,15 +606,15 @@ class _Data:
 
     @property
     def has_only_whole_steps(self) -> bool:
-        together = ~self.at.points.alone
+        together = ~self.at.points.is_single_gpu
         return bool(together.any()) and not bool(self.has_compute[together].any())
 
-    def compute_spread(self, values: ModelValues, level: float) -> _Spread:
+    def compute_spread(self, values: ModelEvaluation, level: float) -> _Spread:
         """Return the covariance of the rows if the noise is `level` times that of other clusters."""
         has, points, repeat_variance, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
         step = level**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2) + repeat_variance
         compute = (level * priors.compute_noise) ** 2 + repeat_variance
-        rows = Rows(
+        rows = ResidualRows(
             batch=np.concatenate([points.local_batch, points.local_batch[has]]),
             replicas=np.concatenate([points.replicas, points.replicas[has]]),
             gpus=np.concatenate([points.sizes, points.sizes[has]]),
@@ -608,7 +625,7 @@ class _Data:
         covariance = rows.compute_covariance(rows, priors) + np.diag(np.concatenate([step, compute[has]]))
         return _Spread(rows, covariance, np.linalg.inv(np.linalg.cholesky(covariance)))
 
-    def compute_residuals(self, values: ModelValues) -> tuple[Floats, Floats]:
+    def compute_residuals(self, values: ModelEvaluation) -> tuple[Floats, Floats]:
         """Return the residuals of the rows, and the derivatives of the model's values for them."""
         has = self.has_compute
         off = np.concatenate([self.log_step - values.log_step, (self.log_compute - values.log_compute)[has]])
@@ -616,25 +633,25 @@ class _Data:
 
 
 @dataclass(frozen=True)
-class _Fitted:
+class _LinearisedFit:
     """The model linearised at some coordinates, and the residuals of the probes' rows."""
 
     z: Floats
-    off: Floats
+    row_residuals: Floats
     jacobian: Floats
     spread: _Spread
 
     @classmethod
-    def evaluate_at(cls, z: Floats, data: _Data, spread: _Spread) -> "_Fitted":
+    def evaluate_at(cls, z: Floats, data: _FitData, spread: _Spread) -> "_LinearisedFit":
         return cls(z, *data.compute_residuals(evaluate_model(z, data.at)), spread)
 
     @cached_property
     def residuals(self) -> Floats:
         """Whitened residuals: independent with variance 1 if all assumptions hold."""
-        return self.spread.whitener @ self.off
+        return self.spread.whitener @ self.row_residuals
 
     @cached_property
-    def improbability(self) -> float:
+    def minus_2_log_posterior(self) -> float:
         """-2 ln of the posterior density, up to a constant."""
         return float(self.residuals @ self.residuals + self.z @ self.z)
 
@@ -642,7 +659,7 @@ class _Fitted:
     def log_evidence(self) -> float:
         """ln of the probability density of the rows by Laplace's approximation, up to a constant."""
         scale, curvature = np.linalg.slogdet(self.spread.whitener)[1], np.linalg.slogdet(self.precision)[1]
-        return float(scale - (self.improbability + curvature) / 2)
+        return float(scale - (self.minus_2_log_posterior + curvature) / 2)
 
     @cached_property
     def whitened(self) -> Floats:
@@ -668,10 +685,10 @@ class _Fitted:
         # the import takes more than a second, and only summaries need it
         from statsmodels.regression.linear_model import GLS
 
-        rows, size = len(self.off), len(self.z)
+        rows, size = len(self.row_residuals), len(self.z)
         spread = np.eye(rows + size)
         spread[:rows, :rows] = self.spread.covariance
-        target = np.concatenate([self.off + self.jacobian @ self.z, np.zeros(size)])
+        target = np.concatenate([self.row_residuals + self.jacobian @ self.z, np.zeros(size)])
         model = GLS(target, np.vstack([self.jacobian, np.eye(size)]), sigma=spread)
         return model.fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
 
@@ -685,7 +702,7 @@ class _Fitted:
         return np.linalg.solve(self.precision + np.diag(weight), target)
 
 
-def _list_starting_points(z: Floats, data: _Data) -> list[Floats]:
+def _list_starting_points(z: Floats, data: _FitData) -> list[Floats]:
     """Return the starting points of the fit.
 
     Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and an
@@ -693,25 +710,25 @@ def _list_starting_points(z: Floats, data: _Data) -> list[Floats]:
     """
     if not data.has_only_whole_steps:
         return [z]
-    return [z + level * np.eye(len(z))[LEVEL] for level in _LEVELS]
+    return [z + level * np.eye(len(z))[LEVEL] for level in _INITIAL_SYNC_LEVELS]
 
 
-def _maximize_posterior(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
+def _maximize_posterior(start: Floats, data: _FitData, spread: _Spread) -> _LinearisedFit:
     """Find the most probable coordinates by damped Gauss-Newton steps."""
-    fitted, damping = _Fitted.evaluate_at(start, data, spread), 1e-2
+    fitted, damping = _LinearisedFit.evaluate_at(start, data, spread), 1e-2
     for _ in range(_MAX_ITERATIONS):
-        trial = _Fitted.evaluate_at(fitted.compute_gauss_newton_step(damping), data, spread)
-        if trial.improbability < fitted.improbability:
-            gained, fitted = fitted.improbability - trial.improbability, trial
+        trial = _LinearisedFit.evaluate_at(fitted.compute_gauss_newton_step(damping), data, spread)
+        if trial.minus_2_log_posterior < fitted.minus_2_log_posterior:
+            gained, fitted = fitted.minus_2_log_posterior - trial.minus_2_log_posterior, trial
             damping = max(damping / 5, 1e-9)
-            if gained < _TOLERANCE * max(1.0, fitted.improbability):
+            if gained < _TOLERANCE * max(1.0, fitted.minus_2_log_posterior):
                 break
         elif (damping := damping * 6) > 1e8:
             break
     return fitted
 
 
-def _estimate_noise(noise: float, fitted: _Fitted) -> float:
+def _estimate_noise(noise: float, fitted: _LinearisedFit) -> float:
     """Return the noise level of the residuals, as a multiple of that of other clusters.
 
     The level of other clusters is weighted as `_NOISE_WEIGHT` residuals.
@@ -730,7 +747,7 @@ _MAX_LOG_ODDS = 50.0  # bound of ln(odds)
 class StepModel:
     """The step-time model: one fit to the probes, or two under different assumptions with their probabilities."""
 
-    members: tuple[Overlap, ...]  # the first one assumes overlap of compute and synchronisation
+    members: tuple[OverlapFit, ...]  # the first one assumes overlap of compute and synchronisation
     weights: Floats  # their probabilities, shape (members,)
 
     @property
@@ -747,13 +764,13 @@ class StepModel:
     def noise(self) -> float:
         return float(self.weights @ [member.noise for member in self.members])
 
-    def predict(self, points: Points) -> tuple[Floats, Floats]:
+    def predict(self, points: ConfigurationPoints) -> tuple[Floats, Floats]:
         """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
         means, sds = (np.array(rows) for rows in zip(*(member.predict(points) for member in self.members), strict=True))
         mean = self.weights @ means
         return mean, np.sqrt(self.weights @ (sds**2 + (means - mean) ** 2))
 
-    def predict_jointly(self, points: Points) -> tuple[Floats, Floats]:
+    def predict_jointly(self, points: ConfigurationPoints) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
         means, covariances = (
             np.array(rows) for rows in zip(*(member.predict_jointly(points) for member in self.members), strict=True)
@@ -762,18 +779,24 @@ class StepModel:
         deviations = means - mean
         return mean, np.tensordot(self.weights, covariances, 1) + (self.weights * deviations.T) @ deviations
 
-    def compute_measurement_noise(self, points: Points) -> Floats:
+    def compute_measurement_noise(self, points: ConfigurationPoints) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
         return np.sqrt(self.weights @ np.square([member.compute_measurement_noise(points) for member in self.members]))
 
-    def compute_parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
+    def compute_parts(self, points: ConfigurationPoints) -> tuple[Floats, Floats, Floats]:
         """Return the expected step time, compute and synchronisation within it (hidden or not). Seconds."""
         step, compute, sync = np.tensordot(self.weights, [member.compute_parts(points) for member in self.members], 1)
         return step, compute, sync
 
 
 def fit_step_model(
-    points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
+    points: ConfigurationPoints,
+    *,
+    step: Floats,
+    compute: Floats,
+    spread: Floats,
+    collective: str,
+    priors: Priors = PRIORS,
 ) -> StepModel:
     """Fit the model to probes.
 
@@ -783,7 +806,7 @@ def fit_step_model(
     """
     fit = functools.partial(fit_overlap, points, step=step, compute=compute, spread=spread, collective=collective)
     overlapped = fit(priors=priors)
-    if points.alone.all() or not (overlapped.has_only_whole_steps or may_lack_overlap(priors)):
+    if points.is_single_gpu.all() or not (overlapped.has_only_whole_steps or may_lack_overlap(priors)):
         return StepModel((overlapped,), np.ones(1))
     additive = fit(priors=replace(priors, p=1.0))
     log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence
@@ -794,7 +817,7 @@ def fit_step_model(
 Ints = NDArray[np.int64]
 Numbers = Sequence[int] | Floats | Ints
 
-T_BLOCKS = 2.132  # Student's t, 95 %, for five blocks (4 degrees of freedom)
+STUDENT_T_95 = 2.132  # Student's t, 95 %, for five blocks (4 degrees of freedom)
 DEFAULT_REPEAT_SD = 0.015
 """Standard deviation of the mean step time between jobs, as a share, on the steadiest clusters: the minimum assumed.
 The value for the current cluster is estimated by the fit (`StepTimeFit.compute_repeat_deviation`)."""
@@ -802,7 +825,7 @@ _MAX_STEADY_NOISE = 0.1  # probes with more relative noise are reported
 MAX_EXTRAPOLATION = 8
 """Maximum ratio of the nodes of a prediction to the most nodes of any probe."""
 _MAX_RELATIVE_MISS = 0.25  # larger relative residuals are reported; `fit_misses` names the 25 %
-_BLOCK = 512
+_CONFIGURATIONS_PER_CHUNK = 512
 """Configurations that are predicted at a time: with more of them BLAS occupies all cores, mostly waiting."""
 
 
@@ -885,19 +908,19 @@ def estimate_measured(step_times: Sequence[float], repeats: float) -> Estimate:
     seconds, spread = compute_trimmed_mean(step_times), compute_block_deviation(step_times)
     if spread is None:
         return Estimate(seconds)
-    half = math.hypot(T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * math.sqrt(2) * repeats * seconds)
+    half = math.hypot(STUDENT_T_95 * spread * math.sqrt(1 + 1 / BLOCK_COUNT), Z90 * math.sqrt(2) * repeats * seconds)
     return Estimate(seconds, max(0.0, seconds - half), seconds + half)
 
 
 @dataclass(frozen=True)
-class _Scope:
+class _ReplicaScope:
     """The replicas that synchronise with each other: the nodes, or the GPUs of the only node that was measured."""
 
     gpus_per_node: frozenset[int]
     across: bool
 
     @classmethod
-    def from_observations(cls, observations: Iterable[Observation]) -> "_Scope":
+    def from_observations(cls, observations: Iterable[Observation]) -> "_ReplicaScope":
         all_observations = list(observations)
         return cls(
             frozenset(o.gpus_per_node for o in all_observations), across=any(o.nodes > 1 for o in all_observations)
@@ -915,13 +938,13 @@ class _Scope:
     def noun(self) -> str:
         return "node" if self.across else "GPU"
 
-    def make_points(self, nodes: Floats, gpus_per_node: Floats, local_batch: Floats) -> Points:
+    def make_points(self, nodes: Floats, gpus_per_node: Floats, local_batch: Floats) -> ConfigurationPoints:
         alone = nodes * gpus_per_node == 1
-        return Points(
+        return ConfigurationPoints(
             replicas=nodes if self.across else gpus_per_node,
             local_batch=local_batch,
-            alone=alone,
-            inside=(nodes == 1) & ~alone & self.across,
+            is_single_gpu=alone,
+            is_within_node=(nodes == 1) & ~alone & self.across,
             gpus=gpus_per_node if self.has_several_gpu_counts else None,
         )
 
@@ -942,7 +965,7 @@ class StepTimeFit:
     error: float | None  # median relative residual; None if the fit is exact
     model: StepModel = field(repr=False)
     priors: Priors = field(repr=False)
-    _scope: _Scope = field(repr=False)
+    _scope: _ReplicaScope = field(repr=False)
     _observations: tuple[Observation, ...] = field(repr=False)
 
     @property
@@ -999,9 +1022,10 @@ class StepTimeFit:
     def predict_all(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Estimates:
         """Return the step times at many configurations, with their intervals; `describe_why_unpredictable` is not checked."""
         columns = [np.asarray(column, dtype=float) for column in (nodes, gpus_per_node, local_batch)]
-        blocks = range(0, max(1, len(columns[0])), _BLOCK)
+        blocks = range(0, max(1, len(columns[0])), _CONFIGURATIONS_PER_CHUNK)
         blocks_predicted = [
-            self.model.predict(self.make_points(*(column[at : at + _BLOCK] for column in columns))) for at in blocks
+            self.model.predict(self.make_points(*(column[at : at + _CONFIGURATIONS_PER_CHUNK] for column in columns)))
+            for at in blocks
         ]
         log_seconds, sd = (np.concatenate(column_blocks) for column_blocks in zip(*blocks_predicted, strict=True))
         return Estimates(
@@ -1023,13 +1047,13 @@ class StepTimeFit:
         """Return the seconds of a step without synchronisation; `describe_why_unpredictable` is not checked."""
         return float(self.model.compute_parts(self.make_points([nodes], [gpus_per_node], [local_batch]))[1][0])
 
-    def make_points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Points:
+    def make_points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> ConfigurationPoints:
         """Return configurations in the coordinates of the model."""
         return self._scope.make_points(
             np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
         )
 
-    def list_measured_points(self) -> tuple[Points, Floats]:
+    def list_measured_points(self) -> tuple[ConfigurationPoints, Floats]:
         """Return the measured configurations and their step times in seconds."""
         columns = ([getattr(o, name) for o in self._observations] for name in ("nodes", "gpus_per_node", "local_batch"))
         return self.make_points(*columns), np.array([o.seconds for o in self._observations])
@@ -1056,7 +1080,7 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
     """
     sorted_observations = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
     seconds = _check_seconds(sorted_observations)
-    scope = _Scope.from_observations(sorted_observations)
+    scope = _ReplicaScope.from_observations(sorted_observations)
     points = scope.make_points(
         np.array([o.nodes for o in sorted_observations], dtype=float),
         np.array([o.gpus_per_node for o in sorted_observations], dtype=float),
@@ -1113,7 +1137,7 @@ def _find_separate_compute(observations: Iterable[Observation]) -> set[tuple[int
     return {(o.nodes, o.gpus_per_node, o.local_batch) for o in together if o.compute_time > 0}
 
 
-def _count_parameters(observations: Sequence[Observation], scope: _Scope) -> int:
+def _count_parameters(observations: Sequence[Observation], scope: _ReplicaScope) -> int:
     """Count the parameters to determine: floor and slope of compute, level and growth of synchronisation."""
     batches = {o.local_batch for o in observations}
     synchronising = {
@@ -1148,7 +1172,11 @@ def _list_fit_warnings(observations: Sequence[Observation], seconds: Floats, res
 
 
 def _describe_fit(
-    model: StepModel, points: Points, scope: _Scope, error: float | None, observations: Sequence[Observation]
+    model: StepModel,
+    points: ConfigurationPoints,
+    scope: _ReplicaScope,
+    error: float | None,
+    observations: Sequence[Observation],
 ) -> str:
     """Describe the fit in one line: compute over the batch, synchronisation over the replicas, and the error.
 
@@ -1158,14 +1186,16 @@ def _describe_fit(
     fewest, most = (
         (None, None) if points.gpus is None else (np.full(2, end) for end in (points.gpus.min(), points.gpus.max()))
     )
-    ends = Points(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False), fewest)
+    ends = ConfigurationPoints(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False), fewest)
     compute = model.compute_parts(ends)[1]
     ranges = [_describe_range(compute, [f"local batch {batch:g}" for batch in batches])]
-    together = np.unique(points.replicas[~points.alone])
+    together = np.unique(points.replicas[~points.is_single_gpu])
     if len(together):
         counts = together[[0, -1]]
-        inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
-        sync = model.compute_parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside, most))[2]
+        inside = np.array([bool(points.is_within_node[points.replicas == count].all()) for count in counts])
+        sync = model.compute_parts(
+            ConfigurationPoints(counts, np.full(2, batches[0]), np.full(2, False), inside, most)
+        )[2]
         of_gpus = "" if most is None else f" of {round(most[0])} GPUs"
         ranges.append(_describe_range(sync, [f"{format_count(round(count), scope.noun)}{of_gpus}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {100 * error:.1f} %"

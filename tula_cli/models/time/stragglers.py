@@ -25,7 +25,7 @@ from tula_cli.models.time.step_time import (
     choose_priors,
 )
 from tula_cli.run.records.base import Components
-from tula_cli.run.records.probes import Measured, RankPace
+from tula_cli.run.records.probes import Measured, RankStepTimes
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
 
@@ -37,7 +37,7 @@ _MIN_PROBES = 2  # minimum number of probes
 GROWTH = 0.5
 """Exposed synchronisation counts as growing with the batch if it grows by more than this share of the largest batch's
 compute."""
-STALLED_RESIDUAL = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
+DELAYED_RANKS_RESIDUAL = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
 """Local residual of the steps of delayed ranks: a third off the model in the median; how fast it changes over batch and
 replicas."""
 _MAX_SHARE_OF_DIVIDED_MODEL = (
@@ -68,7 +68,7 @@ class Straggler:
         )
 
 
-def fit_with_stragglers(
+def fit_step_time_and_find_stragglers(
     spec: JobSpec, measured: Sequence[Measured], trained: Sequence[TrainedSteps] = ()
 ) -> tuple[StepTimeFit, list[Diagnostic]]:
     """Fit the step-time model; its warnings name slow nodes or ranks and unexplained waits.
@@ -141,7 +141,7 @@ def fit_observations(
     causes = list(named) or warn_unexplained_waits(probes, fit.model)
     if causes:
         fit = step_time.fit_step_time(
-            observations, collective=collective, priors=replace(priors, local_step=STALLED_RESIDUAL)
+            observations, collective=collective, priors=replace(priors, local_step=DELAYED_RANKS_RESIDUAL)
         )
     return fit, causes
 
@@ -161,14 +161,14 @@ def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:
     return sorted(slow_ranks, key=lambda straggler: -straggler.factor)
 
 
-def _compare_to_median(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, bool]]:
+def _compare_to_median(ranks: Sequence[RankStepTimes]) -> Mapping[str, tuple[float, bool]]:
     """Return the time of each node relative to the median, and whether waiting for data causes the difference.
 
     With one node, of each rank.
     """
     if len(ranks) < 2:
         return {}
-    by_name: dict[str, list[RankPace]] = {}
+    by_name: dict[str, list[RankStepTimes]] = {}
     for number, rank in enumerate(ranks):
         by_name.setdefault(rank.host if len({r.host for r in ranks}) > 1 else f"rank {number}", []).append(rank)
     compute_by_name = {name: median(rank.compute for rank in paces) for name, paces in by_name.items()}

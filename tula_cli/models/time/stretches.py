@@ -15,14 +15,14 @@ import numpy as np
 
 from tula_cli.models import refresh
 from tula_cli.models.time.noise import (
-    BLOCKS,
+    BLOCK_COUNT,
     SETTLING_SAMPLES,
     Z90,
     compute_block_deviation,
     compute_standard_error,
     compute_trimmed_mean,
 )
-from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, T_BLOCKS, Estimate, Observation, estimate_measured
+from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, STUDENT_T_95, Estimate, Observation, estimate_measured
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import TrainTask
 
@@ -157,7 +157,7 @@ def estimate_from_measurements(
     ]
     if probe is not None and (spread := compute_block_deviation(probe)) is not None:
         seconds = compute_trimmed_mean(probe)
-        estimates.append((seconds, (T_BLOCKS / Z90 * spread / seconds) ** 2 * (1 + 1 / BLOCKS)))
+        estimates.append((seconds, (STUDENT_T_95 / Z90 * spread / seconds) ** 2 * (1 + 1 / BLOCK_COUNT)))
     logs, weights = (
         np.log([seconds for seconds, _ in estimates]),
         1 / np.array([variance + between for _, variance in estimates]),
@@ -203,7 +203,7 @@ def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | N
     task = starts[0][0]
     timed = [step for start_task, start in starts for step in _list_timed_steps(start_task, start)]
     times = _compute_stretch_means(timed)
-    if len(timed) < MIN_STEPS or len(times) < BLOCKS:
+    if len(timed) < MIN_STEPS or len(times) < BLOCK_COUNT:
         return None
     changed = max(start.changed for _, start in starts)
     # The next training may have the step time before or after a change, so the 90 % interval includes both.

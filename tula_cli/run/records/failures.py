@@ -119,7 +119,7 @@ class Fallback(Record):
     limit: str = ""  # reason why micro-batches are not split (further)
 
     @property
-    def statistics(self) -> str:
+    def batch_norm_text(self) -> str:
         """The number of samples of BatchNorm's statistics from now on, as text; empty if it has not changed."""
         return f"BatchNorm's statistics over {self.normalised} samples" if self.normalised else ""
 
@@ -130,7 +130,7 @@ class Fallback(Record):
         if self.stage is not None:
             message = f"out of memory at batch {self.stage}, in a stage before batch {self.batch}"
         if self.micro_batch is not None:
-            statistics = f", with {self.statistics}" if self.normalised else ""
+            statistics = f", with {self.batch_norm_text}" if self.normalised else ""
             return f"{message}: each rank now computes a step in {self.micro_batches} micro-batches of {self.micro_batch}{statistics}"
         if self.failed_micro_batch is not None:
             return f"{message} in micro-batches of {self.failed_micro_batch}, which are not split further: {self.limit}"

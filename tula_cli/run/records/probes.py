@@ -112,7 +112,7 @@ class ScriptObservation(Record):
     notes: tuple[RecordedText, ...] = ()  # reasons why measurements are missing
 
 
-class RankPace(Record):
+class RankStepTimes(Record):
     """The median durations of one rank's steps. Seconds."""
 
     host: str
@@ -141,7 +141,7 @@ class Measured(Record):
     sync_time: float | None  # exposed synchronisation: from the last local gradient to the end of the reduction; median
     compute_time: float | None  # a whole step without synchronisation; median
     data_wait: float | None  # the part of step_times spent waiting for the data loader; median
-    ranks: tuple[RankPace, ...] = ()
+    ranks: tuple[RankStepTimes, ...] = ()
     """In rank order; empty with one rank, or if ranks cannot run without synchronisation."""
     cached_time: float | None = None  # a whole step on data that is on the device already; median
     loader_time: float | None = None  # time of the data loader for the data of one step while the GPUs are idle

@@ -193,7 +193,7 @@ class ScriptProgress(Record):
     saved_at: float  # Unix time
 
 
-class Save(Record):
+class ScriptCheckpointSave(Record):
     """A checkpoint written by a script during training; steps and time count from the previous one, or the start."""
 
     saved_at: float  # Unix time
@@ -206,7 +206,7 @@ class Save(Record):
 class ScriptSaves(Record):
     """The checkpoints and lost steps of a training by a script. Written by the leader of the supervisors."""
 
-    saves: tuple[Save, ...] = ()  # the newest checkpoints only
+    saves: tuple[ScriptCheckpointSave, ...] = ()  # the newest checkpoints only
     lost: tuple[int, ...] = ()  # samples after the newest checkpoint, for each start that failed
     left_out: ScriptProgress | None = None
     """The newest checkpoint if the script failed to resume from it, so that the previous one is used; else None."""

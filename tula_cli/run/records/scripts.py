@@ -188,7 +188,7 @@ class DdpSplit(Record):
     local: tuple[ScriptStep, ...]  # steps without synchronisation
 
 
-class Peak(Record):
+class PeakMemory(Record):
     """Peak memory of a phase in bytes; on the CPU both are resident memory."""
 
     allocated: int
@@ -241,7 +241,7 @@ class RankResult(Record):
     optimizer: str | None  # class name; None if the loop reports its steps itself
     parameters: int | None  # number of scalar parameters that the optimizer trains
     bytes: dict[Literal["parameters", "gradients", "optimizer"], int] | None  # None if not measured
-    peak: dict[Literal["warmup", "timed"], Peak]
+    peak: dict[Literal["warmup", "timed"], PeakMemory]
     lr: LearningRates | None
     warmup: tuple[float, ...]  # seconds per step
     timed: tuple[ScriptStep, ...]
@@ -251,7 +251,7 @@ class RankResult(Record):
     notes: tuple[RecordedText, ...]  # reasons why measurements are missing
 
 
-class Killed(Record):
+class KillRecord(Record):
     """rehearsal.json: the newest checkpoint of a start, and whether the start was then killed. Written by rank 0 only."""
 
     steps: int  # optimizer steps up to the checkpoint

@@ -67,7 +67,7 @@ class CellReport:
     def finished(self) -> bool:
         return self.state in FINISHED_STATES
 
-    def value(self, metric: str) -> float | None:
+    def get_metric(self, metric: str) -> float | None:
         """Return top1, top5, loss or another metric; None if the training does not report it."""
         values = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
         return {**values, **self.metrics}.get(metric)
@@ -102,7 +102,7 @@ class ComparisonRow:
     metrics: Mapping[str, SeedStatistics] = dataclasses.field(default_factory=dict)
     dropped: str = ""  # why the row was dropped; empty if it was not
 
-    def stat(self, metric: str) -> SeedStatistics | None:
+    def get_statistics(self, metric: str) -> SeedStatistics | None:
         """Return the statistics of top1, top5, loss or another metric; None if no training reports it."""
         stats = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
         return {**stats, **self.metrics}.get(metric)
@@ -161,7 +161,7 @@ class CompareReport:
                 describe_method_label(row.method, reference=row.reference),
                 str(row.batch),
                 str(row.seeds),
-                *(format_mean_and_deviation(row.stat(name)) for name in self.columns),
+                *(format_mean_and_deviation(row.get_statistics(name)) for name in self.columns),
                 format_number(row.gap),
                 format_duration(None if row.hours is None else 3600 * row.hours),
             )
@@ -204,7 +204,7 @@ class CompareReport:
 
 
 def _list_metric_columns(row: ComparisonRow, metrics: Iterable[str]) -> dict[str, float | None]:
-    stats = {name: row.stat(name) for name in metrics}
+    stats = {name: row.get_statistics(name) for name in metrics}
     return {
         f"{name}_{statistic_name}": None if stat is None else getattr(stat, statistic_name)
         for name, stat in stats.items()
@@ -288,7 +288,9 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
         batch=summary.batch,
         samples=None if result is None else result.samples + (tuning.samples if tuning is not None else 0),
         hours=summary.actual_hours,
-        normalised=next((fallback.statistics for fallback in reversed(summary.fallbacks) if fallback.normalised), ""),
+        normalised=next(
+            (fallback.batch_norm_text for fallback in reversed(summary.fallbacks) if fallback.normalised), ""
+        ),
     )
     if spec.script is not None:
         name = next(iter(spec.script.metric), "")
@@ -335,7 +337,7 @@ def _build_row(reports: Sequence[CellReport]) -> ComparisonRow:
         metrics={
             name: metric_stat
             for name in names
-            if (metric_stat := compute_seed_statistics(report.value(name) for report in finished))
+            if (metric_stat := compute_seed_statistics(report.get_metric(name) for report in finished))
         },
         samples=_compute_mean(report.samples for report in finished),
         hours=_compute_mean(report.hours for report in finished),
@@ -379,7 +381,7 @@ def _compute_stats_over_common_seeds(metric: str, *rows: ComparisonRow | None) -
     If a finished training lacks the metric, for example because it diverged, all statistics are None.
     """
     values = [
-        {} if row is None else {cell.cell.seed: cell.value(metric) for cell in row.cells if cell.finished}
+        {} if row is None else {cell.cell.seed: cell.get_metric(metric) for cell in row.cells if cell.finished}
         for row in rows
     ]
     seeds = set.intersection(*(set(values_by_seed) for values_by_seed in values))
@@ -432,7 +434,7 @@ def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Ite
             if cell.state in UNFINISHED_END_STATES or (cell.state == "diverged" and cell.reason):
                 reason = cell.reason.strip().partition(chr(10))[0]
                 yield messages.job_ended(job=cell.cell.description, state=cell.state, reason=reason)
-            elif cell.state == "done" and cell.value(metric) is None:
+            elif cell.state == "done" and cell.get_metric(metric) is None:
                 yield messages.metric_not_found(training=cell.cell.description, metric=metric)
 
 
@@ -446,13 +448,17 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
         script: script of the job, if any; only a script that takes the seed can be trained with more seeds.
     """
     reference = next((row for row in report.rows if row.reference), None)
-    small = None if reference is None else reference.stat(report.metric)
-    batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
-    candidates = [row for row in report.rows if row.batch == batch and not row.reference and row.stat(report.metric)]
+    small = None if reference is None else reference.get_statistics(report.metric)
+    batch = max(
+        (row.batch for row in report.rows if not row.reference and row.get_statistics(report.metric)), default=0
+    )
+    candidates = [
+        row for row in report.rows if row.batch == batch and not row.reference and row.get_statistics(report.metric)
+    ]
     if small is None or not candidates:
         return f"No result yet: {report.finished} of {format_count(report.total, 'training')} done. Run tula compare to train the others."
     first = find_best_row(candidates, report)
-    result = f"{report.metric} {format_mean_and_deviation(first.stat(report.metric))}, where batch {report.reference_batch} has {format_mean_and_deviation(small)}"
+    result = f"{report.metric} {format_mean_and_deviation(first.get_statistics(report.metric))}, where batch {report.reference_batch} has {format_mean_and_deviation(small)}"
     progress = "" if report.complete else f" ({report.finished} of {format_count(report.total, 'training')} done)"
     rows_within_noise = [
         row
@@ -461,7 +467,8 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
     ]
     if rows_within_noise:
         alternatives = ", ".join(
-            f"{row.method} has {format_mean_and_deviation(row.stat(report.metric))}" for row in rows_within_noise
+            f"{row.method} has {format_mean_and_deviation(row.get_statistics(report.metric))}"
+            for row in rows_within_noise
         )
         unclear = (
             "the differences between the methods are within the noise of the seeds"
@@ -481,7 +488,7 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
 
 def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> bool:
     """Return whether the means of two rows differ beyond noise, by Welch's t-test; False if either has one seed."""
-    first_stat, second = a.stat(metric), b.stat(metric)
+    first_stat, second = a.get_statistics(metric), b.get_statistics(metric)
     if first_stat is None or second is None or first_stat.sd is None or second.sd is None:
         return False
     u, v = first_stat.sd**2 / first_stat.n, second.sd**2 / second.n
@@ -495,7 +502,7 @@ def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> boo
 
 def find_best_row(rows: Sequence[ComparisonRow], report: CompareReport) -> ComparisonRow:
     def value(row: ComparisonRow) -> float:
-        stat = row.stat(report.metric)
+        stat = row.get_statistics(report.metric)
         assert stat is not None  # the rows were selected by this metric
         return stat.mean
 
@@ -548,7 +555,7 @@ def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
 
 def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: str) -> Accuracy | None:
     """Return the judgement of a row; None if one seed shows no loss, because that is no evidence that none is lost."""
-    small, large = reference.stat(metric), row.stat(metric)
+    small, large = reference.get_statistics(metric), row.get_statistics(metric)
     assert small is not None and large is not None and row.gap is not None  # both have the metric of the gap
     error, percent = compute_standard_error(small, large), metric in ("top1", "top5")
     max_gap = MAX_POINTS_LOST if percent else MAX_SHARE_LOST * abs(small.mean)

@@ -22,8 +22,8 @@ from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.services import compare, messages, resume_test, train
 from tula_cli.services.evaluate import make_error_of_job
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, Work
-from tula_cli.services.plans import PreparedSearch
-from tula_cli.services.waiting import DetachedJobs, Submission, describe_beyond_cap, explain_interruption
+from tula_cli.services.plans import LearningRateSearchPlan
+from tula_cli.services.waiting import DetachedJobs, Submission, describe_exceeded_cap, explain_interruption
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_digest, compute_train_signature
 from tula_cli.words import format_count, format_number, join_words, make_relative_path
@@ -95,7 +95,7 @@ def prepare_rate_search(
     nodes: int | None,
     node_type: str | None = None,
     near_batches: bool = False,
-) -> Work[PreparedSearch]:
+) -> Work[LearningRateSearchPlan]:
     """Plan a search; nothing is written.
 
     Args:
@@ -141,7 +141,7 @@ def prepare_rate_search(
     arms = tuple(rate_search.list_arms(spec, batch))
     starts = 0 if spec.script is None else plan.branches + 1
     seconds = max((probe.overheads.startup for probe in run.read_measured()), default=0.0)
-    return PreparedSearch(run, task, plan, arms, training.code, hours, training.price, starts * seconds / 3600)
+    return LearningRateSearchPlan(run, task, plan, arms, training.code, hours, training.price, starts * seconds / 3600)
 
 
 def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, int]:
@@ -209,7 +209,7 @@ def _compute_search_signature(run: Run, nodes: int, batch: int, code: Source) ->
     )
 
 
-def run_rate_search(search: PreparedSearch, submission: Submission) -> Work[LearningRateReport | DetachedJobs]:
+def run_rate_search(search: LearningRateSearchPlan, submission: Submission) -> Work[LearningRateReport | DetachedJobs]:
     """Train the missing branches, or attach to the job if it is running, and return the report.
 
     Raises:
@@ -230,7 +230,7 @@ def run_rate_search(search: PreparedSearch, submission: Submission) -> Work[Lear
         planned = RateSearchPlanned(search)
         yield planned
         cap = run.spec.search.max_node_hours
-        if problem := describe_beyond_cap("the search for a learning rate", planned.node_hours or 0.0, cap):
+        if problem := describe_exceeded_cap("the search for a learning rate", planned.node_hours or 0.0, cap):
             raise OverBudget(problem, "raise the limit, for example --set search.max_node_hours=100")
         if known := len(_list_finished_branches(run, task)):
             yield Note(f"{known} of {search.plan.branches} branches have already been trained")
@@ -255,7 +255,7 @@ def _list_finished_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBran
 class _NewBranches:
     """Finds the branches that have ended since the last call."""
 
-    def __init__(self, search: PreparedSearch) -> None:
+    def __init__(self, search: LearningRateSearchPlan) -> None:
         self._search = search
         self._reported = len(_list_finished_branches(search.run, search.task))
 
@@ -291,7 +291,7 @@ def _is_search_complete(run: RunDir, task: RateSearchTask) -> bool:
     return record is not None and (record.finished or _find_batch_too_large(run, task) is not None)
 
 
-def read_report(search: PreparedSearch, file: JobFile | None = None) -> LearningRateReport:
+def read_report(search: LearningRateSearchPlan, file: JobFile | None = None) -> LearningRateReport:
     """Return the result of a search.
 
     Raises:

@@ -24,7 +24,7 @@ from tula_cli.words import format_number
 
 SHORT_EPOCH_DIVISOR = 4
 """Epochs of the job per epoch of a short training."""
-FULL_ROWS = 2
+ROWS_ADVANCED_PER_BATCH = 2
 """Number of rows per batch that advance from the first to the second round, in addition to those that always do."""
 EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "patience")
 """Keys of a job that count epochs and are scaled with the length of the training."""
@@ -66,7 +66,7 @@ def _scale_epoch_counts(value: Any, share: float, counts: bool = False) -> Any:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """The result of a training that has ended. A lower `loss` is better, whatever the metric; None if it diverged."""
 
     cell: Cell
@@ -78,7 +78,7 @@ class Outcome:
     def diverged(self) -> bool:
         return self.loss is None
 
-    def describe_gap(self, best: "Outcome") -> str:
+    def describe_gap(self, best: "TrainingOutcome") -> str:
         if self.loss is None or best.loss is None:
             return f"no {self.metric} to compare" if self.metric else "diverged"
         if self.loss == best.loss:
@@ -86,19 +86,19 @@ class Outcome:
         return f"{self.metric} is {format_number(self.loss - best.loss)} worse than that of {best.cell.method}"
 
 
-def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome | None:
+def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> TrainingOutcome | None:
     """Return the result of a training; None if it has not ended."""
     training = run.get_training(cell.signature)
     summary = training.read_summary()
     if summary is None:
-        return None if training.find_diverged_attempt() is None else Outcome(cell, None)
+        return None if training.find_diverged_attempt() is None else TrainingOutcome(cell, None)
     of_script = next(iter(get_workload(spec).reported_metrics), "")
     metric = of_script or ("top1" if "top1" in summary.metrics else "loss")
     value = summary.metrics.get("eval_loss" if metric == "loss" and not of_script else metric)
     if value is None or (not of_script and "eval_loss" not in summary.metrics):  # a missing value was not finite
-        return Outcome(cell, None, of_script)
+        return TrainingOutcome(cell, None, of_script)
     loss = value if is_lower_better(metric) else -value
-    return Outcome(cell, loss, metric, summary.metrics.get("eval_loss", 0.0))
+    return TrainingOutcome(cell, loss, metric, summary.metrics.get("eval_loss", 0.0))
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def compute_comparison_state(
 def _decide_trainings_at_batch(
     comparison: Comparison,
     batch: int,
-    outcomes_by_signature: Mapping[str, Outcome],
+    outcomes_by_signature: Mapping[str, TrainingOutcome],
     ended_signatures: Collection[str],
     hours: Mapping[tuple[str, int], float | None],
 ) -> ComparisonState:
@@ -170,12 +170,12 @@ def _decide_trainings_at_batch(
     if any(cell.signature not in ended_signatures for cell in short):
         slowest_rivals = sorted(rivals, key=lambda method: hours.get((method, batch)) or 0.0, reverse=True)
         return ComparisonState(
-            (*short, *list_cells(rows_trained_in_full)), tuple(list_cells(slowest_rivals[:FULL_ROWS]))
+            (*short, *list_cells(rows_trained_in_full)), tuple(list_cells(slowest_rivals[:ROWS_ADVANCED_PER_BATCH]))
         )
 
     results = [outcomes_by_signature[cell.signature] for cell in short if cell.signature in outcomes_by_signature]
     results = rank_branches(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
-    best = [result.cell.method for result in results if not result.diverged][:FULL_ROWS]
+    best = [result.cell.method for result in results if not result.diverged][:ROWS_ADVANCED_PER_BATCH]
     reasons = {}
     for position, result in enumerate(results, 1):
         if result.cell.method in rivals and result.cell.method not in best:

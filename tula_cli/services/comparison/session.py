@@ -19,7 +19,7 @@ from tula_cli.services.events import ComparePlanned, Note, WarningEvent, Work
 from tula_cli.services.plans import ComparePlan
 from tula_cli.services.tracking import export_while_waiting
 from tula_cli.services.train import choose_run_to_train
-from tula_cli.services.waiting import Submission, warn_new_jobs
+from tula_cli.services.waiting import Submission, warn_about_submitted_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
 
@@ -191,7 +191,7 @@ def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, subm
         while plan.missing:
             jobs = yield from _submit_missing_trainings(run, plan, launcher, submission)
             if not submission.should_wait(run.spec):
-                if plan.standing.undecided:
+                if plan.state.undecided:
                     yield Note("when these trainings have finished, run the same command again to start the next round")
                 return
             together = trainings.wait_for_cells(run, plan, launcher, jobs)
@@ -209,6 +209,6 @@ def _submit_missing_trainings(
 ) -> Work[Sequence[str]]:
     yield Note(f"submitting {words.format_count(len(plan.missing), 'training')}")
     jobs = trainings.submit_cells(run, plan, launcher, inspect=submission.inspect)
-    yield from warn_new_jobs(run, launcher, jobs, [], plan.spec)
+    yield from warn_about_submitted_jobs(run, launcher, jobs, [], plan.spec)
     yield Note(f"{words.format_count(len(jobs), 'training')} under way")
     return jobs

@@ -72,13 +72,13 @@ def train_cells_one_by_one(
     """
     inspect = functools.partial(inspect_once, inspect, {})
     missing, failed, tried = list(plan.missing), 0, set[str]()
-    ended_before = len(plan.standing.wanted) - len(missing)
+    ended_before = len(plan.state.wanted) - len(missing)
     while missing:
-        hours = _estimate_hours_now(run, plan)
+        hours = _reestimate_hours(run, plan)
         expected = sum_hours(missing[:1], hours)
         cell = missing.pop(0)
         tried.add(cell.signature)
-        other_hours = sum_hours((*missing, *plan.standing.undecided), hours)
+        other_hours = sum_hours((*missing, *plan.state.undecided), hours)
         job, submitted = submit_cell(run, cell, launcher, inspect=inspect), clock()
         finished = ended_before + len(tried) - 1 - failed
         describe = _make_progress_factory(plan)
@@ -95,7 +95,7 @@ def train_cells_one_by_one(
         if plan.comparison.has_rounds:
             plan = update_plan(run, plan, tried)
             missing = list(plan.missing)
-            other_hours = sum_hours((*missing, *plan.standing.undecided), _estimate_hours_now(run, plan))
+            other_hours = sum_hours((*missing, *plan.state.undecided), _reestimate_hours(run, plan))
         yield _make_progress_factory(plan)(
             finished + (not problem),
             failed,
@@ -114,17 +114,17 @@ def update_plan(run: Run, plan: ComparePlan, tried: Collection[str]) -> CompareP
     unfinished = [cell for cell in plan.comparison.cells if not is_cell_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(tried)
     standing = rounds.compute_comparison_state(
-        run, plan.comparison, plan.spec, failed=failed, hours=_estimate_hours_now(run, plan)
+        run, plan.comparison, plan.spec, failed=failed, hours=_reestimate_hours(run, plan)
     )
     missing = tuple(cell for cell in standing.wanted if cell in unfinished and cell.signature not in tried)
-    return dataclasses.replace(plan, standing=standing, missing=missing)
+    return dataclasses.replace(plan, state=standing, missing=missing)
 
 
 def _make_progress_factory(plan: ComparePlan) -> Callable[..., ComparisonProgress]:
     """Return a constructor of `ComparisonProgress` with the total and the current round of a plan."""
     number = (1 if any(cell.short for cell in plan.missing) else 2) if plan.comparison.has_rounds else None
-    undecided = len(plan.standing.undecided)
-    return functools.partial(ComparisonProgress, plan.standing.max_trainings, round=number, undecided=undecided)
+    undecided = len(plan.state.undecided)
+    return functools.partial(ComparisonProgress, plan.state.max_trainings, round=number, undecided=undecided)
 
 
 def _describe_waiting(run_status: RunStatus, job: str) -> str:
@@ -134,7 +134,7 @@ def _describe_waiting(run_status: RunStatus, job: str) -> str:
     )
 
 
-def _estimate_hours_now(run: Run, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
+def _reestimate_hours(run: Run, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
     """Return the expected hours of each row, based on the trainings finished since the plan was made."""
     took = compute_mean_hours_by_row(run, plan.comparison)
     known_hours = {row: hours for row, hours in plan.hours.items() if hours is not None}
@@ -198,5 +198,5 @@ def wait_for_cells(
 
 
 def _count_trainings(run: Run, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
-    finished = sum(is_cell_ended(run, cell) for cell in plan.standing.wanted)
+    finished = sum(is_cell_ended(run, cell) for cell in plan.state.wanted)
     return finished, sum(job.state in UNFINISHED_END_STATES for job in states.values())

@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
-PACKAGE = "tula_ags"
-KEY = "tula_ags"
+AGS_PACKAGE_NAME = "tula_ags"
+STATE_DICT_KEY = "tula_ags"
 """Key of the state in the optimizer's state_dict, hence in the script's checkpoints: torch ignores unknown keys."""
 LEAST_PYTHON, LEAST_TORCH = (3, 10), (2, 6)
-PATIENCE = 3
+MAX_INITIAL_STEPS_WITHOUT_AGS = 3
 """Steps without AGS after which the script fails; it may take a few steps before its model is wrapped in DDP."""
 MAX_STEPS_WITHOUT_AGS = 1000
 """The same limit later in a training: steps of another, equally large optimizer, or without a reduction."""
 REDUCTION_STEPS_COUNTED = 10
 """Steps at the start in which reductions are counted; later steps are assumed to have the same number."""
-INSTEAD = "; otherwise use train.method lbt or lrs"
+OTHER_METHODS_HINT = "; otherwise use train.method lbt or lrs"
 
 
 class CannotScaleError(RuntimeError):
     """AGS cannot act in this script; the message is for the user."""
 
 
-class AgsSteps:
+class AgsHooks:
     """AGS in one process, bound to an optimizer and its model before the first backward pass at which both exist.
 
     Args:
@@ -138,7 +138,7 @@ class AgsSteps:
         if why := explain_unsupported() or self._describe_hook_conflict(model):
             self.fail(why)
         sys.path.append(self.settings["code"])  # kept, because parts of the package are imported late
-        dividing = importlib.import_module(f"{PACKAGE}.presets").DIVIDING
+        dividing = importlib.import_module(f"{AGS_PACKAGE_NAME}.presets").DIVIDING
         target = self.settings["apply_to"] or ("gradient" if scales_gradients(base, dividing) else "update")
         try:
             tula = self.tula = self._wrap_optimizer(base, model, target)
@@ -181,7 +181,7 @@ class AgsSteps:
         )
 
     def _wrap_optimizer(self, base: Any, model: Any, target: str) -> Any:
-        settings, library = self.settings, importlib.import_module(PACKAGE)
+        settings, library = self.settings, importlib.import_module(AGS_PACKAGE_NAME)
         if not self.plan.training:  # the last steps of a probe have no reductions, as planned
             warnings.simplefilter("ignore", library.MissedRefreshWarning)
         made = library.configure_ags({**settings["settings"], "apply_to": target})
@@ -204,7 +204,9 @@ class AgsSteps:
         def count_reduction(bucket: Any) -> None:
             self.rounds += bool(bucket.is_last())
 
-        importlib.import_module(f"{PACKAGE}.ddp_hook").add_listener(getattr(model, "_orig_mod", model), count_reduction)
+        importlib.import_module(f"{AGS_PACKAGE_NAME}.ddp_hook").add_listener(
+            getattr(model, "_orig_mod", model), count_reduction
+        )
 
     # --- Steps
 
@@ -264,7 +266,7 @@ class AgsSteps:
         refreshed = self.tula.factors.n_refresh > self._refreshes or not self._refreshes_each_step
         self._refreshes = self.tula.factors.n_refresh
         self._without = 0 if refreshed else self._without + 1
-        if self._without > (MAX_STEPS_WITHOUT_AGS if self._refreshes else PATIENCE):
+        if self._without > (MAX_STEPS_WITHOUT_AGS if self._refreshes else MAX_INITIAL_STEPS_WITHOUT_AGS):
             self.fail(
                 f"no gradient came through the script's DistributedDataParallel in {self._without} steps: check whether the script calls the wrapped module directly or reduces gradients without DistributedDataParallel"
             )
@@ -277,7 +279,7 @@ class AgsSteps:
     def _unscale_gradients(self, optimizer: Any) -> None:
         if self.tula is None:
             self._without += 1
-            if self._without >= PATIENCE:
+            if self._without >= MAX_INITIAL_STEPS_WITHOUT_AGS:
                 self.fail(self._describe_missing_call())
         elif optimizer is not self.tula and count_elements(optimizer) >= count_elements(self.tula.base):
             self._without += 1
@@ -319,7 +321,7 @@ class AgsSteps:
         Raises:
             CannotScaleError: always.
         """
-        self.failed = CannotScaleError(f"train.method ags: {why}{INSTEAD}")
+        self.failed = CannotScaleError(f"train.method ags: {why}{OTHER_METHODS_HINT}")
         write_failure(self.plan, self.failed, step=self._taken, where="method")
         raise self.failed
 
@@ -328,10 +330,10 @@ class AgsSteps:
     def _add_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         if self.tula is None or optimizer is not self.tula.base:
             return state
-        return {**state, KEY: self.tula.ags_state_dict()}
+        return {**state, STATE_DICT_KEY: self.tula.ags_state_dict()}
 
     def _load_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        state_of_ags = state.pop(KEY, None)  # `state` is a shallow copy, so the script's dict is unchanged
+        state_of_ags = state.pop(STATE_DICT_KEY, None)  # `state` is a shallow copy, so the script's dict is unchanged
         if state_of_ags is None:
             return
         if self.tula is not None and optimizer is self.tula.base:
@@ -425,7 +427,7 @@ def _replace_closure(closure: Callable[[], Any], args: Any, kwargs: Any) -> tupl
 # --- Hooks into torch
 
 
-def hook_steps(ags: Callable[[], AgsSteps]) -> None:
+def hook_steps(ags: Callable[[], AgsHooks]) -> None:
     """Hook torch's optimizers and their steps for AGS. Must be called before the hooks that count steps."""
     import torch
     from torch.optim import optimizer as module
@@ -449,7 +451,7 @@ def hook_steps(ags: Callable[[], AgsSteps]) -> None:
     _hook_skipped_steps(ags)
 
 
-def _hook_skipped_steps(ags: Callable[[], AgsSteps]) -> None:
+def _hook_skipped_steps(ags: Callable[[], AgsHooks]) -> None:
     from torch.cuda.amp import GradScaler
 
     scaler = next(base for base in GradScaler.__mro__[::-1] if "step" in vars(base))

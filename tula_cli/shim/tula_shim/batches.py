@@ -8,8 +8,8 @@ import time
 import weakref
 from typing import Any, Callable, Hashable, Iterator, Mapping
 
-DEPTH = 4  # maximum nesting of containers in a batch
-LENGTH = "its length"  # last part of a path to a list whose length is the number of samples
+MAX_BATCH_NESTING = 4  # maximum nesting of containers in a batch
+LENGTH_PATH_PART = "its length"  # last part of a path to a list whose length is the number of samples
 
 
 class LoaderPass:
@@ -169,7 +169,7 @@ def _list_tensor_paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[
         if shape:
             yield path, int(shape[0])
         return
-    if len(path) == DEPTH or isinstance(item, (str, bytes)):
+    if len(path) == MAX_BATCH_NESTING or isinstance(item, (str, bytes)):
         return
     if isinstance(item, Mapping):
         for key, value in item.items():
@@ -177,13 +177,13 @@ def _list_tensor_paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[
     elif isinstance(item, (list, tuple)):
         for index, value in enumerate(item[:8]):
             yield from _list_tensor_paths(value, (*path, index))
-        yield (*path, LENGTH), len(item)
+        yield (*path, LENGTH_PATH_PART), len(item)
 
 
 def _get_at_path(batch: Any, path: tuple[Hashable, ...]) -> int | None:
     try:
         for part in path:
-            if part is LENGTH:
+            if part is LENGTH_PATH_PART:
                 return len(batch)
             batch = batch[part]
         return int(batch.shape[0])
@@ -285,7 +285,7 @@ def compute_content_digest(dataset: Any) -> str:
 
 def _read_content_ends(obj: Any, depth: int = 0) -> Iterator[Any]:
     for name, value in sorted(getattr(obj, "__dict__", {}).items()):
-        if name in ("dataset", "_dataset") and depth < DEPTH:
+        if name in ("dataset", "_dataset") and depth < MAX_BATCH_NESTING:
             yield from _read_content_ends(value, depth + 1)
         elif name == "_fingerprint":
             yield name, value  # Hugging Face's digest of a dataset and its transforms
@@ -301,7 +301,7 @@ def _read_end_values(value: Any, depth: int = 0) -> Any:
         flat = value.reshape(-1)
         return str(value.shape), flat[:4].tolist(), flat[-4:].tolist()
     if isinstance(value, (list, tuple, range)):
-        if depth == DEPTH or not value:
+        if depth == MAX_BATCH_NESTING or not value:
             return len(value)
         return len(value), _read_end_values(value[0], depth + 1), _read_end_values(value[-1], depth + 1)
     return value if isinstance(value, (str, bytes, int, float)) else str(type(value))

@@ -21,7 +21,7 @@ class BranchSteps:
         self._losses: list[Any] = []
         self._rates: dict[int, Any] = {}  # id of a parameter group -> its learning rate before scaling
 
-    def is_over(self, step: int) -> bool:
+    def is_finished(self, step: int) -> bool:
         """Return whether the branch ends after `step` steps."""
         return self.steps is not None and step >= self.steps
 

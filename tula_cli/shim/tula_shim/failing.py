@@ -15,10 +15,10 @@ from typing import Any, Callable
 from .plan import Plan, write_json
 from .ranks import get_rank
 
-CHILDS_ERRORS = {"subprocess.CalledProcessError"}
+LAUNCHER_EXCEPTIONS = {"subprocess.CalledProcessError"}
 """Errors that launchers raise when a rank has failed, in addition to all of torch.distributed.elastic."""
-LAUNCHERS = "torch.distributed.elastic."
-REPORTED_MARK = "told_by_tula"
+TORCH_ELASTIC_PREFIX = "torch.distributed.elastic."
+REPORTED_ATTRIBUTE = "reported_by_tula"
 """Attribute that marks an exception as written. Keeping the exception itself would keep its frames."""
 
 
@@ -49,14 +49,14 @@ def is_launcher_error(folder: Path, kind: type[BaseException]) -> bool:
     if get_rank() is not None:
         return False
     name = get_class_name(kind)
-    return name in CHILDS_ERRORS or name.startswith(LAUNCHERS) or any(folder.glob("failure-*.json"))
+    return name in LAUNCHER_EXCEPTIONS or name.startswith(TORCH_ELASTIC_PREFIX) or any(folder.glob("failure-*.json"))
 
 
 def is_reported(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes or contexts, has already been written."""
     seen: set[int] = set()  # guards against cycles of causes
     while error is not None and id(error) not in seen:
-        if REPORTED_MARK in vars(error):
+        if REPORTED_ATTRIBUTE in vars(error):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__
@@ -83,7 +83,7 @@ def write_failure(plan: Plan, error: BaseException, *, step: int, where: str) ->
         "failed_at": time.time(),
     }
     write_json(plan.folder / f"failure-{name}.json", content)
-    vars(error)[REPORTED_MARK] = True  # through vars, because the script's class may override __setattr__
+    vars(error)[REPORTED_ATTRIBUTE] = True  # through vars, because the script's class may override __setattr__
 
 
 def find_batch_norm() -> str:

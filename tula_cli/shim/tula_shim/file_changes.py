@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import unquote, urlsplit
 
-MAX_COPY = 2**30
+MAX_COPIED_BYTES = 2**30
 """Limit in bytes of the copies of a process; changes of further files are only reported."""
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-CACHES = ("__pycache__", ".git", ".triton", ".nv", "torchinductor_", "torch_extensions")
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+CACHE_FOLDER_PREFIXES = ("__pycache__", ".git", ".triton", ".nv", "torchinductor_", "torch_extensions")
 """Folders, or prefixes of their names, whose files are derived from others and affect no training."""
-SYSTEM = ("/dev/", "/proc/", "/sys/")
+SYSTEM_PATH_PREFIXES = ("/dev/", "/proc/", "/sys/")
 
 
 class FileChangeRecorder:
@@ -36,7 +36,10 @@ class FileChangeRecorder:
     def __init__(self, folder: Path, ignored: list[str]) -> None:
         self.folder = folder
         self.since = _get_modification_time(folder / "plan.json") or time.time()
-        self.ignored = (*SYSTEM, *(os.path.join(os.path.abspath(path), "") for path in (str(folder), *ignored)))  # noqa: PTH100, PTH118 - strings for startswith
+        self.ignored = (
+            *SYSTEM_PATH_PREFIXES,
+            *(os.path.join(os.path.abspath(path), "") for path in (str(folder), *ignored)),
+        )
         self.stepped = False
         self._seen: dict[str, bool] = {}  # path -> whether its last record was after the first step
         self._here = threading.local()
@@ -83,7 +86,7 @@ class FileChangeRecorder:
         module.serialize_file = serialize_and_record  # type: ignore[attr-defined]
 
     def _record_open(self, path: Any, _: object, flags: int) -> None:
-        if flags & WRITING and not os.path.isdir(path):  # noqa: PTH112 - tempfile opens the folder (O_TMPFILE) to create a file in it
+        if flags & WRITE_FLAGS and not os.path.isdir(path):  # noqa: PTH112 - tempfile opens the folder (O_TMPFILE) to create a file in it
             self.record_change(path, resolve=True)
 
     def _record_rename(self, source: Any, target: Any, source_fd: int = -1, target_fd: int = -1) -> None:
@@ -112,7 +115,9 @@ class FileChangeRecorder:
         absolute_path = os.fsdecode(absolute_path)
         if self._seen.get(absolute_path) == self.stepped:
             return
-        if absolute_path.startswith(self.ignored) or any(f"{os.sep}{name}" in absolute_path for name in CACHES):
+        if absolute_path.startswith(self.ignored) or any(
+            f"{os.sep}{name}" in absolute_path for name in CACHE_FOLDER_PREFIXES
+        ):
             return
         first = absolute_path not in self._seen
         self._seen[absolute_path] = self.stepped
@@ -141,13 +146,13 @@ class FileChangeRecorder:
     def _copy(self, absolute_path: str, size: int) -> str | None:
         """Return the copy of a file, shared by all processes of a node and made before the first of them changes it.
 
-        None if the copies of this process would exceed MAX_COPY.
+        None if the copies of this process would exceed MAX_COPIED_BYTES.
         """
         name = hashlib.sha256(os.fsencode(absolute_path)).hexdigest()[:32]
         copy = self.folder / "before" / f"{socket.gethostname()}-{name}"
         if os.path.lexists(copy):
             return str(copy)
-        if self._copied + size > MAX_COPY:
+        if self._copied + size > MAX_COPIED_BYTES:
             return None
         self._copied += size
         copy.parent.mkdir(parents=True, exist_ok=True)

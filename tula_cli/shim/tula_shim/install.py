@@ -11,11 +11,11 @@ import sys
 from typing import Any, Callable
 
 from . import batches, ddp_split, failing
-from .ags import AgsSteps, hook_steps
+from .ags import AgsHooks, hook_steps
 from .batches import DeliveredBatches
 from .branch import hook_branch
 from .optimizers import get_learning_rate
-from .plan import OBSERVE_FILE, VARIABLE, PlanError, read_plan
+from .plan import OBSERVE_FILE, PLAN_VARIABLE, PlanError, read_plan
 from .recorder import EPOCH, EVAL, Recorder
 from .stopping import stop, write_first_steps, write_result
 
@@ -53,7 +53,7 @@ def install() -> None:
     try:
         recorder = get_recorder()
     except Exception as error:
-        if os.path.basename(os.environ[VARIABLE]) == OBSERVE_FILE:  # noqa: PTH119 - an observed job must not be stopped
+        if os.path.basename(os.environ[PLAN_VARIABLE]) == OBSERVE_FILE:  # noqa: PTH119 - an observed job must not be stopped
             sys.stderr.write(f"tula: this job is not observed: {error}\n")
             return
         if isinstance(error, PlanError):
@@ -93,7 +93,7 @@ def _make_counter(recorder: Recorder) -> Callable[[], DeliveredBatches | None]:
 
 
 def _hook_ags(recorder: Recorder) -> None:
-    def ags() -> AgsSteps:
+    def ags() -> AgsHooks:
         assert recorder.ags is not None
         return recorder.ags
 

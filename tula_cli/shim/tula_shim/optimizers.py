@@ -150,7 +150,7 @@ def _changes_optimizer(scheduler: Any, optimizer: Any) -> bool:
     return owner is optimizer or getattr(owner, "param_groups", None) is optimizer.param_groups
 
 
-class OptimizerStandIn:
+class FakeOptimizer:
     """An optimizer without parameters, on which a copy of a scheduler acts."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -172,7 +172,7 @@ def changes_rate_soon(scheduler: Any) -> bool | None:
     """Return whether a scheduler changes a learning rate in its next steps, by stepping a copy; None if that fails."""
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stand_in = OptimizerStandIn(scheduler.optimizer)
+        stand_in = FakeOptimizer(scheduler.optimizer)
         projected = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
         before, deadline = stand_in.rates(), time.perf_counter() + PROJECTED_SECONDS
         for _ in range(PROJECTED_STEPS):

@@ -15,7 +15,7 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
-from .ags import INSTEAD, PACKAGE, evaluate_closure, explain_unsupported
+from .ags import AGS_PACKAGE_NAME, OTHER_METHODS_HINT, evaluate_closure, explain_unsupported
 from .failing import write_failure
 from .optimizers import get_full_name, list_parameters
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
-PATIENCE = 3
+MAX_STEPS_WITHOUT_MATRIX = 3
 """Steps of optimizers without a matrix after which the training fails."""
-REFERENCE_BETA2 = "tula_reference_beta2"
+BETA2_STATE_KEY = "tula_reference_beta2"
 """Key in the optimizer's parameter groups, hence in checkpoints: beta2 as the script has set it."""
 
 
@@ -33,7 +33,7 @@ class CannotOrthogonaliseError(RuntimeError):
     """No step can be orthogonalised in this script; the message is for the user."""
 
 
-class OrthoSteps:
+class OrthoHooks:
     """Method ortho in one process, for each of its optimizers.
 
     Args:
@@ -125,7 +125,7 @@ class OrthoSteps:
         if count_and_ortho is None or count_and_ortho[0] != count:
             count_and_ortho = self._wrapped[optimizer] = (count, self._make_ortho(optimizer))
         self._without = 0 if count_and_ortho[1] is not None else self._without + 1
-        if self._without > PATIENCE and all(ortho is None for _, ortho in self._wrapped.values()):
+        if self._without > MAX_STEPS_WITHOUT_MATRIX and all(ortho is None for _, ortho in self._wrapped.values()):
             self.fail("no optimizer of the script updates a matrix or a convolution that could be orthogonalised")
         return count_and_ortho[1]
 
@@ -135,7 +135,7 @@ class OrthoSteps:
             self.fail(why)
         if self.plan.ortho["code"] not in sys.path:
             sys.path.append(self.plan.ortho["code"])  # kept, because parts of the package are imported late
-        library = importlib.import_module(f"{PACKAGE}.orthogonal")
+        library = importlib.import_module(f"{AGS_PACKAGE_NAME}.orthogonal")
         if why := library.describe_why_not_orthogonalizable(optimizer):
             self.notes.append(f"not orthogonalised: {why}")
             return None
@@ -160,7 +160,7 @@ class OrthoSteps:
             return
         for group in optimizer.param_groups:
             if len(group.get("betas") or ()) == 2:
-                reference = group.setdefault(REFERENCE_BETA2, group["betas"][1])
+                reference = group.setdefault(BETA2_STATE_KEY, group["betas"][1])
                 group["betas"] = (group["betas"][0], reference ** self.plan.ortho["beta2_power"])
 
     def pop_notes(self) -> Iterator[str]:
@@ -174,7 +174,7 @@ class OrthoSteps:
         Raises:
             CannotOrthogonaliseError: always.
         """
-        self.failed = CannotOrthogonaliseError(f"train.method ortho: {why}{INSTEAD}")
+        self.failed = CannotOrthogonaliseError(f"train.method ortho: {why}{OTHER_METHODS_HINT}")
         write_failure(self.plan, self.failed, step=0, where="method")
         raise self.failed
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "TULA_PLAN"
+PLAN_VARIABLE = "TULA_PLAN"
 OBSERVE_FILE = "observe.json"  # plan in the folder of sitecustomize.py, for observed jobs
-JOB = "TULA_OBSERVED_JOB"
+OBSERVED_JOB_VARIABLE = "TULA_OBSERVED_JOB"
 """Names the folder of an observed job, in place of the SLURM step or the process."""
-VERSION = 1
-STEPS = 15
-AGS = {"code", "settings", "apply_to", "b_large", "b_small", "available", "steps_per_epoch", "seed", "resumed"}
-ORTHO = {"code", "beta2_power"}
-RESUME_TEST = {"checkpoint", "after"}
-BRANCH = {"steps", "factor", "norms"}
+PLAN_VERSION = 1
+DEFAULT_STEPS = 15
+AGS_KEYS = {"code", "settings", "apply_to", "b_large", "b_small", "available", "steps_per_epoch", "seed", "resumed"}
+ORTHO_KEYS = {"code", "beta2_power"}
+RESUME_TEST_KEYS = {"checkpoint", "after"}
+BRANCH_KEYS = {"steps", "factor", "norms"}
 
 
 class PlanError(ValueError):
@@ -67,14 +67,14 @@ def read_plan(path: str | None = None) -> Plan:
     Raises:
         PlanError: the file cannot be read, or requests something that this version does not support.
     """
-    path = path or os.environ[VARIABLE]
+    path = path or os.environ[PLAN_VARIABLE]
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError(f"tula: the plan {path} cannot be read: {error}") from None
-    if not isinstance(given, dict) or given.get("version") != VERSION:
+    if not isinstance(given, dict) or given.get("version") != PLAN_VERSION:
         raise PlanError(
-            f"tula: the plan {path} does not have version {VERSION}: copy the shim of the tula version that wrote the plan"
+            f"tula: the plan {path} does not have version {PLAN_VERSION}: copy the shim of the tula version that wrote the plan"
         )
     return _check_plan(path, given)
 
@@ -98,7 +98,7 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
     expected = given.get("expected")
     if not isinstance(expected, (dict, type(None))):
         raise PlanError(f"tula: plan {path}: key 'expected' must be a mapping or null, got {expected!r}")
-    steps = int(read_number("steps", STEPS, 1))
+    steps = int(read_number("steps", DEFAULT_STEPS, 1))
     low = int(read_number("min_steps", steps, 1))
     return Plan(
         folder=Path(given["folder"]),
@@ -115,10 +115,10 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
         row=read_number("row", 10.0, 0.0),
         save=bool(given.get("save", False)),
         checkpoint=str(given.get("checkpoint", "")),
-        ags=_read_part_of_plan(path, given, "ags", AGS),
-        ortho=_read_part_of_plan(path, given, "ortho", ORTHO),
-        rehearsal=_read_part_of_plan(path, given, "rehearsal", RESUME_TEST),
-        branch=_read_part_of_plan(path, given, "branch", BRANCH),
+        ags=_read_part_of_plan(path, given, "ags", AGS_KEYS),
+        ortho=_read_part_of_plan(path, given, "ortho", ORTHO_KEYS),
+        rehearsal=_read_part_of_plan(path, given, "rehearsal", RESUME_TEST_KEYS),
+        branch=_read_part_of_plan(path, given, "branch", BRANCH_KEYS),
         schedule=bool(given.get("schedule", False)),
         files=given.get("files"),
     )
@@ -151,8 +151,8 @@ def name_observed_folder(root: Path, world: int) -> Path:
     environ, program = os.environ, Path(sys.argv[0] or "python")
     script = program.parent.name if program.name == "__main__.py" else program.stem
     step = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ
-    if JOB in environ:
-        job = environ[JOB]
+    if OBSERVED_JOB_VARIABLE in environ:
+        job = environ[OBSERVED_JOB_VARIABLE]
     elif step:
         job = f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     else:

@@ -49,7 +49,7 @@ def count_ranks(*, by_hand: bool = False, environment: Mapping[str, str] = os.en
 
 # --- Shared decisions
 
-PATIENCE = timedelta(minutes=10)
+DECISION_TIMEOUT = timedelta(minutes=10)
 """Timeout of the other ranks; rank 0 may evaluate alone meanwhile."""
 
 
@@ -78,7 +78,7 @@ def share_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
         answer = decide()
         store.set(key, answer)
         return answer
-    store.wait([key], PATIENCE)
+    store.wait([key], DECISION_TIMEOUT)
     stored = store.get(key)
     return str(stored, "utf-8") if isinstance(stored, bytes) else str(stored)
 

@@ -12,27 +12,27 @@ import time
 from typing import Any, NamedTuple
 
 from . import clocks
-from .ags import AgsSteps
+from .ags import AgsHooks
 from .batches import DeliveredBatches
 from .branch import BranchSteps
 from .clocks import HostClock, Mark, compute_process_age, make_clock, read_peak_memory, reset_peak
 from .ddp_split import DdpSplit
 from .file_changes import FileChangeRecorder
 from .optimizers import Optimizers, ScheduleReporter, get_base_learning_rate
-from .ortho import OrthoSteps
+from .ortho import OrthoHooks
 from .plan import Plan, name_observed_folder
 from .ranks import NoStoreError, count_ranks, get_backend_name, get_rank, share_decision
-from .supervision import HeartbeatWriter, Requests, StepKiller
+from .supervision import HeartbeatWriter, SaveRequestPoller, StepKiller
 
 WARMUP, TIMED, SYNC, NORMS, LOCAL, OBSERVED = "warmup", "timed", "sync", "norms", "local", "observed"
 
 EVAL, EPOCH, SAVE = 1, 2, 4
-CAUSES = {EVAL: "eval", EPOCH: "epoch", SAVE: "save"}
+GAP_CAUSES = {EVAL: "eval", EPOCH: "epoch", SAVE: "save"}
 """Events within a step besides its own work: a module was set to evaluate or a loader read without gradients, a data
 loader began or ended an epoch, torch.save was called."""
 
 
-class Interval(NamedTuple):
+class RecordedStep(NamedTuple):
     """One step. `counts` as in `DeliveredBatches`; `gap` is a bit mask of the causes."""
 
     begin: Mark
@@ -61,9 +61,9 @@ class Recorder:
         self.optimizers = Optimizers()
         self.delivered = DeliveredBatches()
         self.split = DdpSplit()
-        self.requests = Requests(self.plan)
-        self.ags = AgsSteps(self.plan, self.split) if self.plan.ags is not None else None
-        self.ortho = OrthoSteps(self.plan) if self.plan.ortho is not None else None
+        self.requests = SaveRequestPoller(self.plan)
+        self.ags = AgsHooks(self.plan, self.split) if self.plan.ags is not None else None
+        self.ortho = OrthoHooks(self.plan) if self.plan.ortho is not None else None
         self.branch = BranchSteps(self.plan.branch) if self.plan.branch is not None else None
         self.restart()
 
@@ -82,7 +82,7 @@ class Recorder:
         self.notes: list[str] = []
         self.lrs: list[Any] = []
         self.peaks: dict[str, dict[str, int]] = {}
-        self.intervals: dict[str, list[Interval]] = {}
+        self.intervals: dict[str, list[RecordedStep]] = {}
         self.pulse = HeartbeatWriter(self.plan)
         self.pulse.more = self._make_row_extras
         self.schedule = ScheduleReporter()
@@ -168,7 +168,7 @@ class Recorder:
             seen = self.branch.read_loss()
             loss = seen if loss is None else loss
         if self.plan.training:
-            causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []
+            causes = [name for cause, name in GAP_CAUSES.items() if self.gap & cause] if self.gap else []
             self.pulse.write_row_if_due(causes, lr=lr, loss=loss, saved=self.saved)
             self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.get_dataset_size())
             self.asked_to = self.requests.poll(self.step, self.pulse, self.world)
@@ -183,7 +183,7 @@ class Recorder:
         if self.branch is not None:
             if self.step <= self.branch.norms:
                 self._watch_branch_norms(self.branch.norms)
-            return self.branch.is_over(self.step)
+            return self.branch.is_finished(self.step)
         return self.plan.mode == "probe" and self._enter_next_phase()
 
     def _watch_branch_norms(self, steps: int) -> None:
@@ -266,12 +266,12 @@ class Recorder:
         """Add the step to the seconds of the job: all of it, the waits for data, and what disturbed steps took longer."""
         totals, now = self.pulse.totals, time.perf_counter()
         if self._stepped is None:
-            totals.update(dict.fromkeys(("training", "data", *CAUSES.values()), 0.0))
+            totals.update(dict.fromkeys(("training", "data", *GAP_CAUSES.values()), 0.0))
         else:
             seconds, waited = now - self._stepped, sum(counted[2] for counted in counts.values())
             totals["training"] += seconds
             totals["data"] += waited
-            cause = next((name for cause, name in CAUSES.items() if self.gap & cause), None)
+            cause = next((name for cause, name in GAP_CAUSES.items() if self.gap & cause), None)
             if cause is not None:
                 totals[cause] += max(0.0, seconds - waited - self.pulse.median)
         self._stepped = now
@@ -279,7 +279,7 @@ class Recorder:
     def _store_step(self, counts: dict[int, list[float]], samples: float | None) -> None:
         end = self.mark()
         if self._begin is not None:
-            interval = Interval(self._begin, end, counts, samples, self.backwards, self.gap)
+            interval = RecordedStep(self._begin, end, counts, samples, self.backwards, self.gap)
             self.intervals.setdefault(self.phase, []).append(interval)
         self._begin = end
 
@@ -392,7 +392,7 @@ def _list_learning_rates(recorder: Recorder) -> dict[str, float | None] | None:
     return {"base": base, "first": lrs[0], "timed": lrs[min(recorder.plan.warmup, len(lrs) - 1)], "last": lrs[-1]}
 
 
-def _make_interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]:
+def _make_interval_row(recorder: Recorder, interval: RecordedStep) -> dict[str, Any]:
     delivered = recorder.delivered
     dataset = delivered.find_trained_dataset(interval.counts)
     samples, batches, waited = interval.counts.get(dataset or 0, (0, 0, 0.0))
@@ -403,7 +403,7 @@ def _make_interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]
         "samples": interval.samples if interval.samples is not None else samples if counted else None,
         "batches": batches if delivered.training is not None else None,
         "backwards": interval.backwards,
-        "gap": [name for cause, name in CAUSES.items() if interval.gap & cause],
+        "gap": [name for cause, name in GAP_CAUSES.items() if interval.gap & cause],
     }
 
 

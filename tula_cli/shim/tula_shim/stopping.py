@@ -16,14 +16,14 @@ from .clocks import read_peak_memory
 from .plan import write_json
 from .recorder import TIMED, Recorder, make_report
 
-PATIENCE = 20.0
+PEER_RESULT_TIMEOUT_SECONDS = 20.0
 """Seconds to wait for the other ranks to write: a rank still in a collective would fail if this one exited."""
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 2.0
 """First and longest interval in seconds between two polls of the shared folder: a few dozen polls per second over all
 ranks, which therefore wait longer the more ranks there are."""
-GRACE = 2.0
+SIGKILL_DELAY_SECONDS = 2.0
 """Seconds between SIGTERM to a child and SIGKILL."""
-CLEANERS = (b"resource_tracker", b"torch_shm_manager")
+SELF_EXITING_CHILDREN = (b"resource_tracker", b"torch_shm_manager")
 """Children that exit by themselves, and remove shared memory that others have left: not to be killed."""
 
 
@@ -54,7 +54,7 @@ def stop(recorder: Recorder, why: str) -> None:
     os._exit(0)
 
 
-def wait_for_ranks(folder: Path, world: int, patience: float = PATIENCE) -> bool:
+def wait_for_ranks(folder: Path, world: int, patience: float = PEER_RESULT_TIMEOUT_SECONDS) -> bool:
     """Wait until all ranks have written; return whether they have. Lists the folder, because NFS caches missing
     files."""
     wanted = {f"result-{rank}.json" for rank in range(world)}
@@ -80,7 +80,7 @@ def _terminate_processes(list_remaining: Callable[[], list[int]]) -> None:
         for pid in list_remaining():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal_sent)
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + SIGKILL_DELAY_SECONDS
         while time.monotonic() < deadline:
             _reap_children()
             if not list_remaining():
@@ -116,4 +116,4 @@ def _is_cleanup_process(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return any(name in command for name in CLEANERS)
+    return any(name in command for name in SELF_EXITING_CHILDREN)

@@ -113,11 +113,11 @@ class HeartbeatWriter:
 
 # --- Save requests
 
-EVERY = 2.0  # seconds between two polls
-MOST_STEPS = 1000
+REQUEST_POLL_SECONDS = 2.0  # seconds between two polls
+MAX_STEPS_BETWEEN_POLLS = 1000
 
 
-class Requests:
+class SaveRequestPoller:
     """Polls for save.json every few steps. Rank 0 decides the interval, because all ranks must poll at the same
     step."""
 
@@ -167,12 +167,12 @@ class Requests:
 
 
 def _count_steps_between(median: float) -> int:
-    return max(1, min(MOST_STEPS, round(EVERY / max(median, 1e-6))))
+    return max(1, min(MAX_STEPS_BETWEEN_POLLS, round(REQUEST_POLL_SECONDS / max(median, 1e-6))))
 
 
 # --- Kill after a checkpoint
 
-PATIENCE = 120.0
+CHECKPOINT_TIMEOUT_SECONDS = 120.0
 """Longest wait in seconds for a checkpoint to be written: some are written by a thread while training continues."""
 
 
@@ -228,7 +228,7 @@ class StepKiller:
         self._write()
 
     def _kill(self) -> None:
-        deadline, settled = time.time() + PATIENCE, float(self.wanted.get("settled", 2.0))
+        deadline, settled = time.time() + CHECKPOINT_TIMEOUT_SECONDS, float(self.wanted.get("settled", 2.0))
         while time.time() - self._get_checkpoint_write_time() < settled and time.time() < deadline:
             time.sleep(settled / 20)
         assert self._checkpoint is not None

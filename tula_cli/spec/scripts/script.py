@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from tula_cli.spec.kinds import Line, Positive, PositiveFloat, Section, require_shell_words
+from tula_cli.spec.kinds import OneLineText, Positive, PositiveFloat, Section, require_shell_words
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import advise_key
 from tula_cli.spec.scripts.placeholders import (
@@ -60,7 +60,7 @@ def _require_save_request(text: str) -> str:
     raise ValueError(f"must be none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH, got {text!r}")
 
 
-Filled = Annotated[Line, AfterValidator(_require_known_placeholders)]
+Filled = Annotated[OneLineText, AfterValidator(_require_known_placeholders)]
 Pattern = Annotated[str, BeforeValidator(_refuse_file), AfterValidator(_require_pattern)]
 
 
@@ -249,7 +249,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         default, _ = get_default_train(_as_mapping(content["script"]).get("command"))
         train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
     method = train["method"]
-    if method not in (there_are := [name for name, known in METHODS.items() if known.on_scripts]):
+    if method not in (there_are := [name for name, known in METHODS.items() if known.supports_scripts]):
         raise ValueError(
             f"train.method: {method} needs tula's own training loop; for a script, set train.method to one of {', '.join(there_are)}"
         )

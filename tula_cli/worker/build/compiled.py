@@ -8,7 +8,7 @@ from torch import nn
 
 from tula_cli.spec.sections import Train
 
-BACKEND = "inductor"
+COMPILE_BACKEND = "inductor"
 
 
 MAX_OTHER_SHAPES = 8
@@ -27,7 +27,7 @@ def compile_model(model: nn.Module, train: Train, *, shapes: int = 1) -> None:
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, MAX_OTHER_SHAPES + shapes - 1)
         mode = None if train.compile is True else train.compile
-        model.compile(backend=BACKEND, mode=mode, dynamic=False)
+        model.compile(backend=COMPILE_BACKEND, mode=mode, dynamic=False)
 
 
 def disable_compilation(train: Train) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ import torch.utils.data
 from torchvision import datasets
 
 from tula_cli.errors import SpecError
-from tula_cli.plugins import is_import_string, load
+from tula_cli.plugins import is_import_string, load_by_name
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import text
 from tula_cli.worker.build.batches import build_collate
@@ -90,7 +90,7 @@ def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | S
         reason = (
             f"samples by index, which is not possible with {'an iterable dataset' if streamed else 'dataset.sampler'}"
         )
-    if reason and spec.train.training_method.tunes:
+    if reason and spec.train.training_method.is_self_tuning:
         raise SpecError(f"train.method {spec.train.method} selects {reason}")
     if reason and "hessian" in spec.train.diagnostics:
         raise SpecError(f"train.diagnostics: hessian selects {reason}")
@@ -176,7 +176,7 @@ def find_dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], 
     """
     if is_import_string(name):
         return _build_imported_split
-    return load(name, BUILTINS, kind="dataset")  # type: ignore[no-any-return]
+    return load_by_name(name, BUILTINS, kind="dataset")  # type: ignore[no-any-return]
 
 
 Split = tuple[Samples, Samples, int | None]
@@ -189,7 +189,7 @@ def _build_imported_split(spec: JobSpec, train: Transform, evaluate: Transform) 
 
 
 def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transform, path: str = "dataset.args") -> Any:
-    target = load(spec.dataset.name, {}, kind="dataset")
+    target = load_by_name(spec.dataset.name, {}, kind="dataset")
     transforms = accepts_transform(target)
     if not transforms and (spec.transforms.train or spec.transforms.eval):
         raise SpecError(

@@ -111,7 +111,7 @@ def _make_no_match_error(model: nn.Module, pattern: str, path: str) -> SpecError
 
 # --- Frozen parameters
 
-PATH = "model.frozen"
+FROZEN_KEY = "model.frozen"
 
 
 class FrozenStatistics:
@@ -139,11 +139,11 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     if not patterns:
         return
-    for parameter in find_parameters(model, patterns, path=PATH).values():
+    for parameter in find_parameters(model, patterns, path=FROZEN_KEY).values():
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SpecError(
-            f"{PATH}: {', '.join(patterns)} freezes all parameters",
+            f"{FROZEN_KEY}: {', '.join(patterns)} freezes all parameters",
             'exclude the parameters to train with !, for example ["*", "!head"]',
         )
     for name, module in model.named_modules():
@@ -329,9 +329,9 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 STATE_KEYS = ("model", "state_dict", "model_state_dict")
 """Keys under which training scripts, and tula, save a model's state besides other entries."""
-PREFIXES = ("module.", "_orig_mod.", "model.")
+WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
 """Prefixes that DDP, torch.compile and Lightning put before each name."""
-KEY = "model.weights"
+WEIGHTS_KEY = "model.weights"
 _OTHER_OBJECTS = re.compile(r"Unsupported (?:global|class)[: ]+(?:GLOBAL )?([\w.]+)")
 """Messages of torch's unpickler about objects that are not tensors."""
 MAX_NAMES_SHOWN = 6
@@ -358,7 +358,7 @@ class WeightFit:
         return "; ".join(f"{kind}: {_list_names(names)}" for kind, names in mismatches.items() if names)
 
 
-def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
+def read_weights(path: str, *, key: str = WEIGHTS_KEY) -> dict[str, Any]:
     """Return the state in a file: .safetensors, or a state_dict or checkpoint written by torch.save.
 
     A folder is a sharded checkpoint (`train.parallel: fsdp`).
@@ -448,7 +448,7 @@ def _read_safetensors(path: str) -> Any:
     return load_file(path)
 
 
-def check_weights_fit_model(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
+def check_weights_fit_model(section: Model, model: nn.Module, *, key: str = WEIGHTS_KEY) -> WeightFit:
     """Match the weights file with the model, which may be on fake tensors; `key` is the setting that names the file.
 
     Raises:
@@ -483,13 +483,13 @@ def check_weights_fit_model(section: Model, model: nn.Module, *, key: str = KEY)
         raise SpecError(
             mismatch,
             ""
-            if key != KEY
+            if key != WEIGHTS_KEY
             else "to load only the matching tensors, set model.strict: false; the others keep their initial values",
         )
     return fit
 
 
-def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = KEY) -> str:
+def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = WEIGHTS_KEY) -> str:
     """Load the file's weights into a model on all ranks; every rank must call this, and rank 0 alone reads the file.
 
     Args:
@@ -546,7 +546,7 @@ def describe_weights(section: Model, fit: WeightFit) -> str:
 def _strip_wrapper_prefixes(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without the prefixes that wrappers have put before every name."""
     stripped = dict(state)
-    for prefix in PREFIXES:
+    for prefix in WRAPPER_PREFIXES:
         if all(name.startswith(prefix) for name in stripped) and not any(
             name.startswith(prefix) for name in model_state
         ):

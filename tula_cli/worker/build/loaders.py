@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from tula_cli.errors import SpecError
 from tula_cli.host import devices
-from tula_cli.host.processes import die_with_parent
+from tula_cli.host.processes import set_parent_death_signal
 from tula_cli.models.memory import PREFETCH_FACTOR
 from tula_cli.models.ramp import Ramp
-from tula_cli.plugins import load
+from tula_cli.plugins import load_by_name
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches import Collate, make_batch
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
@@ -197,7 +197,7 @@ def build_sampler(spec: JobSpec) -> UserOrder | None:
     if sampler is None:
         return None
     name, args = (sampler, {}) if isinstance(sampler, str) else next(iter(sampler.items()))
-    return UserOrder(load(name, {}, kind="sampler"), args, name, spec.train.seed)
+    return UserOrder(load_by_name(name, {}, kind="sampler"), args, name, spec.train.seed)
 
 
 def build_train_loader(
@@ -268,7 +268,7 @@ def _choose_worker_start_method() -> Callable[[int], None]:
 def _init_loader_process(parent: int | None, _: int) -> None:
     # A worker notices only between two batches that its rank has exited, and the driver frees the rank's GPU memory
     # only when the last copy of its device files is closed: both would disturb the next attempt.
-    die_with_parent(parent)
+    set_parent_death_signal(parent)
     devices.close_inherited_device_files()
     # SLURM sends SIGTERM to every process of a job, but the rank still needs data to finish its step.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -37,13 +37,13 @@ EXCLUDED_FOLDERS = (
 """Folders that are not part of the library, that not every installation has, or that are tables rather than programs."""
 MAX_FILE_BYTES = 65536
 """Bytes read per file, so that one long module does not make up half of a dataset."""
-PADDING = 0
+PADDING_BYTE = 0
 """A byte that does not occur in the source text."""
 
 Text = np.ndarray[Any, Any]
 
 
-class Blocks(torch.utils.data.Dataset[Any]):
+class TextBlockDataset(torch.utils.data.Dataset[Any]):
     """Text in blocks of equal length, each {input_ids, labels}: int64 (length), equal; the model shifts the labels."""
 
     def __init__(self, text: Text, length: int) -> None:
@@ -58,7 +58,7 @@ class Blocks(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-class Fragments(torch.utils.data.Dataset[Any]):
+class TextFragmentDataset(torch.utils.data.Dataset[Any]):
     """Fragments of text up to a length, each {input_ids: int64 (bytes), labels: the number of its package}."""
 
     def __init__(self, fragments: Sequence[bytes], labels: Sequence[int]) -> None:
@@ -75,13 +75,13 @@ class Fragments(torch.utils.data.Dataset[Any]):
 def collate_padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Pad a batch to its longest fragment: {input_ids, attention_mask: int64 (N, length), labels: int64 (N)}."""
     ids = torch.nn.utils.rnn.pad_sequence(
-        [item["input_ids"] for item in items], batch_first=True, padding_value=PADDING
+        [item["input_ids"] for item in items], batch_first=True, padding_value=PADDING_BYTE
     )
     labels = torch.tensor([item["labels"] for item in items])
-    return {"input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": labels}
+    return {"input_ids": ids, "attention_mask": (ids != PADDING_BYTE).long(), "labels": labels}
 
 
-def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
+def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[TextBlockDataset, TextBlockDataset, None]:
     """Return `python_source`: training and held-out blocks of `length` bytes, from `size` bytes of source text."""
 
     def settings(length: int = 128, size: int = 1_000_000) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
         call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_source")
     )
     held_out, train_files = _hold_out_files(_read_bytes(_list_source_files(), size), spec.dataset.eval_fraction)
-    datasets = Blocks(_join_bytes(train_files), length), Blocks(_join_bytes(held_out), length)
+    datasets = TextBlockDataset(_join_bytes(train_files), length), TextBlockDataset(_join_bytes(held_out), length)
     if not all(map(len, datasets)):
         raise SpecError(
             f"dataset.args: {size} bytes are too few for a training and an evaluation block of length {length}",
@@ -101,7 +101,7 @@ def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
     return *datasets, None
 
 
-def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragments, int]:
+def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[TextFragmentDataset, TextFragmentDataset, int]:
     """Return training set, held-out set and number of classes of dataset `python_packages`.
 
     The samples are fragments of at most `length` bytes of source text, labelled by their package: the `classes` packages
@@ -134,7 +134,7 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragment
             new = [fragment for text in files for fragment in _split_lines(text, length)]
             texts += new
             labels += [label] * len(new)
-    held_out, train = (Fragments(texts, labels) for texts, labels in splits)
+    held_out, train = (TextFragmentDataset(texts, labels) for texts, labels in splits)
     return train, held_out, classes
 
 
@@ -220,7 +220,7 @@ def _split_lines(text: bytes, length: int) -> list[bytes]:
 
 # --- Models from a configuration
 
-PREFIX = "transformers:"
+TRANSFORMERS_PREFIX = "transformers:"
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 _SETTINGS_OF_TULA = ("attn_implementation",)
 """Arguments that every configuration accepts without having such an attribute."""
@@ -248,7 +248,7 @@ def assume_one_sequence_per_sample() -> Iterator[None]:
 
 def is_transformers_name(name: str) -> bool:
     """Return whether a model's name starts with `transformers:`."""
-    return name.startswith(PREFIX)
+    return name.startswith(TRANSFORMERS_PREFIX)
 
 
 class FromConfig:
@@ -268,7 +268,7 @@ class FromConfig:
     def __init__(self, name: str) -> None:
         self.name = name
         self.package = _import_transformers(name)
-        attribute = name.removeprefix(PREFIX)
+        attribute = name.removeprefix(TRANSFORMERS_PREFIX)
         self.target: Any = getattr(self.package, attribute, None)
         if not isinstance(self.target, type) or not (self._is_auto_class or hasattr(self.target, "config_class")):
             auto_classes = [n for n in dir(self.package) if n.startswith("AutoModel")]

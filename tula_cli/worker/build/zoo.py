@@ -13,7 +13,7 @@ from torch import nn
 from tula_cli.errors import SpecError
 from tula_cli.optim.muon import MuonWithAdamW, describe_missing_muon
 from tula_cli.optim.sharding import get_local_shard
-from tula_cli.plugins import is_import_string, load, suggest_name
+from tula_cli.plugins import is_import_string, load_by_name, suggest_name
 from tula_cli.spec.job import JobSpec, compute_beta2, get_beta2_half_life
 from tula_cli.worker.build.batches import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, make_refused_arguments_error
@@ -71,13 +71,13 @@ def _list_strided_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:
     return (layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.stride == (2, 2))
 
 
-_FAMILIES: dict[Callable[..., nn.Module], tuple[str, ...]] = {
+_TORCHVISION_FAMILIES: dict[Callable[..., nn.Module], tuple[str, ...]] = {
     build_small_resnet: ("resnet18", "resnet34", "resnet50", "resnet101"),
     build_small_vgg: ("vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn"),
     build_small_mobilenet_v3: ("mobilenet_v3_small", "mobilenet_v3_large"),
 }
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    f"{name}_cifar": functools.partial(build, name) for build, names in _FAMILIES.items() for name in names
+    f"{name}_cifar": functools.partial(build, name) for build, names in _TORCHVISION_FAMILIES.items() for name in names
 } | {"alexnet_cifar": build_small_alexnet}
 
 
@@ -151,7 +151,7 @@ def find_model_builder(name: str) -> Callable[..., Any]:
     if is_transformers_name(name):
         return FromConfig(name)
     if is_import_string(name) or name in TULA_MODELS:
-        return load(name, TULA_MODELS, kind="model")  # type: ignore[no-any-return]
+        return load_by_name(name, TULA_MODELS, kind="model")  # type: ignore[no-any-return]
     names = torchvision.models.list_models()
     if name.lower() not in names:
         hint = suggest_name(name, [*TULA_MODELS, *names])
@@ -166,7 +166,7 @@ def build_loss(spec: JobSpec) -> LossFunction:
         SpecError: unknown name, or arguments that it refuses.
     """
     name, args = spec.loss.name, spec.loss.args
-    target = load(name, LOSSES, kind="loss")
+    target = load_by_name(name, LOSSES, kind="loss")
     if is_import_string(name) and not isinstance(target, type):
         return functools.partial(target, **args) if args else target
     tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in args.items()}
@@ -217,7 +217,7 @@ def build_optimizer(
         raise SpecError(f"optimizer.name: {why}", "install a newer torch, or set optimizer.name: AdamW")
     if instead is not None:
         _check_optimizer_fits_method(spec)
-    target = instead or load(name, OPTIMIZERS, kind="optimizer")
+    target = instead or load_by_name(name, OPTIMIZERS, kind="optimizer")
     if not tensors:
         raise SpecError(f"model {spec.model.name} has no parameters to train")
     if any(group.weight_decay is not None for group in spec.optimizer.groups) and not accepts_argument(
@@ -308,10 +308,10 @@ def set_beta2(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None
 
 def _check_optimizer_fits_method(spec: JobSpec) -> None:
     method = spec.train.training_method
-    if misfit := method.describe_misfit(spec.optimizer.name, divides_gradients=False):
+    if misfit := method.describe_optimizer_conflict(spec.optimizer.name, divides_gradients=False):
         raise SpecError(
             f"train.method {method.name} {misfit}",
-            f"set optimizer.name: {method.replaces[0]}, with a suitable learning rate and weight decay",
+            f"set optimizer.name: {method.replaced_optimizers[0]}, with a suitable learning rate and weight decay",
         )
 
 

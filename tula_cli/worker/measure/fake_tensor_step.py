@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tula_cli.models.allocator import Usage, compute_peak_without_allocator, replay_allocations
+from tula_cli.models.allocator import AllocatorPeaks, compute_peak_without_allocator, replay_allocations
 from tula_cli.optim.gradient_stats import chunk_indices
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.base import Components
@@ -199,7 +199,7 @@ def estimate_library_bytes(spec: JobSpec) -> int:
 
 REFERENCE_SAMPLES = 2**16 + 1
 """The micro-batch of the fake step: a prime of which layer sizes are unlikely to be multiples."""
-COPIES = 5
+SAMPLES_IN_FAKE_BATCH = 5
 """Copies of the sample in a batch: a number that occurs in no other size, to identify the tensors that grow with the
 samples."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -296,7 +296,9 @@ class FakeStep:
 
     def make_batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
-        return allocate_batch(self.sample, samples=COPIES, to=size, from_user=self.spec.dataset.collate_fn is not None)
+        return allocate_batch(
+            self.sample, samples=SAMPLES_IN_FAKE_BATCH, to=size, from_user=self.spec.dataset.collate_fn is not None
+        )
 
     def measure(self, micro_batch: int) -> Components:
         """Return the memory of one optimizer step at a micro-batch; the fake step itself is run only once."""
@@ -304,7 +306,7 @@ class FakeStep:
         return split_memory(
             self.model,
             self.optimizer,
-            batch=micro_batch * count_tensor_bytes(tree_leaves(self.sample)) // COPIES,
+            batch=micro_batch * count_tensor_bytes(tree_leaves(self.sample)) // SAMPLES_IN_FAKE_BATCH,
             factors=count_tensor_bytes(self.factors),
             peak=usage.allocated,
             reserved=usage.reserved,
@@ -327,12 +329,12 @@ class FakeStep:
                 return room
         return ALLOCATOR_MARGINS[-1]
 
-    def _replay(self, micro_batch: int, *, capacity: int | None = None) -> Usage:
+    def _replay(self, micro_batch: int, *, capacity: int | None = None) -> AllocatorPeaks:
         recording = self._recording = self._recording or self._record()
         sizes = recording.compute_sizes(micro_batch, small_batch=compute_max_small_batch(self.spec))
         if not self.gpu:
             peak = compute_peak_without_allocator(range(recording.in_use), recording.events, sizes)
-            return Usage(allocated=peak, reserved=peak)
+            return AllocatorPeaks(allocated=peak, reserved=peak)
         early, late = range(recording.early), range(recording.early, recording.in_use)
         return replay_allocations(early, late, recording.events, sizes, capacity=capacity)
 
@@ -464,7 +466,7 @@ def build_fake_step(
         optimizer = get_method(spec).build_base_optimizer(spec, make_parameter_groups(spec.optimizer, model))
     if gpu:
         _use_foreach(optimizer)
-    batch = make_batch(collate, [sample] * COPIES)
+    batch = make_batch(collate, [sample] * SAMPLES_IN_FAKE_BATCH)
     fake_step = FakeStep(spec, batch, gpu, fake, storages, model, call, optimizer)
     with fake, storages:
         storages.track([*model.parameters(), *model.buffers()])

@@ -77,7 +77,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         raise SpecError(
             f"a sample of {spec.dataset.name} cannot be transformed: {_format_error_message(error)}"
         ) from error
-    _check_leaves(spec, items, held_out, is_user_dataset=is_user_dataset)
+    _check_sample_tensors(spec, items, held_out, is_user_dataset=is_user_dataset)
     batch = _make_batch(spec, items, datasets.collate)
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, PLAIN_TYPES):
@@ -169,7 +169,7 @@ def _list_tensor_shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], .
     return tuple(tuple(tensor.shape) for tensor in list_tensors(make_batch(collate, [item])))
 
 
-def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, is_user_dataset: bool) -> None:
+def _check_sample_tensors(spec: JobSpec, items: Sequence[Any], held_out: Any, *, is_user_dataset: bool) -> None:
     """Refuse images that are not converted to tensors, and in datasets that tula knows, inputs that are no images."""
     if is_user_dataset:
         for item, path in ((held_out, "transforms.eval"), (items[0], "transforms.train")):

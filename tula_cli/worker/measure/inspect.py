@@ -150,7 +150,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         )
         footprints = estimate_footprints(fake_step, largest=max(1, len(datasets.train)))
         model, call, optimizer, output = fake_step.model, fake_step.call, fake_step.optimizer, fake_step.make_output(2)
-        warnings += _list_lone_sample_problems(spec, fake_step)
+        warnings += _list_single_sample_problems(spec, fake_step)
         if _has_users_code(spec):  # fake tensors have no values, and are checked less
             notes += _try_real_step(spec, datasets, device, model)
     except TulaError:
@@ -462,7 +462,7 @@ def _is_class_target(target: Any) -> bool:
     return isinstance(target, torch.Tensor) and target.ndim == 1 and target.dtype == torch.int64
 
 
-def _list_lone_sample_problems(spec: JobSpec, fake_step: fake_tensor_step.FakeStep) -> list[str]:
+def _list_single_sample_problems(spec: JobSpec, fake_step: fake_tensor_step.FakeStep) -> list[str]:
     """Return a warning if the search includes a micro-batch of one sample, on which BatchNorm cannot train."""
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if spec.search.min_batch // (ranks * spec.train.accumulate) > 1:

@@ -41,9 +41,9 @@ from tula_cli.worker.device import (
 )
 from tula_cli.worker.ranks import Ranks, join_process_group
 
-CLOCK_ROUNDS = 20  # round trips per measurement of a clock offset
+CLOCK_ROUND_TRIPS = 20  # round trips per measurement of a clock offset
 TRANSFER_SIZES = tuple(2**power for power in range(16, 29, 2))  # bytes, 64 KiB to 256 MiB
-REPEATS = 5
+TRANSFER_REPEATS = 5
 LONG_TRANSFER_SECONDS = 0.2  # seconds of one transfer; the next size would take four times as long
 LATENCY_REPEATS = (5, 30)  # number of untimed and timed all-reduces of one number
 NCCL_TIMEOUT = timedelta(seconds=60)  # for the start of NCCL; the whole check may take three minutes
@@ -212,7 +212,7 @@ def _measure_clock_offset(ranks: Ranks, rank: int) -> tuple[float, float]:
     The shortest of several round trips counts: the answer was sent in its middle, give or take half of its length.
     """
     best = (math.inf, 0.0)
-    for _ in range(CLOCK_ROUNDS if rank else 0):
+    for _ in range(CLOCK_ROUND_TRIPS if rank else 0):
         if ranks.is_first:
             best = min(best, _measure_round_trip(rank))
         elif ranks.rank == rank:
@@ -297,7 +297,7 @@ def _measure_transfers(pair: dist.ProcessGroup, device: torch.device) -> Iterato
 def _measure_transfer(size: int, pair: dist.ProcessGroup, device: torch.device) -> Transfer:
     """Return the fastest of REPEATS all-reduces; between two ranks, each sends and receives the tensor once."""
     tensor = torch.zeros(size // 4, device=device)
-    seconds = min(_time_calls(lambda: dist.all_reduce(tensor, group=pair), REPEATS, device))
+    seconds = min(_time_calls(lambda: dist.all_reduce(tensor, group=pair), TRANSFER_REPEATS, device))
     # Both ranks use the slower time, so that they stop at the same size.
     slower = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(slower, op=dist.ReduceOp.MAX, group=pair)

@@ -26,7 +26,7 @@ from tula_cli.models.time.noise import compute_standard_error, compute_trimmed_m
 from tula_cli.optim.ddp_hook import add_listener
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Components
-from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads, RankPace, Tokens
+from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads, RankStepTimes, Tokens
 from tula_cli.run.records.tasks import ProbeTask, make_probe_identity
 from tula_cli.spec.sections import MIN_TIMED_STEPS, Search
 from tula_cli.worker import device, environment
@@ -52,7 +52,7 @@ from tula_cli.worker.train.step_watch import SynchronisationTimer
 # All ranks must stop at the same step, so rank 0 decides for all, between two blocks of steps: a step in which ranks
 # communicate about this would not be representative. Each decision gives the number of steps of the next block.
 
-PRECISION = 0.01
+MAX_RELATIVE_STANDARD_ERROR = 0.01
 """Standard error of the mean, relative to the mean, at which a window ends: jobs differ by more between restarts."""
 UNTIMED_STEPS = 2
 """Steps at the start of a probe: the first, which compiles and chooses kernels, and one that refreshes factors."""
@@ -84,12 +84,12 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
 
 
 def count_steps_for_median(times: Sequence[float], search: Search) -> int:
-    """Return the number of steps that determine a median to within `PRECISION`, given the spread of the timed steps.
+    """Return the number of steps that determine a median to within `MAX_RELATIVE_STANDARD_ERROR`, given the spread of the timed steps.
 
     At least LEAST_STEPS, which a spread needs, and at most search.split_steps. The variance of a median is pi/2 times
     that of a mean for normally distributed values.
     """
-    error = compute_standard_error(times) / (PRECISION * compute_trimmed_mean(times))
+    error = compute_standard_error(times) / (MAX_RELATIVE_STANDARD_ERROR * compute_trimmed_mean(times))
     return min(search.split_steps, max(MIN_TIMED_STEPS, math.ceil(min(math.pi / 2 * len(times) * error**2, 1e9))))
 
 
@@ -109,7 +109,7 @@ def count_steps_to_time(times: Sequence[float], search: Search) -> int:
     mean = seconds / timed
     missing = max(search.min_steps - timed, math.ceil((search.min_seconds - seconds) / mean))
     if missing <= 0:
-        if compute_standard_error(times) <= PRECISION * compute_trimmed_mean(times):
+        if compute_standard_error(times) <= MAX_RELATIVE_STANDARD_ERROR * compute_trimmed_mean(times):
             return 0
         missing = max(MIN_TIMED_STEPS, timed // 2)
     return min(missing, math.ceil((search.max_seconds - seconds) / mean))
@@ -384,7 +384,7 @@ def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], coun
 
 def _measure_local_step_time(
     trainer: Trainer, stream: Iterator[Step], count: int, *, room: int | None
-) -> tuple[float | None, tuple[RankPace, ...]]:
+) -> tuple[float | None, tuple[RankStepTimes, ...]]:
     """Return the seconds of a step without synchronisation, the slowest rank's and each rank's; (None, ()) for a
     sharded model that cannot run without communication or does not fit a GPU as a whole.
 
@@ -397,12 +397,12 @@ def _measure_local_step_time(
         return None, ()
     with independent:
         steps = _run_steps(trainer, stream, count, None)  # done last, because the replicas diverge
-    rank_pace = RankPace(
+    rank_pace = RankStepTimes(
         host=platform.node(),
         compute=statistics.median(measure_step_seconds(trainer, steps)),
         wait=statistics.median(trainer.clock.measure_seconds(step.start, step.loaded) for step in steps),
     )
-    paces = tuple(map(RankPace.model_validate_json, trainer.ranks.gather(rank_pace.model_dump_json())))
+    paces = tuple(map(RankStepTimes.model_validate_json, trainer.ranks.gather(rank_pace.model_dump_json())))
     return max(pace.compute for pace in paces), paces if len(paces) > 1 else ()
 
 
@@ -418,12 +418,12 @@ def _run_steps(
 
 # --- The probe
 
-EVAL_BATCHES = 8
-REFRESHES = 3
+TIMED_EVAL_BATCHES = 8
+TIMED_REFRESHES = 3
 MAX_NORM_STEPS = 50
 """The most steps whose gradient norms are recorded: they describe the start of training, and they change the
 weights."""
-NEVER = 10**9
+NO_REFRESH_STEPS = 10**9
 """Steps until AGS refreshes by itself: a probe times refreshes separately from steps."""
 
 
@@ -492,7 +492,7 @@ def _build_trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_b
     )
     finetune.load_weights(task.spec.model, trainer.parallel.module, first=ranks.is_first)
     if trainer.ags:
-        trainer.ags.start_epoch(NEVER)
+        trainer.ags.start_epoch(NO_REFRESH_STEPS)
     trainer.until = trainer.method.probe_epochs()
     return trainer
 
@@ -640,7 +640,7 @@ def _measure_refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[
     """Return the additional seconds of a step that refreshes the AGS factors."""
     if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().refreshes_each_step:
         return 0.0
-    with_refresh = [_run_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
+    with_refresh = [_run_step_with_refresh(trainer, stream) for _ in range(TIMED_REFRESHES)]
     extra = statistics.median(measure_step_seconds(trainer, with_refresh)) - statistics.median(timed)
     return max(0.0, extra)
 
@@ -656,7 +656,7 @@ def _measure_eval_time(trainer: Trainer) -> float:
     """Return the seconds of one evaluation batch; the first pass starts the loader's processes and is not counted."""
     evaluator = evaluation.Evaluator(trainer)
     evaluator.evaluate(max_batches=1)
-    batches = min(EVAL_BATCHES, evaluator.count_batches(0))  # the same on all ranks
+    batches = min(TIMED_EVAL_BATCHES, evaluator.count_batches(0))  # the same on all ranks
     began = time.perf_counter()
     evaluator.evaluate(max_batches=batches)
     trainer.clock.wait()

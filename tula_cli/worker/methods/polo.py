@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.optim.ddp_hook import get_reduction
+from tula_cli.optim.ddp_hook import get_or_register_reduction_hook
 from tula_cli.worker.methods.plain import Loop, Plain
 from tula_cli.worker.parallel.sharding import Replicated
 
@@ -75,7 +75,7 @@ class PostLocal(Plain):
 
 def set_gradient_synchronisation(ddp: DistributedDataParallel, *, wanted: bool) -> None:
     """Make DDP average gradients and broadcast rank 0's buffers, as by default, or neither."""
-    get_reduction(ddp).local = not wanted
+    get_or_register_reduction_hook(ddp).local = not wanted
     # torch names this attribute broadcast_buffers up to 2.12, and warns of that name in later versions
     setattr(ddp, "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers", wanted)
 

@@ -21,9 +21,9 @@ from tula_cli.run.disk_space import choose_full_disk_errno
 from tula_cli.run.files import make_folder, make_write_error, write_atomic
 from tula_cli.worker.ranks import Ranks
 
-REST_FILE = "rest.pt"
+UNSHARDED_STATE_FILE = "rest.pt"
 """The file of torch.save with the state that is not sharded: position, best metrics, factors."""
-_CHUNK = 2**24  # bytes read at a time to compute a check sum
+_READ_BYTES = 2**24  # bytes read at a time to compute a check sum
 
 
 def save_sharded(
@@ -62,7 +62,7 @@ def save_sharded(
         raise CannotWrite(
             f"cannot write {folder}: {first_line}", "check the free disk space; older checkpoints are still valid"
         ) from error
-    _run_on_first_rank(lambda: write_atomic(draft / REST_FILE, _serialize(content)), folder, ranks)
+    _run_on_first_rank(lambda: write_atomic(draft / UNSHARDED_STATE_FILE, _serialize(content)), folder, ranks)
     files = sorted(path.name for path in draft.iterdir()) if ranks.is_first else []
     sums = _list_file_checksums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
     if lost := [name for name, total in sums.items() if total < 0]:
@@ -80,7 +80,7 @@ def is_complete_checkpoint(folder: Path, ranks: Ranks) -> bool:
     checksums: dict[str, int] = json.loads(
         ranks.gather(json.dumps(_read_checksums(folder) if ranks.is_first else {}))[0]
     )
-    return REST_FILE in checksums and _list_file_checksums(folder, sorted(checksums), ranks) == checksums
+    return UNSHARDED_STATE_FILE in checksums and _list_file_checksums(folder, sorted(checksums), ranks) == checksums
 
 
 def _read_checksums(folder: Path) -> dict[str, int]:
@@ -156,7 +156,7 @@ def _compute_file_checksum(path: Path) -> int:
     total = 0
     try:
         with files.open_file(path) as file:
-            while chunk := file.read(_CHUNK):
+            while chunk := file.read(_READ_BYTES):
                 total = zlib.crc32(chunk, total)
     except (OSError, TulaError):
         return -1

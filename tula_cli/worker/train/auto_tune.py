@@ -51,21 +51,21 @@ MAX_EPOCHS_BEHIND = 2
 STEPS_BETWEEN_CHECKS = 20
 """Steps between two checks of whether a branch has diverged; each check waits for the device."""
 
-SETTLING_STEPS = 8
+BATCH_NORM_MICRO_BATCHES = 8
 """Micro-batches per rank over which BatchNorm's statistics are averaged before a branch is evaluated."""
 
-_HELD_OUT = -1
+_HOLDOUT_SEED_EPOCH = -1
 """Stands for the epoch in the seed of the split; no epoch has this number."""
 
 
-class Log(Protocol):
+class MetricsLogger(Protocol):
     """Adds a row to the training's metrics."""
 
     def __call__(self, kind: str, position: Position, epoch: float, **values: Any) -> None: ...
 
 
 @dataclass(frozen=True)
-class Choice:
+class ArmChoice:
     """The arm that a training continues with, and the sample at which the arms branch."""
 
     arm: Arm
@@ -168,7 +168,7 @@ class BranchContext:
     def evaluate(self, trainer: Trainer) -> Evaluation:
         """Evaluate a trainer's weights on the held-out samples."""
         # The running statistics lag about ten steps behind the weights, which is most of a short branch.
-        evaluation.recompute_batch_norm_statistics(trainer, batches=SETTLING_STEPS, after_batch=self.check)
+        evaluation.recompute_batch_norm_statistics(trainer, batches=BATCH_NORM_MICRO_BATCHES, after_batch=self.check)
         return evaluation.Evaluator(trainer).evaluate(after_batch=self.check)
 
     def train_branch(self, task: TrainTask, arm: Arm, length: int, *, control: float | None) -> Branch:
@@ -196,7 +196,7 @@ class BranchContext:
         )
 
 
-def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
+def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> ArmChoice | None:
     """Return the choice recorded in tuning.json, read by rank 0, on every rank; None if branches are missing.
 
     A choice made at a larger batch (before an out-of-memory error) is kept, with the learning-rate factor limited to
@@ -214,10 +214,10 @@ def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
     control = self_tuning.find_control_branch(tuning.branches)
     branch_epochs = max((branch.epochs for branch in tuning.branches), default=0.0)
     limit = control.loss if control is not None else None
-    return Choice(arm, tuning.epoch, tuning.start, branch_epochs, limit, tuning.broken)
+    return ArmChoice(arm, tuning.epoch, tuning.start, branch_epochs, limit, tuning.broken)
 
 
-class ArmBrokeDown(Exception):
+class ArmDiverged(Exception):
     """The chosen arm has broken down, after `samples` samples; raised on every rank."""
 
     def __init__(self, samples: int) -> None:
@@ -246,8 +246,8 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
 
 
 def run_tuning(
-    task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, preemption: PreemptionHandler, log: Log
-) -> Choice:
+    task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, preemption: PreemptionHandler, log: MetricsLogger
+) -> ArmChoice:
     """Train a branch with each arm, for a training at the branching point; recorded branches are reused.
 
     Args:
@@ -306,7 +306,7 @@ def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datase
     size = len(datasets.train)
     self_tuning.require_tuning_samples(spec, batch=batch, dataset_size=size)
     count = self_tuning.count_holdout_samples(size)
-    order = make_epoch_permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
+    order = make_epoch_permutation(size, seed=spec.train.seed, epoch=_HOLDOUT_SEED_EPOCH).tolist()
     plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
     view = datasets.train.samples
     if plain != spec.transforms:
@@ -337,7 +337,7 @@ def _load_record(context: BranchContext, run: RunDir, position: Position, arms: 
 
 def _count_samples_of_beginning(context: BranchContext) -> int:
     """Return the number of samples of the training from which all branches start."""
-    control = Choice(Arm(name=self_tuning.CONTROL_ARM), 0.0).make_task(context.task, size=context.size)
+    control = ArmChoice(Arm(name=self_tuning.CONTROL_ARM), 0.0).make_task(context.task, size=context.size)
     sizes = compute_batch_sizes(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
     steps = sizes.ramp.count_remaining_steps(size=context.size, epochs=BRANCHING_EPOCH)
     return sum(batch * count for batch, count in steps.items())
@@ -407,11 +407,11 @@ def train_with_tuning(task: TrainTask, context: TrainContext) -> None:
         choice = _choose_arm(task, context)
         try:
             return ArmTraining(choice, task, context).train()
-        except ArmBrokeDown as broken:
+        except ArmDiverged as broken:
             choose_next_arm(task, context.run, context.ranks, samples=broken.samples)
 
 
-def _choose_arm(task: TrainTask, context: TrainContext) -> Choice:
+def _choose_arm(task: TrainTask, context: TrainContext) -> ArmChoice:
     """Return the arm to continue with; if there is none yet, train up to the branching point, and the branches.
 
     Raises:
@@ -421,7 +421,7 @@ def _choose_arm(task: TrainTask, context: TrainContext) -> Choice:
     if (choice := load_choice(task, run, ranks)) is not None:
         return choice
     split = hold_out_samples(task.spec, datasets, batch=task.batch)
-    control = Choice(Arm(name=self_tuning.CONTROL_ARM), 0.0).make_task(task, size=len(datasets.train))
+    control = ArmChoice(Arm(name=self_tuning.CONTROL_ARM), 0.0).make_task(task, size=len(datasets.train))
     branch_steps = self_tuning.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
     Training(control, context, until=BRANCHING_EPOCH, ahead=branch_steps).train()
     with MetricsFile(
@@ -436,9 +436,9 @@ def _choose_arm(task: TrainTask, context: TrainContext) -> Choice:
 
 
 class ArmTraining(Training):
-    """A training with the chosen arm; if the arm breaks down, it raises `ArmBrokeDown` so that the next arm is chosen."""
+    """A training with the chosen arm; if the arm breaks down, it raises `ArmDiverged` so that the next arm is chosen."""
 
-    def __init__(self, choice: Choice, task: TrainTask, context: TrainContext) -> None:
+    def __init__(self, choice: ArmChoice, task: TrainTask, context: TrainContext) -> None:
         super().__init__(choice.make_task(task, size=len(context.datasets.train)), context)
         self.choice, self.keep = choice, (choice.start,)
         self.trainer.lr_factor = choice.lr_factor
@@ -454,13 +454,13 @@ class ArmTraining(Training):
             self.log.warn(messages.arm_diverged_after_choice(arms=self.choice.broken, chosen=self.choice.arm.name))
 
     def _make_divergence_error(self, description: str) -> Exception:
-        """Return ArmBrokeDown, or Diverged if no arm is left."""
+        """Return ArmDiverged, or Diverged if no arm is left."""
         if self._is_control:
             return super()._make_divergence_error(description)
-        return ArmBrokeDown(self.trainer.position.samples)
+        return ArmDiverged(self.trainer.position.samples)
 
     def _handle_evaluation(self, loss: float) -> None:
-        """Raise ArmBrokeDown if the arm has broken down; `loss` is the same on all ranks.
+        """Raise ArmDiverged if the arm has broken down; `loss` is the same on all ranks.
 
         The criterion is the training loss: the evaluation set must not influence the training.
         """
@@ -468,4 +468,4 @@ class ArmTraining(Training):
             return
         self.behind = self.behind + 1 if self.choice.is_behind(loss, epoch=self.trainer.epoch) else 0
         if self.behind >= MAX_EPOCHS_BEHIND:
-            raise ArmBrokeDown(self.trainer.position.samples)
+            raise ArmDiverged(self.trainer.position.samples)

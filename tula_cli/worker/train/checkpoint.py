@@ -140,7 +140,7 @@ def save_checkpoint(
             make_checkpoint_state(trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason),
         )
     if trainer.ranks.is_first:
-        _remove_outdated(run, signature, path, is_best=is_best, keep=keep)
+        _update_links_and_remove_old(run, signature, path, is_best=is_best, keep=keep)
     return path
 
 
@@ -159,7 +159,9 @@ def write_sharded(
     sharded_checkpoint.save_sharded(path, trainer.parallel.module, trainer.base, content, trainer.ranks)
 
 
-def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: Collection[int]) -> None:
+def _update_links_and_remove_old(
+    run: RunDir, signature: str, path: Path, *, is_best: bool, keep: Collection[int]
+) -> None:
     """Point `last` (and `best`) at a new checkpoint, and delete those that are no longer needed."""
     folder = run.get_training(signature).path
     _replace_link(folder / "last", path)
@@ -226,7 +228,7 @@ def load_newest_on_all_ranks(
     folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(sharded))[0])]
     for folder in folders:
         unsharded_state = (
-            _read_checkpoint(folder / sharded_checkpoint.REST_FILE)
+            _read_checkpoint(folder / sharded_checkpoint.UNSHARDED_STATE_FILE)
             if sharded_checkpoint.is_complete_checkpoint(folder, ranks)
             else None
         )

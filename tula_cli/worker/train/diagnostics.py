@@ -19,7 +19,7 @@ QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 HISTOGRAM_EDGES = tuple(2.0 ** (half / 2) for half in range(-20, 15))
 """Edges of the histogram of factors: half octaves from 2^-10 to 2^7. There is one more bin on each side."""
 
-_CHUNK = 2**20  # elements sorted into bins at a time; their bin numbers need as much memory again
+_HISTOGRAM_CHUNK_ELEMENTS = 2**20  # elements sorted into bins at a time; their bin numbers need as much memory again
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def count_per_bin(tensors: Sequence[Tensor]) -> list[int]:
     total = torch.zeros(len(HISTOGRAM_EDGES) + 1, dtype=torch.int64)
     for tensor in tensors:
         edges = torch.tensor(HISTOGRAM_EDGES, dtype=tensor.dtype, device=tensor.device)
-        for chunk in tensor.detach().flatten().split(_CHUNK):
+        for chunk in tensor.detach().flatten().split(_HISTOGRAM_CHUNK_ELEMENTS):
             bins = torch.bucketize(chunk, edges, out_int32=True, right=True)
             total += torch.bincount(bins, minlength=len(total)).cpu()
     return [int(count) for count in total.tolist()]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tula_cli.run.records.tasks import TrainTask
     from tula_cli.worker.train.loop import Step
 
-MIN_LIMIT = 600.0
+MIN_HANG_SECONDS = 600.0
 """Minimum seconds after which a step counts as hung; scripts have the same limit."""
 LIMIT_IN_STEPS = 20
 """The limit as a multiple of the median step time."""
@@ -81,7 +81,7 @@ class HangWatch:
     def limit(self) -> float:
         """Seconds that a step may take; infinity for the first."""
         return (
-            max(MIN_LIMIT, LIMIT_IN_STEPS * statistics.median(self._step_seconds))
+            max(MIN_HANG_SECONDS, LIMIT_IN_STEPS * statistics.median(self._step_seconds))
             if self._step_seconds
             else float("inf")
         )

@@ -31,7 +31,7 @@ from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train.loop import Trainer
 
-TOLERANCE = 0.05
+EIGENVALUE_TOLERANCE = 0.05
 """Bound on the error of an eigenvalue, relative to the largest magnitude, at which the iteration stops."""
 MAX_ITERATIONS = 100
 FAILURE_PROBABILITY = 0.01
@@ -139,7 +139,7 @@ def measure_curvature(trainer: Trainer, *, samples: int, after_product: Callable
 
 
 def run_lanczos(
-    product: Product, start: Tensor, *, tolerance: float = TOLERANCE, most: int = MAX_ITERATIONS
+    product: Product, start: Tensor, *, tolerance: float = EIGENVALUE_TOLERANCE, most: int = MAX_ITERATIONS
 ) -> Extremes:
     """Return both ends of the spectrum of a symmetric operator, with at most `most` products.
 

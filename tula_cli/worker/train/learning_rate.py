@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 from tula_cli.errors import JobFailed
-from tula_cli.plugins import is_import_string, load
+from tula_cli.plugins import is_import_string, load_by_name
 from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, get_warmup_epochs
 from tula_cli.spec.schedules import compute_scheduled_lr, compute_warmup_factor
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
@@ -49,7 +49,7 @@ def check_user_schedule(spec: JobSpec) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _load_user_schedule(name: str, epochs: int) -> Callable[[float], float]:
-    target = load(name, {}, kind="schedule")
+    target = load_by_name(name, {}, kind="schedule")
     arguments = {"epochs": epochs} if accepts_argument(target, "epochs") else {}
     is_class = isinstance(target, type)
     schedule = (

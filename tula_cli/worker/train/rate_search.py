@@ -122,7 +122,7 @@ def _train_branch(
 ) -> RateBranch:
     """Train a branch; its learning rate rises to its own in the first quarter and falls in the second half."""
     spec = rate_search.make_job_of_rule(task.spec, arm.rule)
-    ramps = spec.train.training_method.ramps  # the learning rate rises with the batch
+    ramps = spec.train.training_method.grows_batch  # the learning rate rises with the batch
     trained = Arm(
         name=f"{arm.rule}-{arm.batch}",
         method=_get_arm_method(task.spec),

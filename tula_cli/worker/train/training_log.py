@@ -50,7 +50,7 @@ ROWS_PER_LINE = 32
 """Rows that are written at once, so that the start of a line is short compared with them."""
 
 
-class StepFile:
+class StepRecordFile:
     """The file of steps of one training; used on rank 0 alone.
 
     Args:
@@ -137,7 +137,7 @@ class MetricsFile:
     def __init__(self, run: RunDir, task: TrainTask, *, is_first: bool, samples: int) -> None:
         self.path = run.get_training(task.signature).metrics_path
         self.run, self.task, self.first, self.samples = run, task, is_first, samples
-        self.steps = StepFile(run.get_training(task.signature))  # values of every step
+        self.steps = StepRecordFile(run.get_training(task.signature))  # values of every step
 
     def __enter__(self) -> "MetricsFile":
         if self.first:

@@ -7,7 +7,7 @@ import pytest
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from tula_cli.models.time.changes import MAX_VALUES, MIN_VALUES, ChangePointTest, compute_split_statistics
+from tula_cli.models.time.changes import MAX_VALUES, MIN_LEVEL_VALUES, ChangePointTest, compute_split_statistics
 
 Series = NDArray[np.float64]
 
@@ -59,15 +59,15 @@ def test_a_change_too_small_to_matter_is_not_told() -> None:
 
 def test_fewer_slow_values_than_a_level_needs_are_not_told() -> None:
     series = np.full(100, 0.05) + 1e-4 * np.arange(100) % 3e-4
-    series[50 : 50 + MIN_VALUES - 5] *= 3
+    series[50 : 50 + MIN_LEVEL_VALUES - 5] *= 3
     assert told(series) == []
 
 
 def test_a_load_that_comes_and_goes_is_not_told_for_ever() -> None:
     rng = np.random.default_rng(17)
     series = step_times(rng, 2000)
-    for start in range(0, 2000, 2 * MIN_VALUES):
-        series[start : start + MIN_VALUES] *= 1.5
+    for start in range(0, 2000, 2 * MIN_LEVEL_VALUES):
+        series[start : start + MIN_LEVEL_VALUES] *= 1.5
     assert len(told(series)) <= 3
     lasting = step_times(rng, 1200)
     for start in range(200, 1200, 400):
@@ -75,4 +75,4 @@ def test_a_load_that_comes_and_goes_is_not_told_for_ever() -> None:
     result = told(lasting)
     assert len(result) == 5 and all(at - since < 2 * MAX_VALUES for at, since in result)
     gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(result)]
-    assert min(gaps) > MIN_VALUES
+    assert min(gaps) > MIN_LEVEL_VALUES

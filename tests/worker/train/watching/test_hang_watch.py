@@ -17,7 +17,7 @@ from tula_cli.worker.train.hang_watch import HangWatch, is_waiting_for_peers
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_watch, "MIN_LIMIT", 0.2)
+    monkeypatch.setattr(hang_watch, "MIN_HANG_SECONDS", 0.2)
     monkeypatch.setattr(hang_watch, "POLL_SECONDS", 0.02)
 
 

@@ -17,7 +17,7 @@ from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train import training_log
 from tula_cli.worker.train.diagnostics import Diagnostics
-from tula_cli.worker.train.training_log import StepFile
+from tula_cli.worker.train.training_log import StepRecordFile
 
 STEPS, BATCH = 6, 16
 EPOCH = STEPS * BATCH
@@ -114,7 +114,7 @@ def test_following_a_step_does_not_wait_for_the_device(method: dict[str, Any], a
 
 def test_a_long_training_is_thinned_out_and_no_step_is_lost(tmp_path: Path) -> None:
     training = TrainingRun(tmp_path, "ab12cd34")
-    file = StepFile(training, most=40)
+    file = StepRecordFile(training, most=40)
     for first in range(0, 1000, 7):
         file.add(steps(min(7, 1000 - first), start=first), close=first % 49 == 0)
         assert len(training.read_step_rows()) == file.count <= 40
@@ -127,13 +127,13 @@ def test_a_long_training_is_thinned_out_and_no_step_is_lost(tmp_path: Path) -> N
 
 def test_no_row_has_steps_from_both_sides_of_a_checkpoint(tmp_path: Path) -> None:
     training = TrainingRun(tmp_path, "ab12cd34")
-    file = StepFile(training, most=10)
+    file = StepRecordFile(training, most=10)
     for first in range(0, 60, 5):
         file.add(steps(5, start=first), close=True)
         if first in (20, 35, 50):
             write_atomic(training.get_checkpoint_path(8 * (first + 5)), b"")
     for path in training.list_checkpoints():
-        again = StepFile(training, most=10)
+        again = StepRecordFile(training, most=10)
         again.resume(int(path.stem))
         result = training.read_steps()
         assert 8 * sum(result.steps) == result.samples[-1] == int(path.stem)
@@ -142,10 +142,10 @@ def test_no_row_has_steps_from_both_sides_of_a_checkpoint(tmp_path: Path) -> Non
 
 def test_a_line_that_a_kill_has_cut_is_dropped_before_others_follow(tmp_path: Path) -> None:
     training = TrainingRun(tmp_path, "ab12cd34")
-    StepFile(training).add(steps(3), close=True)
+    StepRecordFile(training).add(steps(3), close=True)
     with training.steps_path.open("a") as file:
         file.write('{"samples":32,"ba')
-    again = StepFile(training)
+    again = StepRecordFile(training)
     again.resume(24)
     again.add(steps(2, start=3), close=True)
     assert training.read_steps().samples == [8, 16, 24, 32, 40]
@@ -153,7 +153,7 @@ def test_a_line_that_a_kill_has_cut_is_dropped_before_others_follow(tmp_path: Pa
 
 def test_metrics_cut_the_rows_also_where_nobody_adds_any(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec())
-    StepFile(run.get_training(task.signature)).add(steps(5), close=True)
+    StepRecordFile(run.get_training(task.signature)).add(steps(5), close=True)
     with training_log.MetricsFile(run, task, is_first=True, samples=16):
         assert run.get_training(task.signature).read_steps().samples == [8, 16]
 
@@ -161,7 +161,7 @@ def test_metrics_cut_the_rows_also_where_nobody_adds_any(alone: Ranks, run: RunD
 def test_a_training_that_is_thinned_out_goes_on_where_it_was(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_log, "StepFile", functools.partial(StepFile, most=4))
+    monkeypatch.setattr(training_log, "StepRecordFile", functools.partial(StepRecordFile, most=4))
     task, ending = train_task(job(PLAIN)), job(PLAIN, ends_after=EPOCH + 40)
     with pytest.raises(Interrupted):
         run_training(train_task(ending, signature=task.signature), run, alone, build_datasets(ending))

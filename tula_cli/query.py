@@ -185,7 +185,7 @@ class Query:
 
     @property
     def compares_at_equal_progress(self) -> bool:
-        """Whether deadline and budget are for the same progress, not for the epochs of the job."""
+        """Whether deadline and budget apply to trainings of equal progress instead of the job's number of epochs."""
         return self.objective == "accuracy-time"
 
     @property

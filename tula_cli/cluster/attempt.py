@@ -47,7 +47,7 @@ LOG_CHECK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 60.0
 """Seconds between two heartbeats of a job on this machine."""
 TERMINATION_SIGKILL_DELAY_SECONDS = 25.0
-"""SIGKILL_DELAY_SECONDS for an allocation that the scheduler ends: SLURM kills all processes after KillWait, 30 s by default."""
+"""The same if the scheduler ends the allocation: SLURM kills all processes after KillWait, 30 s by default."""
 
 
 def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
@@ -341,7 +341,7 @@ class RunningAttempt:
         return self._find_root_cause(failure)
 
     def _wait_for_reports(self) -> None:
-        """Wait, at most PEER_GRACE_SECONDS seconds, for the reports of all supervisors: the root cause may be on another one.
+        """Wait, at most PEER_GRACE_SECONDS, for the reports of all supervisors: the root cause may be on another one.
 
         A rank that lost its peer reports so at once. Under torchrun its supervisor reports only when torchrun has
         exited, so reports of lost peers alone do not name the cause yet.

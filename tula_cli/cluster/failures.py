@@ -259,7 +259,7 @@ def convert_os_error(error: Exception, run: RunDir) -> Exception:
 
 
 def convert_error_to_failure(error: Exception, run: RunDir, task: Task) -> Failure:
-    """Return the failure that an error raised in a supervisor is."""
+    """Convert an error raised in a supervisor to a `Failure`."""
     host = get_node_name()
     if isinstance(error, DiskFull):
         full = Failure(outcome="disk", host=host, shortage=get_shortage(error))

@@ -111,10 +111,10 @@ def list_unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]
 
 
 def list_jobs_to_wait_for(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
-    """Return those of the jobs that are pending or running and that a command may wait for, under `lock_submission`.
+    """Return the given jobs that are pending or running, to wait for them. Call under `lock_submission`.
 
     Raises:
-        SchedulerError: the scheduler does not answer, or one of them is still being cancelled: it will have no result.
+        SchedulerError: the scheduler does not answer, or a job is still being cancelled and will have no result.
     """
     unfinished = list_unfinished_jobs(run, launcher, job_ids)
     for id_ in unfinished:

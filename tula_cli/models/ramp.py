@@ -61,7 +61,7 @@ class NoisePath:
     """The gradient noise scale as a function of the epochs done.
 
     log(reference + noise) is linear in log(1 + epochs) between measurements, and after the last one continues with the
-    exponent of whole trainings (`NOISE_GROWTH_EXPONENT`). A measurement followed by a lower one is reduced to that value: a batch
+    exponent of whole trainings (`NOISE_GROWTH_EXPONENT`). A measurement followed by a lower one is reduced to it: a batch
     starts where the noise remains high enough.
     """
 

@@ -97,7 +97,7 @@ class StageTimes:
         )
 
     def list_stages(self, config: Config) -> tuple[Stage, ...]:
-        """Return the stages of a training at a configuration with their positions; empty if its batch does not grow."""
+        """Return the stages of a training at a configuration, each with its start in samples; empty if constant."""
         if self.spec.train.stages is None:
             return ()
         return build_ramp_on_nodes(

@@ -14,7 +14,7 @@ from .gradient_stats import compute_norms
 
 # --- The hook
 #
-# A DDP has one hook for good, so `get_or_register_reduction_hook(ddp)` registers it once and returns the same object afterwards.
+# A DDP has one hook for good, so `get_or_register_reduction_hook` registers it once.
 # DDP checks the type hints of its hook: annotations of this module must not be strings (no `from __future__ import annotations`).
 
 Listener = Callable[[GradBucket], Callable[[], None] | None]
@@ -38,9 +38,10 @@ _registered: weakref.WeakKeyDictionary[DistributedDataParallel, ReductionHook] =
 
 
 def get_or_register_reduction_hook(ddp: DistributedDataParallel) -> ReductionHook:
-    """Return the module's reduction; make the first call between two backward passes, ideally before the first.
+    """Return the DDP module's `ReductionHook`; the first call registers it as communication hook.
 
-    torch's manual asks for a call before the first; torch 2.6 to 2.15 accept a later one, as tests show.
+    Make the first call between two backward passes, ideally before the first one: torch's manual asks for that; torch
+    2.6 to 2.15 accept a later call.
 
     Raises:
         RuntimeError: the module already has another hook.

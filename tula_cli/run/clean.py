@@ -115,16 +115,17 @@ def _list_kept_checkpoints(
     training: TrainingRun, complete_checkpoints: list[str], *, is_finished: bool, keep_best: bool
 ) -> set[str]:
     """Return the checkpoints to keep; `complete_checkpoints` is ordered newest first."""
-    best, last = (
-        {target} & set(complete_checkpoints)
-        for target in map(_read_link_target, (training.path / "best", training.path / "last"))
-    )
+    best = _read_link_target(training.path / "best")
+    last = _read_link_target(training.path / "last")
+    linked = {best, last} & set(complete_checkpoints)
     if is_finished:
-        return best if keep_best and best else best | (last or {complete_checkpoints[0]})
+        if keep_best and best in linked:
+            return {best}
+        return linked if last in linked else {*linked, complete_checkpoints[0]}
     tuning = training.read_tuning()
     if tuning is not None and tuning.chosen is None:
         return set(complete_checkpoints)  # the remaining arms resume from their common checkpoint
-    return {*complete_checkpoints[:KEPT_RESUME_CHECKPOINTS], *best, *last}
+    return {*complete_checkpoints[:KEPT_RESUME_CHECKPOINTS], *linked}
 
 
 def _read_link_target(link: Path) -> str:

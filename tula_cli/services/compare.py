@@ -199,9 +199,9 @@ def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
 
 
 def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:
-    """Inspect the user code that rows name in addition to the job's; only building it shows whether it works.
+    """Inspect the user code of each method that the job itself does not use: only building it shows whether it works.
 
-    Nothing is inspected if a job on a node has inspected the model: this machine cannot build it then.
+    Skipped if the job's model was inspected in a job on a node, because then this machine cannot build it.
 
     Raises:
         SpecError: the user code of a method cannot be built.

@@ -491,22 +491,24 @@ Inspections = Mapping[str | None, Inspection]
 def plan_probes_of_runs(
     runs: Sequence[Run], inspections: Inspections, *, repeat_failed: bool = True, largest: bool = False
 ) -> Work[list[tuple[Run, ProfilePlan]]]:
-    """Return the probes to measure for each variant; yield a warning for one that has none, if another can be trained.
+    """Return the planned probes of each run; a run without a feasible configuration is left out with a warning.
 
     Args:
         repeat_failed: whether failed probes are measured again.
-        largest: whether to search for the largest batch; each trial follows from the one before.
+        largest: whether to search for the largest batch that fits, one trial after another.
 
     Raises:
-        Infeasible: no variant that can be trained has a feasible configuration.
+        Infeasible: no run has a feasible configuration.
     """
     planned: list[tuple[Run, ProfilePlan]] = []
     errors = []
-    rounds = any(run.spec.search.strategy in ("auto", "adaptive") for run in runs)
-    spent = {run.type: count_measured_node_hours(run) if rounds else 0.0 for run in runs}
+    has_rounds = any(run.spec.search.strategy in ("auto", "adaptive") for run in runs)
+    measured_node_hours = {run.type: count_measured_node_hours(run) if has_rounds else 0.0 for run in runs}
     for run in runs:
         node_hours_of_other_types = (
-            sum(spent.values()) - spent[run.type] + sum(plan.node_hours_at_most for _, plan in planned)
+            sum(measured_node_hours.values())
+            - measured_node_hours[run.type]
+            + sum(plan.node_hours_at_most for _, plan in planned)
         )
         inspection = inspections[run.type]
         for text in inspection.warnings:

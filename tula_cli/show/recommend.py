@@ -309,9 +309,9 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
     return [configs[place] for place in sorted(place for _, place in best)]
 
 
-def _describe_omitted_rows(recommendation: "Recommendation", more: str) -> Iterator[str]:
-    shown, of = len(_select_rows(recommendation)), _count_configurations(recommendation)
-    yield from [f"{shown} of {of} configurations; {more}"] if shown < of else ()
+def _describe_omitted_rows(recommendation: "Recommendation", hint: str) -> Iterator[str]:
+    shown, total = len(_select_rows(recommendation)), _count_configurations(recommendation)
+    yield from [f"{shown} of {total} configurations; {hint}"] if shown < total else ()
 
 
 def describe_saved_table(*, kept: bool) -> str:

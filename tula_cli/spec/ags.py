@@ -177,11 +177,10 @@ def _explain_unsupported_sharding(train: "Train") -> str:
 
 
 def _explain_unsharded_requirement(train: "Train") -> str:
-    refused = {
-        "with train.precision: fp16, each GPU would choose its loss scale by its own part of the gradient; set train.precision: bf16": train.precision
-        == "fp16",
-        "train.compile needs the complete model on each GPU; remove train.compile": bool(train.compile),
-        "train.diagnostics: [hessian] needs the complete weights on each GPU; remove hessian": "hessian"
-        in train.diagnostics,
-    }
-    return next((why for why, is_refused in refused.items() if is_refused), "")
+    if train.precision == "fp16":
+        return "with train.precision: fp16, each GPU would choose its loss scale by its own part of the gradient; set train.precision: bf16"
+    if train.compile:
+        return "train.compile needs the complete model on each GPU; remove train.compile"
+    if "hessian" in train.diagnostics:
+        return "train.diagnostics: [hessian] needs the complete weights on each GPU; remove hessian"
+    return ""

@@ -573,9 +573,10 @@ def _describe_settings(spec: JobSpec) -> str:
     if has_adam_defaults(spec):
         above = LARGE_BATCH_RATIO * spec.train.reference_batch
         late = f", decreasing after {schedule.decay_from:g} of the epochs" if schedule.decay_from else ""
-        has_default = get_default_beta1(spec, above + 1) is not None
-        beta1 = f"is {LARGE_BATCH_BETA1:g} at batches above {above} unless optimizer.args.betas is set"
-        return f"With {name}, the learning-rate schedule is {schedule.kind}{late}, and beta1 {beta1 if has_default else 'is that of optimizer.args.betas'}"
+        beta1 = "is that of optimizer.args.betas"
+        if get_default_beta1(spec, above + 1) is not None:
+            beta1 = f"is {LARGE_BATCH_BETA1:g} at batches above {above} unless optimizer.args.betas is set"
+        return f"With {name}, the learning-rate schedule is {schedule.kind}{late}, and beta1 {beta1}"
     if method.max_grad_norm is None or name not in SGD_LIKE_OPTIMIZERS or spec.train.max_grad_norm is None:
         return ""
     return f"Gradients are clipped to norm {spec.train.max_grad_norm:g} (train.max_grad_norm)"

@@ -239,7 +239,7 @@ POLL_SECONDS = 0.5  # seconds
 
 
 def _read_rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
-    """Return the results of the ranks; if `patient` and any is there, wait up to MAX_RESULT_DELAY_SECONDS seconds for the others."""
+    """Return the results of the ranks; if `patient` and any is there, wait up to MAX_RESULT_DELAY_SECONDS for the rest."""
     deadline = time.monotonic() + MAX_RESULT_DELAY_SECONDS
     while len(results := attempt.read_results()) < ranks and results and patient and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -227,7 +227,7 @@ class ScriptProgram(RankProgram):
 
     @property
     def extra_probe_variables(self) -> Mapping[str, str]:
-        """Variables that only measuring starts get: W&B publishes none of them."""
+        """Environment variables that are set for probes only; they keep W&B from publishing probes as runs."""
         return {"WANDB_MODE": "disabled"}
 
     def count_steps_per_epoch(self, batch: int) -> int:

@@ -39,7 +39,7 @@ class ChangePointTest:
     Every split of the remembered values is judged by the Mann-Whitney statistic (1947), and the largest one counts, as
     in the change-point model of Hawkins and Deng (2010). It is based on ranks: its error rate on independent values
     does not depend on their distribution, and a spike counts as one value, however high. Correlated neighbours, as
-    under a lingering load, count less. A change is reported if the medians on both sides also differ by `MIN_LEVEL_RATIO`.
+    under a lingering load, count less. A change is reported if the medians on both sides differ by `MIN_LEVEL_RATIO`.
     The series then starts with the new level, and the next change has to last twice as long, up to `MAX_VALUES`, so
     that a load that comes and goes is not reported endlessly.
     """

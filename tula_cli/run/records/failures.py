@@ -120,7 +120,7 @@ class Fallback(Record):
 
     @property
     def batch_norm_text(self) -> str:
-        """The number of samples of BatchNorm's statistics from now on, as text; empty if it has not changed."""
+        """The new number of samples per BatchNorm statistic, as text for messages; empty if it has not changed."""
         return f"BatchNorm's statistics over {self.normalised} samples" if self.normalised else ""
 
     @property

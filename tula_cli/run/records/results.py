@@ -335,7 +335,7 @@ class Comparison(Record):
 
     @property
     def signatures(self) -> frozenset[str]:
-        """Signatures of the trainings of this comparison, and of those of earlier ones that changed the job."""
+        """Signatures of this comparison's trainings, and of those of earlier comparisons with other job settings."""
         return frozenset((*self.earlier, *(cell.signature for cell in self.cells)))
 
     @property

@@ -136,11 +136,10 @@ def _describe_waiting(run_status: RunStatus, job: str) -> str:
 
 def _reestimate_hours(run: Run, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
     """Return the expected hours of each row, based on the trainings finished since the plan was made."""
-    took = compute_mean_hours_by_row(run, plan.comparison)
-    known_hours = {row: hours for row, hours in plan.hours.items() if hours is not None}
-    return {
-        row: took.get(row) or (estimate_hours(row, took, {}) if took else known_hours.get(row)) for row in plan.hours
-    }
+    measured_hours = compute_mean_hours_by_row(run, plan.comparison)
+    if not measured_hours:
+        return dict(plan.hours)
+    return {row: measured_hours.get(row) or estimate_hours(row, measured_hours, {}) for row in plan.hours}
 
 
 def _estimate_remaining_seconds(

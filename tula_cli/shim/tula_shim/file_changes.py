@@ -38,7 +38,7 @@ class FileChangeRecorder:
         self.since = _get_modification_time(folder / "plan.json") or time.time()
         self.ignored = (
             *SYSTEM_PATH_PREFIXES,
-            *(os.path.join(os.path.abspath(path), "") for path in (str(folder), *ignored)),
+            *(os.path.join(os.path.abspath(path), "") for path in (str(folder), *ignored)),  # noqa: PTH100, PTH118 - strings for startswith
         )
         self.stepped = False
         self._seen: dict[str, bool] = {}  # path -> whether its last record was after the first step

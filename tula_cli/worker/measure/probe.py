@@ -84,7 +84,7 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
 
 
 def count_steps_for_median(times: Sequence[float], search: Search) -> int:
-    """Return the number of steps that determine a median to within `MAX_RELATIVE_STANDARD_ERROR`, given the spread of the timed steps.
+    """Return the number of steps that determine a median to `MAX_RELATIVE_STANDARD_ERROR`, given the spread of the timed ones.
 
     At least LEAST_STEPS, which a spread needs, and at most search.split_steps. The variance of a median is pi/2 times
     that of a mean for normally distributed values.

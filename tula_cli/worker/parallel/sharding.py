@@ -38,7 +38,7 @@ class Replicated(DistributedDataParallel):
         return compute_squared_norm(gradients)
 
     def release_gathered_parameters(self) -> None:
-        """Release what forward passes without a backward pass have gathered: nothing."""
+        """Do nothing: a replicated model gathers no parameters."""
 
     def make_local_context(self, fits: Callable[[int], bool]) -> AbstractContextManager[None] | None:
         """Return a context in which steps run without communication; None if that is not possible.

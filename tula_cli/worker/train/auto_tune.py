@@ -436,7 +436,7 @@ def _choose_arm(task: TrainTask, context: TrainContext) -> ArmChoice:
 
 
 class ArmTraining(Training):
-    """A training with the chosen arm; if the arm breaks down, it raises `ArmDiverged` so that the next arm is chosen."""
+    """A training with the chosen arm; if the arm breaks down, it raises `ArmDiverged`, and the next arm is chosen."""
 
     def __init__(self, choice: ArmChoice, task: TrainTask, context: TrainContext) -> None:
         super().__init__(choice.make_task(task, size=len(context.datasets.train)), context)

@@ -17,7 +17,7 @@ import sessions
 import table1_summary
 
 from tula_cli.cli.app import COMMANDS
-from tula_cli.services.profile import compute_max_node_hours
+from tula_cli.services.profile_plan import compute_max_node_hours
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.methods import METHODS

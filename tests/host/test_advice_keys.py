@@ -20,7 +20,7 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, FaultName
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.tasks import TrainTask, make_probe_id
-from tula_cli.services import profile
+from tula_cli.services import profile_report
 from tula_cli.services.plans import ProfilePlan
 from tula_cli.services.search import list_feasible_candidates
 from tula_cli.services.training_end import make_error_of_training
@@ -92,7 +92,7 @@ def _end_of_probes(spec: JobSpec, outcome: OutcomeClass, folder: Path) -> TulaEr
         make.add_failed(run, 1, 32, "so it was", outcome=outcome)
     plan = ProfilePlan(tuple(run.read_tasks()), 1, 0, 20, Source(Path(), ""), **vars(compute_max_cost(spec, 0.3, None)))
     with pytest.raises(TulaError) as caught:
-        profile.make_profile_report(run, plan)
+        profile_report.make_profile_report(run, plan)
     return caught.value
 
 

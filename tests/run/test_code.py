@@ -17,7 +17,7 @@ from tula_cli.run import code_selection as git_state
 from tula_cli.run.code import make_runs_of_job
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
-from tula_cli.services import profile, train
+from tula_cli.services import profile, profile_plan, train
 from tula_cli.services.plans import TrainPlan
 from tula_cli.spec.job import JobSpec
 
@@ -400,7 +400,7 @@ def test_without_git_or_a_repository_there_is_no_commit(
 
 def submit(run: RunDir, spec: JobSpec, launcher: FakeLauncher) -> dict[str, ProbeTask]:
     """Profile; return the tasks."""
-    profile.submit_probes(run, profile.plan_probes(Run(run.path, spec), inspected()), launcher)
+    profile.submit_probes(run, profile_plan.plan_probes(Run(run.path, spec), inspected()), launcher)
     return {task.id: task for task in run.read_tasks() if isinstance(task, ProbeTask)}
 
 
@@ -443,7 +443,7 @@ def test_a_run_is_measured_to_its_end_with_the_code_it_began_with(here: Path, ru
     before = submit(run, job(), launcher)
     launcher.says = dict.fromkeys(launcher.says, "ended")
     write(here, mine="x = 2")
-    (warning,) = profile.plan_probes(Run(run.path, job()), inspected()).code.warnings
+    (warning,) = profile_plan.plan_probes(Run(run.path, job()), inspected()).code.warnings
     assert warning == messages.earlier_code_used(code="the code of mine:Net", run=run.id, missing_from=None)
     assert submit(run, job(), launcher) == before
 

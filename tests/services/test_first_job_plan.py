@@ -25,7 +25,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_record, write_record
 from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.services import check as services_check
-from tula_cli.services import profile, train
+from tula_cli.services import profile, profile_plan, train
 from tula_cli.services.estimate import estimate_all_node_types
 from tula_cli.services.events import Event, ProfilePlanned, WarningEvent, run_work
 from tula_cli.services.waiting import Submission
@@ -157,9 +157,9 @@ def test_probes_that_go_beyond_the_cap_with_the_first_job_are_refused_once_they_
 
 def test_what_first_jobs_took_counts_towards_the_cap_of_later_rounds(world: World) -> None:
     world.run.path.mkdir(parents=True)
-    assert profile.count_measured_node_hours(world.run) == 0
+    assert profile_plan.count_measured_node_hours(world.run) == 0
     write_record(world.run.path / "first_job.json", FirstJob(scheduler_id="7", node_hours=0.15))
-    assert profile.count_measured_node_hours(world.run) == pytest.approx(0.15)
+    assert profile_plan.count_measured_node_hours(world.run) == pytest.approx(0.15)
 
 
 def test_fresh_renews_what_the_first_job_told(world: World) -> None:

@@ -11,7 +11,7 @@ from make_runs import FakeLauncher
 from tula_cli.errors import Infeasible, OutOfMemoryAtMinimum, SpecError
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.services import profile
+from tula_cli.services import largest_batch, profile
 from tula_cli.services.status import get_run_status
 from tula_cli.spec.job import JobSpec
 
@@ -29,40 +29,40 @@ def run_of(folder: Path, spec: JobSpec) -> Run:
 
 
 def test_the_bounds_are_those_of_the_fewest_nodes_in_whole_micro_batches() -> None:
-    bounds = profile.make_largest_batch_bounds(spec_of(train={"epochs": 1, "accumulate": 3}), GPU)
+    bounds = largest_batch.make_largest_batch_bounds(spec_of(train={"epochs": 1, "accumulate": 3}), GPU)
     assert (bounds.limit, bounds.start, bounds.capacity) == (510, 30, GPU.capacity)
     without = spec_of(search={"nodes": [2]})
-    assert profile.make_largest_batch_bounds(without, GPU).limit == GPU.dataset_size // 2
+    assert largest_batch.make_largest_batch_bounds(without, GPU).limit == GPU.dataset_size // 2
 
 
 def test_a_cpu_needs_a_memory_limit_so_that_the_search_never_fills_the_machine() -> None:
     here = inspected(device="cpu", capacity=2**34)
     with pytest.raises(SpecError, match="no memory limit"):
-        profile.make_largest_batch_bounds(spec_of(), here)
+        largest_batch.make_largest_batch_bounds(spec_of(), here)
     limited = spec_of(cluster={"memory_per_gpu": "1GB"})
-    assert profile.make_largest_batch_bounds(limited, here).limit == 512
+    assert largest_batch.make_largest_batch_bounds(limited, here).limit == 512
 
 
 def test_a_batch_below_one_sample_per_gpu_is_infeasible() -> None:
     with pytest.raises(Infeasible, match="has less than one sample for each of 1000 GPUs"):
-        profile.make_largest_batch_bounds(spec_of(cluster={"gpus_per_node": 1000}), GPU)
+        largest_batch.make_largest_batch_bounds(spec_of(cluster={"gpus_per_node": 1000}), GPU)
 
 
 def test_each_plan_starts_from_the_results_so_far(tmp_path: Path) -> None:
     run = run_of(tmp_path, spec_of())
-    plan = profile.plan_largest_batch_search(run, GPU)
+    plan = largest_batch.plan_largest_batch_search(run, GPU)
     (task,) = plan.tasks
     assert (task.job, task.nodes, task.local_batches) == ("largest-n001", 1, (32,))
-    assert (task.spec.search.max_seconds, task.spec.search.min_steps) == (profile.TRIAL_SECONDS, 5)
+    assert (task.spec.search.max_seconds, task.spec.search.min_steps) == (largest_batch.TRIAL_SECONDS, 5)
     make_runs.add_measured(run, 1, 100)
     make_runs.add_out_of_memory(run, 1, 104)
     make_runs.add_out_of_memory(run, 2, 16)  # other nodes
     make_runs.add_failed(run, 1, 102)  # tried again
-    assert [task.local_batches for task in profile.plan_largest_batch_search(run, GPU).tasks] == [(102,)]
+    assert [task.local_batches for task in largest_batch.plan_largest_batch_search(run, GPU).tasks] == [(102,)]
     make_runs.add_out_of_memory(run, 1, 102)
-    plan = profile.plan_largest_batch_search(run, GPU)
+    plan = largest_batch.plan_largest_batch_search(run, GPU)
     assert (plan.tasks, plan.missing, plan.done) == ((), 0, 3)
-    result = profile.make_largest_batch(run, GPU, plan)
+    result = largest_batch.make_largest_batch(run, GPU, plan)
     assert (result.local_batch, result.batch, result.too_large, result.finished) == (100, 100, 102, True)
     assert result.is_complete and [probe.local_batch for probe in result.out_of_memory] == [102, 104]
 
@@ -72,12 +72,12 @@ def test_where_only_other_nodes_were_measured_nothing_fits(tmp_path: Path) -> No
     make_runs.add_measured(run, 2, 16)
     make_runs.add_out_of_memory(run, 1, 1)
     with pytest.raises(OutOfMemoryAtMinimum, match="local batch 1 on 1 node"):
-        profile.make_largest_batch(run, GPU, profile.plan_largest_batch_search(run, GPU))
+        largest_batch.make_largest_batch(run, GPU, largest_batch.plan_largest_batch_search(run, GPU))
 
 
 def test_a_search_between_two_trials_is_running_until_its_job_has_ended(tmp_path: Path) -> None:
     run, launcher = run_of(tmp_path, spec_of()), FakeLauncher()
-    profile.submit_probes(run, profile.plan_largest_batch_search(run, GPU), launcher)
+    profile.submit_probes(run, largest_batch.plan_largest_batch_search(run, GPU), launcher)
     task = run.read_task("largest-n001")
     assert isinstance(task, ProbeTask)
     make_runs.add_measured(run, 1, task.local_batches[0])

@@ -17,7 +17,7 @@ from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import ProbeTask, TrainTask, make_probe_id
-from tula_cli.services import profile
+from tula_cli.services import profile, profile_plan, profile_report
 from tula_cli.services.events import JobsProgress, WarningEvent
 from tula_cli.services.plans import ProfilePlan
 from tula_cli.services.status import get_run_status
@@ -55,18 +55,18 @@ def batches(plan: ProfilePlan) -> dict[int, tuple[int, ...]]:
 
 def test_the_grid_ends_where_the_estimate_says_memory_does(run: RunDir) -> None:
     # 1000 MiB less 10 % leave 800 samples beside the 100 MiB, so 512 is the largest power of two.
-    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection())
     assert batches(plan) == {1: (32, 64, 128, 256, 512), 2: (16, 32, 64, 128, 256, 512)}
     assert (plan.total, plan.done, plan.missing) == (11, 0, 11)
 
 
 def test_without_a_capacity_the_dataset_bounds_the_grid(run: RunDir) -> None:
-    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection(capacity=None))
+    plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection(capacity=None))
     assert batches(plan)[1][-1] == 1024
 
 
 def test_cost_at_most_is_nodes_times_minutes(run: RunDir) -> None:
-    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection())
     assert plan.minutes_at_most == 60
     assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)
     assert plan.price_at_most == pytest.approx(1.5 * 3.0)
@@ -78,19 +78,19 @@ def test_only_what_has_no_result_is_planned(run: RunDir) -> None:
     make_runs.add_measured(run, 2, 16)
     make_runs.add_out_of_memory(run, 2, 512)
     make_runs.add_failed(run, 2, 64)
-    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection())
     assert batches(plan) == {2: (32, 64, 128, 256)}
     assert (plan.done, plan.missing) == (7, 4)
 
 
 def test_a_model_that_does_not_fit_at_all_is_infeasible(run: RunDir) -> None:
     with pytest.raises(Infeasible, match="memory"):
-        profile.plan_probes(Run(run.path, run.read_spec()), inspection(capacity=50 * MIB))
+        profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection(capacity=50 * MIB))
 
 
 def test_jobs_are_submitted_with_their_task_written_first(run: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection())
     jobs = profile.submit_probes(run, plan, launcher)
     assert jobs == ("probe-n001", "probe-n002")
     assert launcher.submitted == list(jobs)
@@ -102,7 +102,7 @@ def test_jobs_are_submitted_with_their_task_written_first(run: RunDir) -> None:
 
 def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection())
     profile.submit_probes(run, plan, launcher)
     launcher.says["probe-n001"] = "ended"
     assert profile.submit_probes(run, plan, launcher) == ("probe-n001", "probe-n002")
@@ -111,16 +111,16 @@ def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
 
 def test_profiling_again_takes_a_cancellation_back(run: RunDir) -> None:
     run.cancel("probe-n001")
-    profile.submit_probes(run, profile.plan_probes(Run(run.path, run.read_spec()), inspection()), FakeLauncher())
+    profile.submit_probes(run, profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection()), FakeLauncher())
     assert not run.is_cancelled("probe-n001")
 
 
 def test_the_report_says_what_is_there(run: RunDir) -> None:
-    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection())
     make_runs.add_measured(run, 1, 32)
     make_runs.add_out_of_memory(run, 1, 512)
     make_runs.add_failed(run, 1, 64)
-    report = profile.make_profile_report(run, plan)
+    report = profile_report.make_profile_report(run, plan)
     assert [len(part) for part in (report.measured, report.out_of_memory, report.failed, report.missing)] == [
         1,
         1,
@@ -139,7 +139,7 @@ def test_the_report_says_what_is_there(run: RunDir) -> None:
     ],
 )
 def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, error: type[Exception]) -> None:
-    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection())
     if result == "failed":
         make_runs.add_failed(run, 1, 32, "ValueError: mine")
     if result == "diverged":
@@ -147,7 +147,7 @@ def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, err
     if result == "oom":
         make_runs.add_out_of_memory(run, 1, 32)
     with pytest.raises(error):
-        profile.make_profile_report(run, plan)
+        profile_report.make_profile_report(run, plan)
 
 
 # --- rounds
@@ -173,14 +173,14 @@ def measure(run: RunDir, plan: ProfilePlan) -> None:
 
 
 def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> None:
-    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     assert batches(plan) == {1: (32, 128, 512), 4: (8,)} and len(plan.reasons) == 1
     seen = 0
     while plan.missing:
         measure(rounds, plan)
-        assert profile.is_measured(rounds, plan)
+        assert profile_report.is_measured(rounds, plan)
         seen += plan.missing
-        plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+        plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
         assert plan.done == seen
     assert 4 <= seen < 18 and "Measuring all configurations" in plan.certainty
 
@@ -197,7 +197,7 @@ def submit_all(run: RunDir, plan: ProfilePlan, launcher: FakeLauncher) -> None:
 
 def test_a_round_waits_until_finished_jobs_of_the_round_before_have_exited(rounds: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     submit_all(rounds, plan, launcher)
     measure(rounds, plan)
     pauses: list[float] = []
@@ -217,14 +217,14 @@ def test_a_round_waits_until_finished_jobs_of_the_round_before_have_exited(round
 
 def test_no_round_waits_for_a_job_that_is_still_measuring(rounds: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     submit_all(rounds, plan, launcher)
     profile.wait_for_exits(rounds, launcher, plan, sleep=lambda _: pytest.fail("it waits"))
 
 
 def test_a_job_that_never_exits_is_waited_for_only_so_long(rounds: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     submit_all(rounds, plan, launcher)
     measure(rounds, plan)
     pauses: list[float] = []
@@ -236,36 +236,36 @@ def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:
     search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "auto", "max_minutes": 30}
     short, long = (make_runs.spec(search=search, train={"epochs": epochs}) for epochs in (1, 1_000_000))
     run = RunDir.create(tmp_path, short)
-    plan = profile.plan_probes(Run(run.path, short), inspection())
+    plan = profile_plan.plan_probes(Run(run.path, short), inspection())
     assert plan.in_rounds and batches(plan) == {1: (32, 128, 512), 4: (8,)}
     assert {task.spec.search.strategy for task in plan.tasks} == {"adaptive"}
     assert plan.reasons[0] == "search.strategy: auto chose adaptive"
-    sweep = profile.plan_probes(Run(run.path, long), inspection())
+    sweep = profile_plan.plan_probes(Run(run.path, long), inspection())
     assert (
         not sweep.in_rounds
         and not sweep.reasons
         and batches(sweep) == {1: (32, 64, 128, 256, 512), 2: (16,), 4: (8, 64, 256)}
     )
     submit_all(run, sweep, FakeLauncher())
-    assert batches(profile.plan_probes(Run(run.path, short), inspection())) == batches(sweep), (
+    assert batches(profile_plan.plan_probes(Run(run.path, short), inspection())) == batches(sweep), (
         "a search goes on as it has begun"
     )
 
 
 def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) -> None:
-    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     submit_all(rounds, plan, FakeLauncher())
     make_runs.add_measured(rounds, 1, 32)
-    again = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
-    assert batches(again) == {1: (128, 512), 4: (8,)} and not profile.is_measured(rounds, plan)
+    again = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    assert batches(again) == {1: (128, 512), 4: (8,)} and not profile_report.is_measured(rounds, plan)
     make_runs.add_measured(rounds, 1, 128)
     make_runs.add_failed(rounds, 1, 512)
     make_runs.add_measured(rounds, 4, 8)
-    again = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    again = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     assert batches(again) == {1: (256, 512)}, "what failed, and what stands in for it to start from"
-    assert batches(profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection(), repeat_failed=False)) == {
-        1: (256,)
-    }
+    assert batches(
+        profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection(), repeat_failed=False)
+    ) == {1: (256,)}
 
 
 class _NoScheduler(FakeLauncher):
@@ -277,32 +277,32 @@ class _NoScheduler(FakeLauncher):
 
 def test_probes_that_were_not_submitted_are_planned_again(rounds: RunDir) -> None:
     run = Run(rounds.path, rounds.read_spec())
-    plan = profile.plan_probes(run, inspection())
+    plan = profile_plan.plan_probes(run, inspection())
     with pytest.raises(SchedulerError):
         profile.submit_probes(rounds, plan, _NoScheduler())
-    again = profile.plan_probes(run, inspection())
+    again = profile_plan.plan_probes(run, inspection())
     assert (batches(again), again.reasons) == (batches(plan), plan.reasons)
 
 
 def test_a_later_round_that_was_not_submitted_is_planned_again(rounds: RunDir) -> None:
     run = Run(rounds.path, rounds.read_spec())
-    first = profile.plan_probes(run, inspection())
+    first = profile_plan.plan_probes(run, inspection())
     submit_all(rounds, first, FakeLauncher())
     measure(rounds, first)
-    plan = profile.plan_probes(run, inspection())
+    plan = profile_plan.plan_probes(run, inspection())
     assert plan.tasks
     with pytest.raises(SchedulerError):
         profile.submit_probes(rounds, plan, _NoScheduler({task.job: "ended" for task in first.tasks}))
-    assert batches(profile.plan_probes(run, inspection())) == batches(plan)
+    assert batches(profile_plan.plan_probes(run, inspection())) == batches(plan)
 
 
 def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
-    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     for nodes, local in ((1, 32), (1, 128), (1, 512), (4, 8)):
         make_runs.add_failed(rounds, nodes, local)
-    assert not profile.is_measured(rounds, plan)
+    assert not profile_report.is_measured(rounds, plan)
     make_runs.add_measured(rounds, 1, 32)
-    assert profile.is_measured(rounds, plan)
+    assert profile_report.is_measured(rounds, plan)
 
 
 def test_the_result_of_a_probe_is_reported_once_as_soon_as_it_is_there(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_pat
         tuple(run.read_tasks()), 1, 0, 20, Source(Path(), ""), **vars(compute_max_cost(run.read_spec(), 0.3, None))
     )
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
-        profile.make_profile_report(run, plan)
+        profile_report.make_profile_report(run, plan)
     assert error.value.hint.startswith("read the output of the script with tula logs")
     make_runs.add_measured(run, 1, 64)
     assert any(isinstance(event, WarningEvent) for event in wait_for_jobs(run, launcher, [name]))
@@ -348,7 +348,7 @@ def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_pat
 
 def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:
     def capped(cap: float) -> ProfilePlan:
-        return profile.plan_probes(Run(rounds.path, long_job(max_node_hours=cap)), inspection())
+        return profile_plan.plan_probes(Run(rounds.path, long_job(max_node_hours=cap)), inspection())
 
     assert capped(1.0).missing == 4  # the command line refuses the start where it is over the cap
     measure(rounds, capped(1.0))
@@ -361,18 +361,18 @@ def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> N
 
 
 def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
-    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
+    plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     submit_all(rounds, plan, FakeLauncher())
     for local in (32, 128, 512):
         make_runs.add_measured(rounds, 1, local)
     make_runs.add_failed(rounds, 4, 8)
-    assert batches(profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())) == {4: (8, 16)}
+    assert batches(profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())) == {4: (8, 16)}
     fewer = long_job(nodes=[1, 2])
-    assert set(batches(profile.plan_probes(Run(rounds.path, fewer), inspection()))) == {2}
+    assert set(batches(profile_plan.plan_probes(Run(rounds.path, fewer), inspection()))) == {2}
 
 
 def test_the_cap_counts_what_other_node_types_take(rounds: RunDir) -> None:
     job = long_job(max_node_hours=10)
-    measure(rounds, profile.plan_probes(Run(rounds.path, job), inspection()))
-    assert profile.plan_probes(Run(rounds.path, job), inspection(), node_hours_of_other_types=1.0).missing
-    assert not profile.plan_probes(Run(rounds.path, job), inspection(), node_hours_of_other_types=9.9).missing
+    measure(rounds, profile_plan.plan_probes(Run(rounds.path, job), inspection()))
+    assert profile_plan.plan_probes(Run(rounds.path, job), inspection(), node_hours_of_other_types=1.0).missing
+    assert not profile_plan.plan_probes(Run(rounds.path, job), inspection(), node_hours_of_other_types=9.9).missing

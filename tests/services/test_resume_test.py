@@ -22,7 +22,7 @@ from tula_cli.run.records.tasks import JobSize, ResumeTestTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import messages, resume_test, status
 from tula_cli.services.events import Event, Note, WarningEvent, run_work
-from tula_cli.services.profile import count_measured_node_hours
+from tula_cli.services.profile_plan import count_measured_node_hours
 from tula_cli.services.waiting import Submission
 from tula_cli.show import check as show_check
 from tula_cli.show import status as show_status

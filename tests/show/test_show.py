@@ -23,11 +23,11 @@ from tula_cli.run.records.probes import ScriptObservation
 from tula_cli.run.records.recommendations import Stage, StageSteps, StartEstimate, TimeParts
 from tula_cli.run.records.results import ScalingSummary
 from tula_cli.run.records.tasks import JobSize
-from tula_cli.services import profile, run_list
+from tula_cli.services import profile_report, run_list
 from tula_cli.services import status as services_status
 from tula_cli.services.events import ProbeFinished
+from tula_cli.services.largest_batch import LargestBatch
 from tula_cli.services.plans import ProfilePlan
-from tula_cli.services.profile import LargestBatch
 from tula_cli.show import live as show_live
 from tula_cli.show import profile as show_profile
 from tula_cli.show import recommend, tables
@@ -884,7 +884,7 @@ def test_a_summary_without_a_prediction():
 def test_the_measurements_name_what_did_not_fit_and_what_failed(run):
     make.add_failed(run, 2, 32, "KeyError: 'x'\nTraceback")
     probes = (measured(Truth(), 1, 32), measured(Truth(), 2, 16, oversubscribed=True))
-    report = profile.ProfileReport(
+    report = profile_report.ProfileReport(
         measured=probes,
         out_of_memory=(out_of_memory(1, 64), out_of_memory(1, 128, assumed=True)),
         failed=tuple(run.read_results()),
@@ -901,7 +901,7 @@ def test_the_measurements_name_what_did_not_fit_and_what_failed(run):
 
 def test_a_probe_of_a_script_has_dashes_for_what_it_does_not_tell():
     probe = of_a_script(measured(Truth(), 2, 16))
-    report = profile.ProfileReport(measured=(probe,), out_of_memory=(), failed=(), missing=())
+    report = profile_report.ProfileReport(measured=(probe,), out_of_memory=(), failed=(), missing=())
     (row,) = [
         line.split()
         for line in printed(show_profile.render_profile_report(report)).splitlines()
@@ -919,7 +919,7 @@ def test_what_probes_of_a_script_do_not_tell_is_reported_once(run):
     now = snapshot(run)
     assert now.notes == ("no synchronisation: no DDP (2 of 2 probes)",)
     assert printed(show_status.render_status(now)).count("note: no synchronisation: no DDP (2 of 2 probes)\n") == 1
-    report = profile.make_profile_report(run, dataclasses.replace(make_profile_plan(run), tasks=()))
+    report = profile_report.make_profile_report(run, dataclasses.replace(make_profile_plan(run), tasks=()))
     assert "note: no synchronisation: no DDP (2 of 2 probes)\n" in printed(show_profile.render_profile_report(report))
 
 

@@ -75,12 +75,12 @@ def init(
     from tula_cli.services.init import (
         add_schema,
         make_job_from_command,
-        make_job_from_sbatch,
         make_job_from_template,
         name_file_in_comments,
         shorten_job_file,
         warn_missing_file,
     )
+    from tula_cli.services.init_from_sbatch import make_job_from_sbatch
     from tula_cli.spec.job import describe_training_method
     from tula_cli.spec.load import validate_job
     from tula_cli.spec.methods import get_training_method

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.inspection import CachedInspection
 from tula_cli.diagnostics import DiagnosticWarning
-from tula_cli.errors import (
-    BadMeasurements,
-    OverBudget,
-    SpecError,
-    require_callable,
-    require_positive,
-)
+from tula_cli.errors import BadMeasurements, OverBudget, SpecError, require_callable, require_positive
 from tula_cli.models.choice.baseline import BaselineSaving
 from tula_cli.models.choice.campaign import Campaign
 from tula_cli.models.observed import ObservedReport
@@ -78,10 +72,10 @@ from tula_cli.services.document import Document, TextForm, load_report_package
 from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
 from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, run_work
+from tula_cli.services.largest_batch import LargestBatch
 from tula_cli.services.nodes import ClusterCheck
 from tula_cli.services.observe import list_observed_reports
 from tula_cli.services.observed_probes import add_observed_probes
-from tula_cli.services.profile import LargestBatch
 from tula_cli.services.resume_test import ResumeTestFinding, run_resume_test
 from tula_cli.services.status import RunStatus
 from tula_cli.services.tracking import ExportResult, load_trackers_package

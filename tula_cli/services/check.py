@@ -25,7 +25,7 @@ from tula_cli.services.job_warnings import (
     warn_unlikely_settings,
 )
 from tula_cli.services.plans import UpperBoundPlan
-from tula_cli.services.profile import compute_max_node_hours, plan_upper_bound
+from tula_cli.services.profile_plan import compute_max_node_hours, plan_upper_bound
 from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import (
     STRATEGIES_ON_ALL_NODES,

@@ -23,7 +23,7 @@ from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import messages
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.plans import TrainPlan
-from tula_cli.services.profile import count_measured_node_hours
+from tula_cli.services.profile_plan import count_measured_node_hours
 from tula_cli.services.waiting import Submission, describe_exceeded_cap, explain_interruption, wait_for_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_placeholders

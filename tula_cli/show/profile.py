@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+    from tula_cli.services.largest_batch import LargestBatch
     from tula_cli.services.plans import ProfilePlan, UpperBoundPlan
-    from tula_cli.services.profile import DryRun, LargestBatch, ProfileReport
+    from tula_cli.services.profile import DryRun
+    from tula_cli.services.profile_report import ProfileReport
 
 
 def render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
@@ -113,7 +115,7 @@ def _render_final_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
 
 def render_report(report: "ProfileReport | LargestBatch") -> Iterator["RenderableType"]:
     """Show the measurements, or the largest batch that fits."""
-    from tula_cli.services.profile import ProfileReport
+    from tula_cli.services.profile_report import ProfileReport
 
     return render_profile_report(report) if isinstance(report, ProfileReport) else _render_largest_batch(report)
 

@@ -8,7 +8,8 @@ import yaml
 
 from tula_cli.cluster.slurm.site import Partition, PartitionNodeType, Site
 from tula_cli.errors import SpecError
-from tula_cli.services.init import JobFileProposal, make_job_from_sbatch
+from tula_cli.services.init import JobFileProposal
+from tula_cli.services.init_from_sbatch import make_job_from_sbatch
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate_job
 from tula_cli.spec.yaml_text import parse_yaml

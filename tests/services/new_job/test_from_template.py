@@ -10,10 +10,10 @@ from tula_cli.services.init import (
     MAX_SHORT_LINES,
     add_schema,
     make_job_from_command,
-    make_job_from_sbatch,
     make_job_from_template,
     shorten_job_file,
 )
+from tula_cli.services.init_from_sbatch import make_job_from_sbatch
 from tula_cli.spec.job import JobSpec
 
 

@@ -572,23 +572,25 @@ def _is_killed(exit_code: int | None) -> bool:
 
 def _find_first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
     """Return the class of the first matching row of FAILURE_PATTERNS, and its match; None if no row matches."""
-    killed_by = _get_signal(exit_code)
+    texts = _split_by_scope(text, exit_code)
+    has_signal = bool(_get_signal(exit_code))
+    rows = [row for row in FAILURE_PATTERNS if not (has_signal and row.outcome == "diverged")]
+    matches = ((row.outcome, row.pattern.search(texts[row.scope])) for row in rows)
+    return next(((outcome, match) for outcome, match in matches if match), None)
+
+
+def _split_by_scope(text: str, exit_code: int | None) -> dict[Scope, str]:
+    """Return the parts of a log in which patterns are searched; without a cause in tracebacks, errors are the last lines."""
     chain = _find_deciding_chain(text, exit_code)
     explained = not all(error.is_last_resort for error in chain)
     last_lines = "" if explained or _is_killed(exit_code) else _find_last_lines(text)
     of_system = [error for error in chain if not _VALUE_ERROR_LINE.match(error.message)]
-    texts_by_scope: dict[Scope, str] = {
+    return {
         "log": text,
         "error": "\n\n".join([*(error.message for error in chain), last_lines]),
         "system error": "\n\n".join([*(error.message for error in of_system), last_lines]),
         "traceback": "\n\n".join(f"{error.frames}{error.message}" for error in chain),
     }
-    for row in FAILURE_PATTERNS:
-        if killed_by and row.outcome == "diverged":
-            continue
-        if match := row.pattern.search(texts_by_scope[row.scope]):
-            return row.outcome, match
-    return None
 
 
 def _find_last_lines(text: str) -> str:

@@ -69,40 +69,14 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
     The table covers the full trainings, or with `first_round` the short trainings of the first round.
     """
     to_unit, unit = choose_hours_unit(row.hours for row in report.rows)
-    titles = {"top1": ("top-1", "%"), "top5": ("top-5", "%")}
-
-    def get_statistic(metric: str, name: str) -> Callable[[ComparisonRow], Cell]:
-        return lambda row: None if (stat := row.get_statistics(metric)) is None else getattr(stat, name)
-
-    metrics: list[tuple[Column, Callable[[ComparisonRow], Cell]]] = []
-    for metric in report.columns:
-        title, metric_unit = titles.get(metric, (metric.replace("_", " "), ""))
-        metrics.append((Column(title, metric_unit, digits=4), get_statistic(metric, "mean")))
-        metrics.append((Column("sd", metric_unit, digits=2), get_statistic(metric, "sd")))
     shown = [row for row in (report.first_round if first_round else report.rows) if row.cells]
-    known_rows = [row for row in shown if row.get_statistics(report.metric)]
-    best = {
-        row.batch: find_best_row([other for other in known_rows if other.batch == row.batch], report)
-        for row in known_rows
-    }
-    marked = [
-        row
-        for row in known_rows
-        if row == best[row.batch]
-        or (row.seeds > 1 and not row.dropped and not differs_beyond_noise(best[row.batch], row, report.metric))
-    ]
-    worse = "added" if report.less_is_better else "lost"
-    moment_words = "last and best value" if report.has_script_metrics else "after the last epoch"
-    key, title, marks = "methods", "Methods by batch", ["front" if row in marked else "" for row in shown]
-    caption = (
-        f"Mean and sample standard deviation (sd) over seeds, {moment_words}, on {format_count(report.nodes)}. Gap:"
-        f" {report.metric} {worse} relative to lbt at batch {report.reference_batch}. Recovered: share of lbt's gap at the"
-        " same batch that the method recovers, if that gap exceeds the noise of the seeds. Marked: the best row of each batch,"
-        " and rows that differ from it only within noise."
-    )
     if first_round and report.epochs is not None:
         key, title, marks = "methods_first_round", f"First round: {report.epochs[0]} of {report.epochs[1]} epochs", []
         caption = "Short trainings, each with a schedule for the shorter length; only the best methods were trained in full. Do not compare these values with those of full trainings."
+    else:
+        best = _select_best_rows(report, shown)
+        key, title, marks = "methods", "Methods by batch", ["front" if row in best else "" for row in shown]
+        caption = _describe_methods_table(report)
     return build_table(
         key,
         title,
@@ -111,7 +85,7 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
             (Column("batch"), lambda row: row.batch),
             (Column("method", align="left"), lambda row: describe_method_label(row.method, reference=row.reference)),
             (Column("seeds"), lambda row: row.seeds),
-            *metrics,
+            *(column for metric in report.columns for column in _make_metric_columns(metric)),
             (Column("gap", digits=3), lambda row: row.gap),
             (Column("recovered", "%", digits=3), lambda row: convert_unit(row.recovered, 100)),
             (Column("samples", digits=4), lambda row: row.samples),
@@ -120,6 +94,40 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
         ),
         caption=caption,
         marks=marks,
+    )
+
+
+def _make_metric_columns(metric: str) -> Iterator[tuple[Column, Callable[[ComparisonRow], Cell]]]:
+    """Yield the columns of a metric's mean and standard deviation over the seeds."""
+    titles = {"top1": ("top-1", "%"), "top5": ("top-5", "%")}
+    title, unit = titles.get(metric, (metric.replace("_", " "), ""))
+    yield Column(title, unit, digits=4), lambda row: None if (stat := row.get_statistics(metric)) is None else stat.mean
+    yield Column("sd", unit, digits=2), lambda row: None if (stat := row.get_statistics(metric)) is None else stat.sd
+
+
+def _select_best_rows(report: CompareReport, rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Return the best row of each batch, and the rows that differ from it only within the noise of the seeds."""
+    known_rows = [row for row in rows if row.get_statistics(report.metric)]
+    best = {
+        row.batch: find_best_row([other for other in known_rows if other.batch == row.batch], report)
+        for row in known_rows
+    }
+    return [
+        row
+        for row in known_rows
+        if row == best[row.batch]
+        or (row.seeds > 1 and not row.dropped and not differs_beyond_noise(best[row.batch], row, report.metric))
+    ]
+
+
+def _describe_methods_table(report: CompareReport) -> str:
+    worse = "added" if report.less_is_better else "lost"
+    moment_words = "last and best value" if report.has_script_metrics else "after the last epoch"
+    return (
+        f"Mean and sample standard deviation (sd) over seeds, {moment_words}, on {format_count(report.nodes)}. Gap:"
+        f" {report.metric} {worse} relative to lbt at batch {report.reference_batch}. Recovered: share of lbt's gap at the"
+        " same batch that the method recovers, if that gap exceeds the noise of the seeds. Marked: the best row of each batch,"
+        " and rows that differ from it only within noise."
     )
 
 

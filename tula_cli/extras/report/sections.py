@@ -725,14 +725,16 @@ def _build_training_figures(training: TrainingReportData) -> Iterator[Figure]:
 
     Events are the starts of attempts after the first one, and changes of the batch.
     """
-    steps, epochs = training.rows_of_kind("step"), training.rows_of_kind("epoch")
     starts = [(row, f"attempt {number}") for number, row in enumerate(training.rows_of_kind("start"), 1) if number > 1]
     stages = [(row, f"batch {row['batch']}") for row in training.rows_of_kind("stage")[1:]]
     events = tuple(Annotation(float(row["samples"]), None, text, "event") for row, text in (*starts, *stages))
-    changes = tuple(
-        Annotation(float(change.samples), None, f"changed: {', '.join(change.parts)}", "event")
-        for change in training.files.read_step_changes()
-    )
+    yield from _build_loss_figure(training, events)
+    yield from _build_metric_figure(training, events)
+    yield from _build_step_time_figure(training, events)
+
+
+def _build_loss_figure(training: TrainingReportData, events: Sequence[Annotation]) -> Iterator[Figure]:
+    steps, epochs = training.rows_of_kind("step"), training.rows_of_kind("epoch")
     losses = (
         *_make_metric_series("training", steps or epochs, "loss"),
         *_make_metric_series("evaluation", epochs, "eval_loss", style="line+points"),
@@ -746,10 +748,16 @@ def _build_training_figures(training: TrainingReportData) -> Iterator[Figure]:
             "samples seen",
             "loss",
             losses,
-            marks=events,
+            marks=tuple(events),
             y_scale="log" if is_positive else "linear",
         )
-    name = training.metric
+
+
+def _build_metric_figure(training: TrainingReportData, events: Sequence[Annotation]) -> Iterator[Figure]:
+    """Yield the figure of the metric of the job; nothing if that is eval_loss, which is in the figure of the loss."""
+    epochs, name = training.rows_of_kind("epoch"), training.metric
+    if name == "eval_loss":
+        return
     title, label = METRIC_TITLES.get(name, name), name
     if name == "top1" and training.task.spec.script is None:
         label = "top-1 (%)"
@@ -757,10 +765,15 @@ def _build_training_figures(training: TrainingReportData) -> Iterator[Figure]:
     has_top5 = name == "top1" and any(row.get("top5") not in (None, 100.0) for row in epochs)
     top5 = _make_metric_series("top-5", epochs, "top5", style="line+points") if has_top5 else ()
     values = (*_make_metric_series(label.removesuffix(" (%)"), epochs, name, style="line+points"), *top5)
-    if values and name != "eval_loss":  # eval_loss is in the figure of the loss
+    if values:
         caption = "On the evaluation set, at the end of each epoch."
         key = training.part.name_key("metric_by_samples")
-        yield Figure(key, f"{title} over samples", caption, "samples seen", label, values, marks=events)
+        yield Figure(key, f"{title} over samples", caption, "samples seen", label, values, marks=tuple(events))
+
+
+def _build_step_time_figure(training: TrainingReportData, events: Sequence[Annotation]) -> Iterator[Figure]:
+    """Yield the figure of the step time with its prediction; its changes are events too."""
+    steps, epochs = training.rows_of_kind("step"), training.rows_of_kind("epoch")
     times = [*_make_metric_series("logged", steps, "step_time", factor=1000)]
     if predicted := subsample_evenly([row for row in epochs if row.get("predicted_step") is not None]):
         xs = tuple(float(row["samples"]) for row in predicted)
@@ -770,6 +783,10 @@ def _build_training_figures(training: TrainingReportData) -> Iterator[Figure]:
         )
         times.append(Series("predicted", xs, step, low, high, style="line"))
     if steps and times:
+        changes = [
+            Annotation(float(change.samples), None, f"changed: {', '.join(change.parts)}", "event")
+            for change in training.files.read_step_changes()
+        ]
         yield Figure(
             training.part.name_key("step_time"),
             "Step time",

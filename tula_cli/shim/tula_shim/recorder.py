@@ -164,15 +164,8 @@ class Recorder:
         if samples is not None:
             self._reported_samples = (self._reported_samples or 0) + samples
         self.pulse.record_step(self.step, self.count_samples())
-        if self.branch is not None:
-            seen = self.branch.read_loss()
-            loss = seen if loss is None else loss
         if self.plan.training:
-            causes = [name for cause, name in GAP_CAUSES.items() if self.gap & cause] if self.gap else []
-            self.pulse.write_row_if_due(causes, lr=lr, loss=loss, saved=self.saved)
-            self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.get_dataset_size())
-            self.asked_to = self.requests.poll(self.step, self.pulse, self.world)
-            self._begin_training(counts, samples)
+            self._record_training_step(counts, samples, lr=lr, loss=loss)
         elif self.plan.observing:
             self._record_observed_step(counts, samples)
         else:
@@ -180,11 +173,26 @@ class Recorder:
             self._store_step(counts, samples)
         self.split.after_step()
         self.gap, self.saved, self.backwards = 0, {}, 0
-        if self.branch is not None:
-            if self.step <= self.branch.norms:
-                self._watch_branch_norms(self.branch.norms)
-            return self.branch.is_finished(self.step)
-        return self.plan.mode == "probe" and self._enter_next_phase()
+        return self._is_plan_complete()
+
+    def _is_plan_complete(self) -> bool:
+        """Return whether this step was the last of a branch or of a probe; a probe enters its next phase here."""
+        if self.branch is None:
+            return self.plan.mode == "probe" and self._enter_next_phase()
+        if self.step <= self.branch.norms:
+            self._watch_branch_norms(self.branch.norms)
+        return self.branch.is_finished(self.step)
+
+    def _record_training_step(
+        self, counts: dict[int, list[float]], samples: float | None, *, lr: Any, loss: Any
+    ) -> None:
+        """Report a step of a training, and do what its supervisor has asked for."""
+        observed_loss = None if self.branch is None else self.branch.read_loss()
+        causes = [name for cause, name in GAP_CAUSES.items() if self.gap & cause]
+        self.pulse.write_row_if_due(causes, lr=lr, loss=observed_loss if loss is None else loss, saved=self.saved)
+        self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.get_dataset_size())
+        self.asked_to = self.requests.poll(self.step, self.pulse, self.world)
+        self._begin_training(counts, samples)
 
     def _watch_branch_norms(self, steps: int) -> None:
         """Record the gradient norms of the steps from the second to the last of `steps`, if DDP reduces gradients."""

@@ -14,6 +14,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.services import recommend as recommending
+from tula_cli.services import recommendation_files
 from tula_cli.services.document import Document, Figure, Section, Series, Table
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def script_job() -> Any:
 def answered(run: RunDir, objective: Any = "time") -> RunDir:
     """Return the run with an answer that training takes."""
     runs = open_runs_of_job(run)
-    recommending.save_answer(runs, recommending.recommend(runs, Query(objective=objective), now=1.0))
+    recommendation_files.save_answer(runs, recommending.recommend(runs, Query(objective=objective), now=1.0))
     return run
 
 

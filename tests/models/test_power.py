@@ -71,8 +71,7 @@ def test_a_part_that_would_be_negative_is_none() -> None:
 
 
 def test_without_a_counter_there_is_no_model() -> None:
-    assert power.fit_power_model(probe_all(Truth(), SWEEP)) is None
-    assert power.fit_power_model([]) is None
+    assert Estimator.fit(spec(), probe_all(Truth(), SWEEP)).power is None
 
 
 def test_probes_without_a_counter_are_left_out_of_the_fit() -> None:

@@ -20,7 +20,8 @@ from tula_cli.run.job_runs import (
     save_runs,
     select_runs,
 )
-from tula_cli.services.recommend import recommend, save_answer
+from tula_cli.services.recommend import recommend
+from tula_cli.services.recommendation_files import save_answer
 
 TYPES = {"a": {"pricing": {"price": 1.0}}, "b.x": {"cluster": {"gpus_per_node": 2}, "pricing": {"price": 2.0}}}
 

@@ -29,7 +29,8 @@ from tula_cli.run.records.results import ScriptCheckpointSave, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import api, messages
 from tula_cli.services.measurements import describe_epochs
-from tula_cli.services.recommend import count_pending_probes, recommend, save_answer, should_replace
+from tula_cli.services.recommend import count_pending_probes, recommend
+from tula_cli.services.recommendation_files import save_answer, should_replace
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate_job

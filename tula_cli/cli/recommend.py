@@ -56,6 +56,7 @@ def recommend(
     values of --set.
     """
     from tula_cli.services import recommend as service
+    from tula_cli.services import recommendation_files
     from tula_cli.spec.job import describe_training_method
 
     flags = {"--all": every, "--explain": explain}
@@ -80,7 +81,7 @@ def recommend(
     recommendation, saved = answer.recommendation, False
     warnings = [*answer.warnings]
     if not demo:
-        stored = service.store_answer(
+        stored = recommendation_files.store_answer(
             runs, answer, requested=save, overrides=chosen.overrides, job=chosen.job_file, every=every
         )
         saved = stored.is_stored

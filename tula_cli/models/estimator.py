@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models import cost, memory, power
+from tula_cli.models import cost, memory
 from tula_cli.models.choice.candidates import (
     Candidates,
     Flags,
@@ -47,7 +47,6 @@ from tula_cli.models.out_of_memory import (
     list_splits,
 )
 from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
-from tula_cli.models.power import PowerModel
 from tula_cli.models.ramp import NoisePath
 from tula_cli.models.ramp_costs import StageObjective, StageTimes
 from tula_cli.models.time import stretches
@@ -65,6 +64,9 @@ from tula_cli.spec.resources import Spot
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import format_count
 
+if TYPE_CHECKING:
+    from tula_cli.models.power import PowerModel
+
 _CONFIGURATIONS_PER_CHUNK = 8192
 """Configurations that are predicted at a time, to bound the memory of intermediate arrays."""
 
@@ -76,7 +78,7 @@ class Estimator:
     spec: JobSpec
     steps: StepTimeFit
     memory: MemoryModel
-    power: PowerModel | None  # None if no probe measured its energy
+    power: "PowerModel | None"  # None if no probe measured its energy
     capacity: int | None  # bytes of one GPU; None if unknown
     probes: Mapping[Probe, Measured]
     ooms: tuple[Probe, ...]  # probes that ran out of memory
@@ -144,7 +146,7 @@ class Estimator:
             steps=steps,
             held_up=bool(held_up),
             memory=memory_model,
-            power=power.fit_power_model(measured),
+            power=_fit_power_model(measured),
             capacity=find_capacity(spec, measured, inspection),
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
             ooms=tuple((oom.nodes, oom.local_batch) for oom in ooms),
@@ -544,7 +546,7 @@ class Estimator:
             "includes_training": includes_training,
         }
 
-    def _add_energy(self, rows: Candidates, probes: Mapping[int, Measured], model: PowerModel) -> Candidates:
+    def _add_energy(self, rows: Candidates, probes: Mapping[int, Measured], model: "PowerModel") -> Candidates:
         """Add the energy of trainings to forecasts; the time outside steps is assumed to draw the same power."""
         drawn = model.predict(rows["step_time"], rows["local_batch"])
         for index, probe in probes.items():
@@ -559,8 +561,8 @@ class Estimator:
             {
                 "energy": 1000 * kilowatts * rows["step_time"],
                 "kwh": kwh,
-                "kwh_low": power.compute_interval_end(kwh, drawn, rows["hours_low"], hours, sign=-1),
-                "kwh_high": power.compute_interval_end(kwh, drawn, rows["hours_high"], hours, sign=1),
+                "kwh_low": drawn.compute_interval_end(kwh, rows["hours_low"], hours, sign=-1),
+                "kwh_high": drawn.compute_interval_end(kwh, rows["hours_high"], hours, sign=1),
             }
         )
 
@@ -646,6 +648,15 @@ def map_indices_to_probes(probes: Iterable[Probe], nodes: Ints, local_batch: Int
         for probe in probes
         for index in np.flatnonzero((nodes == probe[0]) & (local_batch == probe[1]))
     }
+
+
+def _fit_power_model(measured: Sequence[Measured]) -> "PowerModel | None":
+    """Fit the energy model; None, without importing it, if no probe has an energy reading."""
+    if all(probe.energy is None for probe in measured):
+        return None
+    from tula_cli.models.power import fit_power_model
+
+    return fit_power_model(measured)
 
 
 def _break_down_time(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Measured]) -> dict[str, Floats]:

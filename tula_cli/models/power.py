@@ -6,7 +6,7 @@ of one GPU at local batch b: P (watts) is drawn all the time, including while a 
 additional energy per sample. Residuals are relative.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,16 @@ class Power:
 
     watts: Number
     error: Number | None  # half the 90 % interval, as a share of the watts; None without residuals
+
+    def compute_interval_end(self, kwh: Floats, bound: Floats, hours: Floats, *, sign: int) -> Floats:
+        """Return an end of the 90 % interval of the energy; nan if unknown.
+
+        The errors of power and time are combined as independent.
+        """
+        if self.error is None:
+            return np.full(len(kwh), np.nan)
+        reached: Floats = np.maximum(0.0, kwh * (1 + sign * np.hypot(self.error, bound / hours - 1)))
+        return reached
 
 
 @dataclass(frozen=True)
@@ -61,12 +71,9 @@ class PowerModel:
         return Power(joules / seconds, error)
 
 
-def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
-    """Fit the model to the probes with an energy reading; return None if there are none."""
-    all_probes = list(probes)
+def fit_power_model(all_probes: Sequence[Measured]) -> PowerModel:
+    """Fit the model to the probes with an energy reading, of which there is at least one."""
     probes_with_energy = [probe for probe in all_probes if probe.energy is not None]
-    if not probes_with_energy:
-        return None
     rows = np.array([[_get_energy_step_time(probe), probe.local_batch] for probe in probes_with_energy], dtype=float)
     rows /= np.array([[_compute_mean_watts(probe) * _get_energy_step_time(probe)] for probe in probes_with_energy])
     fitted = _fit_two_coefficients(rows) if len(probes_with_energy) >= _MIN_PROBES else None
@@ -123,14 +130,3 @@ def _describe_power(
     per_sample_text = f" and {format_number(per_sample)} J per sample" if per_sample else " at every batch"
     error = "" if probe_count < 2 else f"; median error {100 * float(np.median(np.abs(residuals))):.1f} %"
     return f"{format_number(idle)} W per GPU{per_sample_text}, from {probe_count} of {format_count(all_probes, 'probe')}{error}"
-
-
-def compute_interval_end(kwh: Floats, power: Power, bound: Floats, hours: Floats, *, sign: int) -> Floats:
-    """Return an end of the 90 % interval of the energy; nan if unknown.
-
-    The errors of power and time are combined as independent.
-    """
-    if power.error is None:
-        return np.full(len(kwh), np.nan)
-    reached: Floats = np.maximum(0.0, kwh * (1 + sign * np.hypot(power.error, bound / hours - 1)))
-    return reached

@@ -61,6 +61,7 @@ from tula_cli.services import estimate as estimating
 from tula_cli.services import nodes as node_checking
 from tula_cli.services import profile as profiling
 from tula_cli.services import recommend as recommending
+from tula_cli.services import recommendation_files
 from tula_cli.services import status as status_service
 from tula_cli.services import train as training
 from tula_cli.services.check import CheckResult
@@ -570,7 +571,7 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
     resolved.require_measured()
     answer = recommending.answer_query(resolved.runs, arguments, overrides=arguments.overrides)
     if arguments.save is not False:
-        stored = recommending.store_answer(
+        stored = recommendation_files.store_answer(
             resolved.runs,
             answer,
             requested=arguments.save is True,

@@ -552,7 +552,7 @@ def test_an_answer_that_cannot_be_kept_is_a_warning_unless_that_was_asked(
     def refused(*_: object, **__: object) -> None:
         raise CannotWrite("cannot write there: no permission")
 
-    monkeypatch.setattr("tula_cli.services.recommend.save_answer", refused)
+    monkeypatch.setattr("tula_cli.services.recommendation_files.save_answer", refused)
     with pytest.warns(DiagnosticWarning, match="could not be stored for tula train: cannot write there") as issued:
         assert tula.recommend(run.path, objective="time").choice.nodes in (1, 2)
     assert [warning.message.code for warning in issued] == ["recommendation-not-stored"]  # type: ignore[union-attr]

@@ -20,7 +20,8 @@ from tula_cli.run.frames import read_records
 from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
-from tula_cli.services.recommend import MAX_ROWS_LISTED, Answer, recommend, save_answer
+from tula_cli.services.recommend import MAX_ROWS_LISTED, Answer, recommend
+from tula_cli.services.recommendation_files import save_answer
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Screen
 

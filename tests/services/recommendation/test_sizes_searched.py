@@ -16,7 +16,8 @@ from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import make_runs, open_runs_of_job
 from tula_cli.services import train
-from tula_cli.services.recommend import Answer, recommend, save_answer
+from tula_cli.services.recommend import Answer, recommend
+from tula_cli.services.recommendation_files import save_answer
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 

@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tula_cli.cli.options import DryRun, Yes
-from tula_cli.cli.runs import JobOrRun, make_edit_check, print_node_type
-from tula_cli.cli.waiting import (
-    answer_detached,
-    follow_work,
-    make_confirmation,
-    make_inspector,
-    make_submission,
-)
+from tula_cli.cli.runs import JobOrRun, print_node_type
+from tula_cli.cli.waiting import answer_detached, follow_work, make_submission
 from tula_cli.errors import SpecError
 from tula_cli.options import ComparisonRequest, LearningRates, NearBatches, NodeType, Wait
 from tula_cli.show import compare as show_compare
@@ -55,12 +49,7 @@ def compare(
     from tula_cli.services.comparison import session
 
     runs = chosen.open_runs(screen)
-    submission = make_submission(
-        chosen,
-        make_inspector(screen, runs[0].path.parent, keep=not dry_run),
-        make_edit_check(screen, runs, chosen, then=make_confirmation(screen, runs[0].spec, yes=yes)),
-        wait=wait,
-    )
+    submission = make_submission(screen, chosen, runs, yes=yes, wait=wait, keep=not dry_run, refuses_edits=True)
     if learning_rates or near_batches:
         options = _SearchOptions(request, node_type, near_batches, only_show=only_show, dry_run=dry_run)
         return _search_learning_rate(screen, runs, options, submission)

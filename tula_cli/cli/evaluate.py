@@ -2,7 +2,7 @@
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_inspector, make_submission
+from tula_cli.cli.waiting import answer_detached, follow_work, make_submission
 from tula_cli.options import EvaluationRequest, Timeout, Wait
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
@@ -27,13 +27,7 @@ def evaluate(
 
     prepared = service.prepare_evaluation(chosen.open_runs(screen), request)
     run, task = prepared.run, prepared.task
-    submission = make_submission(
-        chosen,
-        make_inspector(screen, run.path.parent),
-        make_confirmation(screen, run.spec, yes=yes),
-        wait=wait,
-        timeout=timeout,
-    )
+    submission = make_submission(screen, chosen, [run], yes=yes, wait=wait, timeout=timeout)
     if dry_run:
         screen.warn_all(prepared.warnings)
         script = submission.launcher_for(run.spec).render_script(run, task)

@@ -2,7 +2,7 @@
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_inspector, make_submission
+from tula_cli.cli.waiting import answer_detached, follow_work, make_submission
 from tula_cli.options import Fresh, Largest, Timeout, Wait
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
@@ -29,13 +29,8 @@ def profile(
     runs = chosen.open_runs(screen)
     for run in () if dry_run else runs:
         require_ownership(run.path)  # before the model is built
-    root, spec = runs[0].path.parent, runs[0].spec
     submission = make_submission(
-        chosen,
-        make_inspector(screen, root, fresh=fresh, keep=not dry_run),
-        make_confirmation(screen, spec, yes=yes),
-        wait=wait,
-        timeout=timeout,
+        screen, chosen, runs, yes=yes, wait=wait, timeout=timeout, keep=not dry_run, fresh=fresh
     )
     if dry_run:
         would = follow_work(screen, profile.make_dry_run(runs, submission, largest=largest))

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,22 +54,26 @@ class JobOrRun:
         """Whether the command line names a job or a run."""
         return self.job is not None or bool(self.named)
 
+    @cached_property
+    def _target(self) -> tuple[Path | None, Sequence[Path]]:
+        """The job file that the command line names, or the runs."""
+        return resolve_job_or_run(self.job, self.named, Path(self.root))
+
     @property
     def job_file(self) -> Path | None:
         """The job file that the command line names; None if it names a run."""
-        return resolve_job_or_run(self.job, self.named, Path(self.root))[0]
+        return self._target[0]
 
     def open_runs(self, screen: Screen) -> tuple["Run", ...]:
         """Return the runs of a job.yaml, which may not exist yet, or existing runs."""
-        root = Path(self.root)
-        job, named = resolve_job_or_run(self.job, self.named, root)
+        job, named = self._target
         if job is None:
-            runs = find_runs(screen, named, root, self.overrides)
+            runs = find_runs(screen, named, self.root, self.overrides)
             self._warn_config_drift(screen, runs)
             return runs
         from tula_cli.run.code import get_user_code, list_runs_with_other_code, make_runs_of_job
 
-        runs = make_runs_of_job(root, load_job_file(job, self.overrides))
+        runs = make_runs_of_job(Path(self.root), load_job_file(job, self.overrides))
         screen.overrides = tuple(self.overrides)
         first = runs[0]
         if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):

@@ -4,8 +4,8 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from tula_cli.cli.options import DryRun, Yes
-from tula_cli.cli.runs import JobOrRun, make_edit_check
-from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_inspector, make_submission
+from tula_cli.cli.runs import JobOrRun
+from tula_cli.cli.waiting import answer_detached, follow_work, make_submission
 from tula_cli.errors import SchedulerError
 from tula_cli.options import Timeout, TrainRequest, Wait
 from tula_cli.show import train as show_train
@@ -38,11 +38,7 @@ def train(
 
     runs = chosen.open_runs(screen)
     submission = make_submission(
-        chosen,
-        make_inspector(screen, runs[0].path.parent, keep=not dry_run),
-        make_edit_check(screen, runs, chosen, then=make_confirmation(screen, runs[0].spec, yes=yes)),
-        wait=wait,
-        timeout=timeout,
+        screen, chosen, runs, yes=yes, wait=wait, timeout=timeout, keep=not dry_run, refuses_edits=True
     )
     if request.seeds is not None:
         return _train_seeds(screen, runs, request, submission, dry_run=dry_run)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli import words
-from tula_cli.cli.runs import JobOrRun
+from tula_cli.cli.runs import JobOrRun, make_edit_check
 from tula_cli.errors import OverBudget, SpecError
 from tula_cli.show import check as show_check
 from tula_cli.show import compare as show_compare
@@ -18,7 +18,7 @@ from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
     from tula_cli.cluster.inspection import CachedInspection
-    from tula_cli.run.directory import RunDir
+    from tula_cli.run.directory import Run, RunDir
     from tula_cli.services.events import Event, NodeCheckProgress, Note, Planned, WarningEvent, Work
     from tula_cli.services.waiting import DetachedJobs, Submission
     from tula_cli.spec.job import JobSpec
@@ -90,17 +90,31 @@ def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCh
 
 
 def make_submission(
+    screen: Screen,
     chosen: JobOrRun,
-    inspect: "CachedInspection",
-    confirm: "Callable[[Planned], bool]",
+    runs: "Sequence[Run]",
     *,
+    yes: bool,
     wait: bool | None,
     timeout: float | None = None,
+    keep: bool = True,
+    fresh: bool = False,
+    refuses_edits: bool = False,
 ) -> "Submission":
-    """Return how a command submits its jobs and waits for them."""
+    """Return how a command submits its jobs and waits for them.
+
+    Args:
+        runs: the runs of the job, or that in which jobs are submitted.
+        keep, fresh: as of `CachedInspection`.
+        refuses_edits: whether an edited job file is an error, as described by `make_edit_check`.
+    """
     from tula_cli.cluster import launcher
     from tula_cli.services.waiting import Submission
 
+    inspect = make_inspector(screen, runs[0].path.parent, fresh=fresh, keep=keep)
+    confirm = _make_confirmation(screen, runs[0].spec, yes=yes)
+    if refuses_edits:
+        confirm = make_edit_check(screen, runs, chosen, then=confirm)
     return Submission(launcher.make_launcher, inspect, confirm, wait, timeout, chosen.job_file, tuple(chosen.overrides))
 
 
@@ -112,7 +126,7 @@ def make_inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: boo
     return CachedInspection(root.absolute(), inspection.inspect, fresh=fresh, keep=keep, note=screen.note)
 
 
-def make_confirmation(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":
+def _make_confirmation(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":
     """Return the confirmation callback of a command.
 
     Nobody is asked if `yes` is set, or if the job has a cap on node-hours and there is no terminal. With neither a

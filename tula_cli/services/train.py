@@ -32,7 +32,7 @@ from tula_cli.run.job_runs import compare_jobs, find_chosen_run, select_runs
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.failures import Recovery, Resize
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
 from tula_cli.services import messages
@@ -96,49 +96,33 @@ def plan_training(
             range, and the job cannot use what it is granted.
         Infeasible: no number of nodes of a range can be used.
     """
-    bounds = nodes if isinstance(nodes, NodeRange) else NodeRange(nodes, nodes)
-    require_positive(nodes=bounds.most)
     recommendation, spec = run.read_recommendation(), run.spec
     choice = recommendation.choice if recommendation is not None else None
-    if choice is None and (bounds.most is None or batch is None):
-        first = "tula recommend" if any(run.read_results()) else "tula profile and tula recommend"
-        missing = [name for name, value in (("--nodes", bounds.most), ("--batch", batch)) if value is None]
-        raise BadMeasurements(
-            f"{run.id} has no recommendation, and {' and '.join(missing)} {'are' if missing[1:] else 'is'} not given",
-            f"run {first}, or give both: tula train --nodes N --batch B",
-        )
     source = _describe_source(recommendation, [name for name, value in (("nodes", nodes), ("batch", batch)) if value])
-    if choice is not None:
-        nodes, batch = nodes or choice.nodes, batch or choice.batch
-    assert nodes is not None
-    assert batch is not None
+    nodes, batch = _complete_configuration(run, choice, nodes, batch)
     estimator = _fit_estimator_if_measured(run, recommendation)
-    market: Market = choice.market if choice and (choice.nodes, choice.batch) == (nodes, batch) else "on_demand"
+    as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
+    market: Market = choice.market if choice and (as_chosen or isinstance(nodes, NodeRange)) else "on_demand"
     sizes: tuple[JobSize, ...] = ()
     if isinstance(nodes, NodeRange):
-        market = choice.market if choice else "on_demand"
         sizes = moldable.choose_job_sizes(
             spec, nodes, batch, estimator=estimator, recommendation=recommendation, market=market
         )
         nodes = sizes[-1].nodes
     check_divisibility(batch, compute_batch_divisor(spec, nodes))
     code = _choose_code_to_train(run, None if sizes else nodes, batch)
-    as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch) and not sizes
-    rungs = sizes[-1].ladder if sizes else _list_oom_fallbacks(estimator, spec, nodes, batch, market)
-    task = _make_train_task(spec, nodes, batch, code, rungs, sizes=sizes)
-    newest = run.get_training(task.signature).read_newest_task()
-    warnings: list[Diagnostic] = []
-    if newest is None:
+    fallbacks = sizes[-1].ladder if sizes else _list_oom_fallbacks(estimator, spec, nodes, batch, market)
+    task = _make_train_task(spec, nodes, batch, code, fallbacks, sizes=sizes)
+    training, prediction = run.get_training(task.signature), task.prediction
+    if (newest := training.read_newest_task()) is None:
         dataset_size = find_dataset_size(run, inspect)
         task = _add_ramp_stages(run, task, recommendation if as_chosen else None, dataset_size)
-        warnings += warn_large_reference_batch(spec, dataset_size)
-    prediction = task.prediction
-    if newest is not None:
+        prediction = task.prediction
+        warnings = [*warn_large_reference_batch(spec, dataset_size), *_warn_shortened_ramp(run, task, dataset_size)]
+    else:
         task = _resume_task(run, newest, task)
         prediction = task.sizes[-1].prediction if task.sizes else prediction
-        warnings += _warn_unusable_sizes(task, sizes)
-    elif sizes:
-        warnings += _warn_shortened_ramp(run, task, find_dataset_size(run, inspect))
+        warnings = _warn_unusable_sizes(task, sizes)
     if sizes and not task.sizes:
         raise Infeasible(
             "no number of nodes in the range can be used, because none divides all batches of train.ramp among its GPUs",
@@ -148,8 +132,8 @@ def plan_training(
         task=task,
         prediction=prediction,
         source=source,
-        finished=run.get_training(task.signature).read_summary() is not None,
-        resumes=run.get_training(task.signature).find_newest_samples() or None,
+        finished=training.read_summary() is not None,
+        resumes=training.find_newest_samples() or None,
         code=code,
         warnings=tuple(warnings),
         price=describe_price(spec.pricing),
@@ -157,6 +141,30 @@ def plan_training(
             run, spec, batch=batch, step_time=prediction.step_time if prediction else None
         ),
     )
+
+
+def _complete_configuration(
+    run: Run, choice: Prediction | None, nodes: int | NodeRange | None, batch: int | None
+) -> tuple[int | NodeRange, int]:
+    """Return the given nodes and batch, and the recommended ones instead of those that are not given.
+
+    Raises:
+        BadMeasurements: they are neither given nor recommended.
+    """
+    most = nodes.most if isinstance(nodes, NodeRange) else nodes
+    require_positive(nodes=most)
+    missing = [name for name, value in (("--nodes", most), ("--batch", batch)) if value is None]
+    if missing and choice is None:
+        first = "tula recommend" if any(run.read_results()) else "tula profile and tula recommend"
+        raise BadMeasurements(
+            f"{run.id} has no recommendation, and {' and '.join(missing)} {'are' if missing[1:] else 'is'} not given",
+            f"run {first}, or give both: tula train --nodes N --batch B",
+        )
+    if choice is not None:
+        nodes, batch = nodes or choice.nodes, batch or choice.batch
+    assert nodes is not None
+    assert batch is not None
+    return nodes, batch
 
 
 def _list_finished_at_other_configurations(run: Run, plan: TrainPlan) -> tuple[Summary, ...]:

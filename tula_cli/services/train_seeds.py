@@ -254,11 +254,7 @@ def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsRepo
         yield Note("all trainings of this plan have already finished")
         return prepared.report()
     has_queue = run.spec.cluster.backend.has_queue
-    if not has_queue and submission.wait is False:
-        raise SpecError(
-            "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
-            "remove --no-wait; if you interrupt the command, finished trainings are kept",
-        )
+    submission.require_waiting(run.spec)
     launcher = submission.launcher_for(run.spec)
     under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing])
     new = [training for training in prepared.missing if training.job not in under_way]

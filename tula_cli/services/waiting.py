@@ -11,7 +11,7 @@ from pathlib import Path
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.cluster.slurm.scheduler import list_overriding_variables
-from tula_cli.errors import Interruption, OverBudget, Pending, RunGone, SchedulerError
+from tula_cli.errors import Interruption, OverBudget, Pending, RunGone, SchedulerError, SpecError
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import list_names
 from tula_cli.run.job_runs import find_settings_origin, save_runs
@@ -46,6 +46,18 @@ class Submission:
     def should_wait(self, spec: JobSpec) -> bool:
         """Return whether to wait for jobs of this cluster."""
         return not spec.cluster.backend.has_queue if self.wait is None else self.wait
+
+    def require_waiting(self, spec: JobSpec) -> None:
+        """Reject --no-wait on this machine for a command that starts several trainings, one after the other.
+
+        Raises:
+            SpecError: the command is not to wait.
+        """
+        if not spec.cluster.backend.has_queue and self.wait is False:
+            raise SpecError(
+                "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
+                "remove --no-wait; if you interrupt the command, finished trainings are kept",
+            )
 
     def require_confirmed(self, planned: Planned) -> None:
         """Request confirmation before money is spent.

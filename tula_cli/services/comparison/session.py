@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import BadMeasurements, Interruption, JobFailed, SpecError, require_list
+from tula_cli.errors import BadMeasurements, Interruption, JobFailed, require_list
 from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
@@ -20,7 +20,6 @@ from tula_cli.services.plans import ComparePlan
 from tula_cli.services.tracking import export_while_waiting
 from tula_cli.services.train import choose_run_to_train
 from tula_cli.services.waiting import Submission, warn_about_submitted_jobs
-from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
 
 
@@ -154,7 +153,7 @@ def run_comparison(prepared: PreparedComparison, submission: Submission) -> Work
     plan, run = prepared.plan, prepared.run
     launcher = submission.launcher_for(run.spec)
     if plan.missing:
-        _require_waiting(run.spec, submission)
+        submission.require_waiting(run.spec)
         planned = ComparePlanned(plan)
         yield planned
         submission.require_confirmed(planned)
@@ -165,19 +164,6 @@ def run_comparison(prepared: PreparedComparison, submission: Submission) -> Work
     if plan.missing:
         yield from _run_missing_trainings(run, plan, launcher, submission)
     return read_comparison_result(run, plan.comparison, launcher)
-
-
-def _require_waiting(spec: JobSpec, submission: Submission) -> None:
-    """Reject --no-wait on this machine, before confirmation is requested and anything is written.
-
-    Raises:
-        SpecError: the command is not to wait.
-    """
-    if not spec.cluster.backend.has_queue and submission.wait is False:
-        raise SpecError(
-            "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
-            "remove --no-wait; if you interrupt the command, finished trainings are kept",
-        )
 
 
 def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, submission: Submission) -> Work[None]:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "replay"))
 
 from replay_data import MeasuredSet, load
 
-from tula_cli.models.choice.campaign import TrainingOption, find_shortest_makespan, plan_cheapest
+from tula_cli.models.choice.node_schedule import TrainingOption, find_shortest_makespan, plan_cheapest
 
 TRAININGS = (4, 8, 30)
 FEWEST_SIZES = 3  # numbers of nodes that a batch must have been measured on

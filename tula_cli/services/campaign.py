@@ -12,14 +12,13 @@ from pydantic import TypeAdapter
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, SpecError
-from tula_cli.models.choice.campaign import (
-    Campaign,
-    CandidatesOfJob,
-    PlanRequest,
+from tula_cli.models.choice.campaign import Campaign, CandidatesOfJob, PlanRequest, describe_plan
+from tula_cli.models.choice.campaign_of_jobs import JobsPlan, JobTrainings, PlanTarget, plan_jobs
+from tula_cli.models.choice.candidates import Candidates, Floats
+from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
-    describe_plan,
     find_shortest_makespan,
     is_within,
     list_options,
@@ -27,8 +26,6 @@ from tula_cli.models.choice.campaign import (
     plan_shortest,
     sum_costs,
 )
-from tula_cli.models.choice.campaign_of_jobs import JobsPlan, JobTrainings, PlanTarget, plan_jobs
-from tula_cli.models.choice.candidates import Candidates, Floats
 from tula_cli.query import QUANTITIES, Quantity, Query
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic

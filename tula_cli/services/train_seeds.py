@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
 from tula_cli.errors import Diverged, JobFailed, OverBudget, Pending, SpecError, TulaError
-from tula_cli.models.choice.campaign import Campaign, ScheduledTraining, is_within
+from tula_cli.models.choice.campaign import Campaign, ScheduledTraining
+from tula_cli.models.choice.node_schedule import is_within
 from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.code import choose_code

@@ -6,14 +6,12 @@ import make_runs as make
 import numpy as np
 import pytest
 
-from tula_cli.models.choice.campaign import (
-    Campaign,
-    CandidatesOfJob,
-    PlanRequest,
+from tula_cli.models.choice.campaign import Campaign, CandidatesOfJob, PlanRequest, describe_plan
+from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
-    describe_plan,
     find_predecessors,
     find_shortest_makespan,
     list_options,
@@ -21,7 +19,6 @@ from tula_cli.models.choice.campaign import (
     plan_shortest,
     sum_costs,
 )
-from tula_cli.models.choice.candidates import Candidates
 from tula_cli.query import Query
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tula_cli.models.choice.campaign import (
+from tula_cli.models.choice.campaign_of_jobs import JobTrainings, PlanTarget, find_lower_bound, plan_jobs
+from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
@@ -13,7 +14,6 @@ from tula_cli.models.choice.campaign import (
     plan_cheapest,
     sum_costs,
 )
-from tula_cli.models.choice.campaign_of_jobs import JobTrainings, PlanTarget, find_lower_bound, plan_jobs
 
 
 def search_all_schedules(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tula_cli.extras.report import sections
+from tula_cli.extras.report import sections, training_sections
 from tula_cli.extras.report.material import ReportData, list_newest_trainings
 from tula_cli.extras.report.values import describe_software, is_priced
 from tula_cli.models.cost import describe_price
@@ -31,9 +31,9 @@ def build_document(material: ReportData) -> Document:
         sections.build_scaling_section(material),
         sections.build_memory_section(material),
         sections.build_measured_section(material),
-        sections.build_training_section(material),
-        sections.build_gradients_section(material),
-        *sections.build_comparison_sections_of_parts(material),
+        training_sections.build_training_section(material),
+        training_sections.build_gradients_section(material),
+        *training_sections.build_comparison_sections_of_parts(material),
     )
     return Document(
         material.parts[0].run.job_name,

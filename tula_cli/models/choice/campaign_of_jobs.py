@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tula_cli.models.choice.campaign import (
+from tula_cli.models.choice.candidates import Floats
+from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
@@ -22,7 +23,6 @@ from tula_cli.models.choice.campaign import (
     schedule_in_order,
     sum_costs,
 )
-from tula_cli.models.choice.candidates import Floats
 
 _MAX_COMBINATIONS = 24
 """Number of combinations of batches, one of each job, that are tried."""

@@ -52,6 +52,7 @@ def test_a_damaged_yaml_is_no_edit_and_the_json_beside_it_counts(run, damage):
     assert job_runs.load_with_overrides(run, ["search.max_batch=64"]).search.max_batch == 64
     (warning,) = run.read_snapshot().record_warnings
     assert str(path) in warning.text and "read from spec.json" in warning.text
+    assert warning.text.endswith("to change the settings, edit the job file instead of spec.yaml.")
     run.save_job(make.spec())
     assert path.read_bytes() == intact and run.read_snapshot().record_warnings == []
 

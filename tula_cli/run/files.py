@@ -341,7 +341,7 @@ _ADVICE = {
     "trainings.json": "run tula recommend --trainings N --save, which writes it again",
     "evaluations": "run tula evaluate --fresh, which writes it again",
     "jobs": _JOB_ADVICE,
-    "spec.yaml": JOB_FILE_ADVICE,
+    "spec.yaml": f"{JOB_FILE_ADVICE}; to change the settings, edit the job file instead of spec.yaml",
     "job_file.json": JOB_FILE_ADVICE,
     "variant.json": JOB_FILE_ADVICE,
 }

@@ -39,8 +39,8 @@ from tula_cli.options import (
 from tula_cli.plugins import suggest_nearest
 from tula_cli.query import Query
 from tula_cli.run.code import make_runs_of_job
+from tula_cli.run.directory import LATEST_FILE, RunDir
 from tula_cli.run.directory import Run as HardwareRun
-from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame, render_html
 from tula_cli.run.job_runs import (
     find_recommendation,
@@ -133,13 +133,15 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> "Run":
-        """Return the run in a folder.
+        """Return the run in a folder, or the newest run for the path of file `latest`, such as tula-runs/latest.
 
         Raises:
             SpecError: the folder does not exist, or is not a run directory.
         """
         check_type("path", path, str | Path)
-        return cls.from_directories([open_run(RunDir.open(Path(path).absolute()))])
+        folder = Path(path).absolute()
+        is_latest = folder.name == LATEST_FILE and folder.is_file()
+        return cls.from_directories([open_run(RunDir.find_newest(folder.parent) if is_latest else RunDir.open(folder))])
 
     @classmethod
     def from_directories(cls, directories: Sequence[HardwareRun]) -> "Run":
@@ -387,7 +389,7 @@ class ResolvedTarget:
             SpecError: the job or an override is invalid, or a folder is not a run directory.
         """
         check_type("root", root, str | Path)
-        if isinstance(target, str | Path) and Path(target).is_dir():
+        if isinstance(target, str | Path) and (Path(target).is_dir() or Path(target).name == LATEST_FILE):
             target = Run.open(target)
         if isinstance(target, Run):
             return cls(open_runs(target.directories, overrides), None, tuple(overrides))
@@ -908,7 +910,7 @@ def _open_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun,
     if not isinstance(named, str | Path):
         raise SpecError(f"{named!r} is not a run", "give a run, the path of its folder, or its name")
     path = Path(named)
-    if path.is_file():
+    if path.is_file() and path.name != LATEST_FILE:
         return _find_measured_run(path, root).directories
     inside = root / path
     return Run.open(path if path.exists() or not inside.is_dir() else inside).directories

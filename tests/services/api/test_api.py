@@ -94,6 +94,16 @@ def test_names_are_reported_before_they_are_looked_up() -> None:
         tula.profil  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_the_file_latest_names_the_newest_run(cluster: AtOnce) -> None:
+    run = tula.profile(make.SPEC)
+    latest = run.path.parent / "latest"
+    assert latest.is_file() and tula.Run.open(latest) == run and tula.recommend(str(latest)).rows
+    with pytest.raises(SpecError, match="A and B are the same run"):
+        tula.diff(latest, run)
+    with pytest.raises(SpecError, match=r"there is no run .*/elsewhere/latest"):
+        tula.status("elsewhere/latest")
+
+
 @pytest.mark.torch
 def test_a_run_is_sent_to_a_tracker_and_nothing_twice(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, make.spec())

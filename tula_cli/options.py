@@ -306,12 +306,12 @@ def parse_nodes(text: str) -> int | NodeRange:
     match = re.fullmatch(r"([0-9]{1,9})|([0-9]{0,9})-([0-9]{0,9})", text.strip())
     if match is None or match[0] == "-":
         raise SpecError(f"--nodes {text}: expected a number of nodes or a range", "for example 4, 2-8, 2-, -8 or auto")
-    least, most = (int(bound) if bound else None for bound in match.groups()[1:])
+    min_nodes, max_nodes = (int(bound) if bound else None for bound in match.groups()[1:])
     if "0" in {bound.lstrip("0") or "0" for bound in match.groups() if bound} or match[0] == "-1":
         raise SpecError(f"--nodes {text}: must be at least 1", "for example 4, 2-8, 2-, -8 or auto")
-    if least is not None and most is not None and least > most:
-        raise SpecError(f"--nodes {text}: the range is empty", f"did you mean --nodes {most}-{least}?")
-    return int(match[1]) if match[1] else NodeRange(least, most)
+    if min_nodes is not None and max_nodes is not None and min_nodes > max_nodes:
+        raise SpecError(f"--nodes {text}: the range is empty", f"did you mean --nodes {max_nodes}-{min_nodes}?")
+    return int(match[1]) if match[1] else NodeRange(min_nodes, max_nodes)
 
 
 def _check_nodes(text: str) -> str:

@@ -49,8 +49,8 @@ def format_interval_of_hours(low: float | None, high: float | None) -> str:
     """Return an interval in parentheses, marked if it is too uncertain to decide by; empty if there is no interval."""
     if low is None or high is None:
         return ""
-    wide = ", too uncertain for a decision" * is_interval_too_wide(low, high)
-    return f" ({format_duration(3600 * low)} to {format_duration(3600 * high)}{wide})"
+    width_warning = ", too uncertain for a decision" * is_interval_too_wide(low, high)
+    return f" ({format_duration(3600 * low)} to {format_duration(3600 * high)}{width_warning})"
 
 
 def choose_time_unit(longest: float) -> tuple[float, str]:
@@ -271,8 +271,8 @@ _EXPECTED_VALUES: Mapping[str, str] = {
 
 def describe_expected_value(message: str) -> str:
     """Return pydantic's message about a value in plain words."""
-    for theirs, ours in _EXPECTED_VALUES.items():
-        message = message.replace(theirs, ours)
+    for pydantic_text, tula_text in _EXPECTED_VALUES.items():
+        message = message.replace(pydantic_text, tula_text)
     return message
 
 
@@ -294,16 +294,16 @@ def describe_node_type(name: str) -> str:
 def split_outside_brackets(text: str, mark: str) -> Iterator[str]:
     """Yield the parts of a text, split at `mark` outside brackets and quotes."""
     text_part, depth, quote = "", 0, ""
-    for letter in text:
+    for character in text:
         if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
         else:
-            depth += (letter in "[{(") - (letter in "]})")
-        if letter == mark and depth <= 0 and not quote:
+            depth += (character in "[{(") - (character in "]})")
+        if character == mark and depth <= 0 and not quote:
             yield text_part
             text_part = ""
         else:
-            text_part += letter
+            text_part += character
     yield text_part

@@ -98,11 +98,11 @@ def test_a_gpu_fills_up_with_zeros_and_turns_the_same(monkeypatch: pytest.Monkey
 
 def test_batches_have_one_shorter_side_and_a_bound_on_zeros_and_size() -> None:
     sides = [(8, 30), (8, 16), (8, 30), (6, 9), (8, 8), (8, 30)]
-    assert batch_matrices(sides, padding=1.0, most=10**9) == [[0, 2, 5], [1], [4], [3]]
-    assert batch_matrices(sides, padding=1.3, most=10**9) == [[0, 2, 5, 1], [4], [3]]
-    assert batch_matrices(sides, padding=9.0, most=10**9) == [[0, 2, 5, 1, 4], [3]]
-    assert batch_matrices(sides, padding=9.0, most=480) == [[0, 2], [5, 1], [4], [3]]
-    assert batch_matrices(sides, padding=9.0, most=1) == [[0], [2], [5], [1], [4], [3]]
+    assert batch_matrices(sides, padding=1.0, max_elements=10**9) == [[0, 2, 5], [1], [4], [3]]
+    assert batch_matrices(sides, padding=1.3, max_elements=10**9) == [[0, 2, 5, 1], [4], [3]]
+    assert batch_matrices(sides, padding=9.0, max_elements=10**9) == [[0, 2, 5, 1, 4], [3]]
+    assert batch_matrices(sides, padding=9.0, max_elements=480) == [[0, 2], [5, 1], [4], [3]]
+    assert batch_matrices(sides, padding=9.0, max_elements=1) == [[0], [2], [5], [1], [4], [3]]
 
 
 class Net(nn.Module):

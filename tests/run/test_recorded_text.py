@@ -16,7 +16,7 @@ from tula_cli.run.records.recommendations import Recommendation, StartEstimate
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.scripts import ObservedStart, RankResult, ScriptFailure
 from tula_cli.spec.load import validate_job
-from tula_cli.worker.build.loaders import Position
+from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.train.training_log import MetricsFile
 
 SECRET = "s3cr3tXYZ9"
@@ -65,7 +65,7 @@ def test_what_failed_and_what_was_warned_of_is_recorded_without_secrets(tmp_path
     add_out_of_memory(run, 4, 8, assumed=True)
     task = train_task(spec())
     with MetricsFile(run, task, is_first=True, samples=0) as metrics:
-        metrics.add("warning", Position(), 0.0, message=QUOTED, nested={"causes": [QUOTED]})
+        metrics.add("warning", TrainingPosition(), 0.0, message=QUOTED, nested={"causes": [QUOTED]})
     scripted = task.model_copy(update={"spec": script_spec(epochs=2)})
     ScriptTraining(run, scripted)._add_row("warning", 0, message=QUOTED)
     rows = list(run.get_training(task.signature).read_metrics())

@@ -652,7 +652,7 @@ def test_a_training_plan_tells_of_its_chain(run):
         rehearses=False,
         balance=None,
     )
-    text = printed(show_train.render_train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
+    text = printed(show_train.render_train_plan(plan, chain_nodes=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "a chain of 3 jobs" in text
     assert text.rstrip().endswith("#!/bin/bash")
     assert "chain" not in printed(show_train.render_train_plan(plan)) and "resume" not in text
@@ -693,7 +693,7 @@ def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
     plan = types.SimpleNamespace(
         task=run.read_tasks()[0], prediction=make.prediction(2, 128), source="as given", resumes=128, finished=True
     )
-    text = printed(show_train.render_train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
+    text = printed(show_train.render_train_plan(plan, chain_nodes=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "already finished" in text
     assert not [word for word in ("resumes from", "node-h", "chain", "#!/bin/bash") if word in text]
 

@@ -411,8 +411,10 @@ _BUG_HINT = "this is a bug in tula; please report the lines above"
 def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Show an unexpected error of tula or of user code with its traceback, also in the envelope."""
     screen.print_traceback(error.with_traceback(trace))
-    theirs = _find_user_line(trace)
-    hint = f"the error was raised in {theirs}, which is not part of tula; correct this code" if theirs else _BUG_HINT
+    user_line = _find_user_line(trace)
+    hint = (
+        f"the error was raised in {user_line}, which is not part of tula; correct this code" if user_line else _BUG_HINT
+    )
     _report_error(screen, TulaError(f"{kind.__name__}: {error}", hint))
 
 

@@ -115,12 +115,12 @@ def init(
                 command or "", kind, offered, gpus=gpus, cores=len(os.sched_getaffinity(0)), answers=answers
             )
 
-        made = _prompt_for_missing_settings(screen, make)
-        text = made.text
-        data, lines = show_check.describe_proposal(made, output)
-        default, reason = get_default_train(made.recognised.script["command"])
+        draft = _prompt_for_missing_settings(screen, make)
+        text = draft.text
+        data, lines = show_check.describe_proposal(draft, output)
+        default, reason = get_default_train(draft.recognised.script["command"])
         method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
-        screen.warn_all((*made.warnings, *warn_missing_file(made.recognised.script["command"])))
+        screen.warn_all((*draft.warnings, *warn_missing_file(draft.recognised.script["command"])))
     text = name_file_in_comments(text if full else shorten_job_file(text), output)
     write_atomic(output, add_schema(text, output), mode=MODE_FOR_ALL)
     if kind == "slurm" and script is None:
@@ -153,14 +153,14 @@ def _prompt_for_missing_settings(
     answers: dict[str, str] = {}
     while True:
         try:
-            made = make(answers)
+            draft = make(answers)
         except UnknownFact as unknown:
             if not asks or (answer := screen.ask(unknown.message, unknown.question, unknown.choices)) is None:
                 raise
             answers[unknown.key] = answer
             continue
-        if made.complete or not asks or LENGTH_QUESTION in answers or "length" in made.recognised.script:
-            return made
+        if draft.complete or not asks or LENGTH_QUESTION in answers or "length" in draft.recognised.script:
+            return draft
         answers[LENGTH_QUESTION] = (
             screen.ask("", "how many epochs does the command train? (press Enter to set the number in the file later)")
             or ""
@@ -229,23 +229,30 @@ def check(screen: Screen, options: CheckOptions) -> None:
 
     Only --on-cluster and --rehearse submit a job. Run the same command again to follow that job.
     """
-    foreign = {"--show-origin": options.show_origin, "--offline": options.offline}
-    elsewhere = {"--nodes": options.nodes is not None, "--timeout": options.timeout is not None}
+    mismatched_options = {"--show-origin": options.show_origin, "--offline": options.offline}
+    node_check_options = {"--nodes": options.nodes is not None, "--timeout": options.timeout is not None}
     job = options.job
     if job is None:
         raise SpecError("no job file was given", "for example tula check job.yaml")
     if options.memory is not None:
         _refuse_options(
-            {"--on-cluster": options.on_cluster, "--rehearse": options.rehearse, **foreign, **elsewhere}, to="--memory"
+            {
+                "--on-cluster": options.on_cluster,
+                "--rehearse": options.rehearse,
+                **mismatched_options,
+                **node_check_options,
+            },
+            to="--memory",
         )
         return _check_memory(screen, job, options, capacity=options.memory)
     if options.rehearse:
         _refuse_options(
-            {"--on-cluster": options.on_cluster, "--nodes": options.nodes is not None, **foreign}, to="--rehearse"
+            {"--on-cluster": options.on_cluster, "--nodes": options.nodes is not None, **mismatched_options},
+            to="--rehearse",
         )
         return _test_resume(screen, job, options)
     if options.on_cluster:
-        _refuse_options({**foreign, "--fresh": options.fresh}, to="--on-cluster")
+        _refuse_options({**mismatched_options, "--fresh": options.fresh}, to="--on-cluster")
         return _check_on_cluster(screen, job, options)
     refuse_option(
         options.nodes is not None,

@@ -89,15 +89,15 @@ def recommend(
         if not saved and not stored.warnings:
             screen.note(show_recommend.describe_unsaved_answer(stored.earlier))
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
-    explained = service.list_regressions(answer) if explain else {}
+    explanations = service.list_regressions(answer) if explain else {}
     line = describe_training_method(runs[0].spec)
-    details_as_json = {"explanation": explained} if explain else {}
+    details_as_json = {"explanation": explanations} if explain else {}
     source = {"demo": show_recommend.DEMO_CITATION} if demo else {}
     data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json, **source}
     shown = _render_answer(answer, every=every, kept=saved)
     details: Iterable[RenderableType] = [show_recommend.EXPLAIN_HINT]
     if explain:
-        details = itertools.chain([line], show_recommend.render_explanation(recommendation, explained))
+        details = itertools.chain([line], show_recommend.render_explanation(recommendation, explanations))
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     screen.answer(data, itertools.chain(first, shown, details, last))
     screen.warn_all(warnings)

@@ -108,17 +108,17 @@ def logs(
         ).has_active_jobs(job and [job])
 
     pause = run.spec.cluster.backend.poll[0] if follow else 0.0
-    wanted = services_logs.LogQuery(job=job, rank=rank, every=every, last=last)
-    place = None
+    query = services_logs.LogQuery(job=job, rank=rank, every=every, last=last)
+    previous_place = None
     for line in services_logs.read_logs(
-        run, wanted, follow=follow, active=services_logs.make_rate_limited_check(active, pause=pause)
+        run, query, follow=follow, active=services_logs.make_rate_limited_check(active, pause=pause)
     ):
-        if line.place != place:
-            place = line.place
+        if line.place != previous_place:
+            previous_place = line.place
             screen.note(f"==> {services_logs.describe_log_origin(run, line)}")
         screen.print_line(line.text, line)
-    if place is None and last != 0:
-        screen.note(services_logs.describe_missing_output(run, wanted))
+    if previous_place is None and last != 0:
+        screen.note(services_logs.describe_missing_output(run, query))
     screen.warn_all(run.read_snapshot().record_warnings)
 
 

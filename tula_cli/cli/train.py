@@ -96,6 +96,6 @@ def _show_dry_run(screen: Screen, training: "PreparedTraining", submission: "Sub
     with contextlib.suppress(SchedulerError):  # a silent scheduler does not prevent a dry run
         is_running = bool(list_unfinished_jobs(run, launcher, [plan.task.job]))
     shown = show_train.render_train_plan(
-        plan, links=list_nodes_of_chain_jobs(plan.task), scripts=scripts, is_running=is_running
+        plan, chain_nodes=list_nodes_of_chain_jobs(plan.task), scripts=scripts, is_running=is_running
     )
     screen.answer({"plan": plan, "scripts": scripts}, shown)

@@ -77,8 +77,8 @@ def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCh
             screen.print_aside(show_profile.render_round(plans))
         case events.ProfilePlanned(plans):
             screen.print_aside(show_profile.render_plans(plans))
-        case events.TrainPlanned(plan, links):
-            screen.print_aside(show_train.render_train_plan(plan, links=links))
+        case events.TrainPlanned(plan, chain_nodes):
+            screen.print_aside(show_train.render_train_plan(plan, chain_nodes=chain_nodes))
         case events.SeedsPlanned(campaign, missing):
             screen.print_aside(show_train.render_seeds_plan(campaign, missing))
         case events.EvaluationPlanned(task):

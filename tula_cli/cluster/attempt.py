@@ -260,8 +260,8 @@ class RunningAttempt:
         if time.monotonic() < self._log_truncated_at + pause:
             return
         self._log_truncated_at = time.monotonic()
-        most = MAX_LOG_BYTES * (self.allocation.nodes or 1) // self.allocation.count
-        truncate_log(self._log, most=most, keep=self._program.log_patterns)
+        max_bytes = MAX_LOG_BYTES * (self.allocation.nodes or 1) // self.allocation.count
+        truncate_log(self._log, max_bytes=max_bytes, keep=self._program.log_patterns)
 
     @cached_property
     def _exit_deadline(self) -> float | None:
@@ -374,37 +374,43 @@ _DROPPED_LINE = b"tula: %d bytes of this log were dropped here: it had grown bey
 _DROPPED_BYTES_PATTERN = re.compile(rb"^tula: ([0-9]+) bytes of this log were dropped here: .*\n", re.MULTILINE)
 
 
-def truncate_log(log: Path, *, most: int = MAX_LOG_BYTES, keep: Sequence[str] = ()) -> None:
+def truncate_log(log: Path, *, max_bytes: int = MAX_LOG_BYTES, keep: Sequence[str] = ()) -> None:
     """Drop the middle of a log that is too large, so that endless output does not fill the disk.
 
     Ranks open the log in append mode and can write while it is cut. A line in its place reports how much was dropped.
 
     Args:
         log: the file, which may not exist.
-        most: maximum size in bytes; about an eighth of it is kept from the start and a quarter from the end of the log.
-        keep: patterns of lines to keep from the middle too; the newest of them, up to a quarter of `most`.
+        max_bytes: maximum size in bytes; about an eighth of it is kept from the start and a quarter from the end of the log.
+        keep: patterns of lines to keep from the middle too; the newest of them, up to a quarter of `max_bytes`.
     """
     try:
-        if log.stat().st_size <= most:
+        if log.stat().st_size <= max_bytes:
             return
         with open(
             os.open(log, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b", 0
         ) as file:
             size = os.fstat(file.fileno()).st_size
-            beginning = os.pread(file.fileno(), most // 8 + 256, 0)
+            beginning = os.pread(file.fileno(), max_bytes // 8 + 256, 0)
             earlier = _DROPPED_BYTES_PATTERN.search(beginning)
-            head = earlier.start() if earlier else beginning.rfind(b"\n", 0, most // 8) + 1
-            until = max(head, size - most // 4)
+            head_end = earlier.start() if earlier else beginning.rfind(b"\n", 0, max_bytes // 8) + 1
+            until = max(head_end, size - max_bytes // 4)
             until += os.pread(file.fileno(), _MAX_LINE_BYTES, until).find(b"\n") + 1
-            retained = b"".join(_find_matching_lines(file, head, until, keep)) if keep else b""
-            retained = retained if len(retained) <= most // 4 else retained[retained.find(b"\n", -most // 4) + 1 :]
+            kept_lines = b"".join(_find_matching_lines(file, head_end, until, keep)) if keep else b""
+            kept_lines = (
+                kept_lines
+                if len(kept_lines) <= max_bytes // 4
+                else kept_lines[kept_lines.find(b"\n", -max_bytes // 4) + 1 :]
+            )
             file.seek(until)
             end = file.read() or b""
-            dropped = until - head - len(retained) + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
-            file.truncate(head)
-            file.write(_DROPPED_LINE % (dropped, most >> 20) + retained + end)
+            dropped = until - head_end - len(kept_lines) + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
+            file.truncate(head_end)
+            file.write(_DROPPED_LINE % (dropped, max_bytes >> 20) + kept_lines + end)
     except OSError as error:
-        sys.stderr.write(f"tula: {log} is larger than {most >> 20} MiB and cannot be truncated: {error.strerror}\n")
+        sys.stderr.write(
+            f"tula: {log} is larger than {max_bytes >> 20} MiB and cannot be truncated: {error.strerror}\n"
+        )
 
 
 def _find_matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str]) -> Iterator[bytes]:

@@ -102,8 +102,10 @@ class BatchLauncher:
 
     def _explain_missing_log(self, snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
         """Add to the state of a job that left no log that its nodes probably do not see the run directory."""
-        ran = not state.reason or state.failed or state.forgotten
-        if not (state.without_log or (state.state == "ended" and ran)) or list_attempts_of_submission(snapshot, job):
+        has_run = not state.reason or state.failed or state.forgotten
+        if not (state.without_log or (state.state == "ended" and has_run)) or list_attempts_of_submission(
+            snapshot, job
+        ):
             return state
         if snapshot.list_started_logs(job.ids):
             return state
@@ -118,9 +120,9 @@ class BatchLauncher:
         """
         run.cancel(job.id)
         # In reverse order, as the end of one job of the chain would start the next.
-        if complaint := self.scheduler.cancel(job.ids[::-1]):
+        if error_message := self.scheduler.cancel(job.ids[::-1]):
             raise SchedulerError(
-                f"{self.scheduler.cancel_command or self.scheduler.name}: {complaint}",
+                f"{self.scheduler.cancel_command or self.scheduler.name}: {error_message}",
                 f"{job.id} will not start another attempt, but may still be running; run tula cancel again",
             )
 

@@ -36,17 +36,17 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
     if task.sizes:  # the number of jobs is that for the fewest nodes that may be granted
         smallest = task.with_granted_nodes(task.sizes[0].nodes).prediction
         hours = None if smallest is None else smallest.hours
-    links: list[Task] = []
+    chain_tasks: list[Task] = []
     for nodes in sorted(
         {count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.training_nodes}
     ):
         predicted_hours = None if predicted is None else predicted.compute_hours_on_nodes(nodes)
-        links += [task.model_copy(update={"nodes": nodes})] * _count_jobs_needed(task, predicted_hours, spare=1)
+        chain_tasks += [task.model_copy(update={"nodes": nodes})] * _count_jobs_needed(task, predicted_hours, spare=1)
         hours = None if hours is None or predicted_hours is None else hours - predicted_hours
     last_task = task.model_copy(update={"nodes": task.training_nodes})
     needed = _count_jobs_needed(task, hours, spare=SPARE_CHAINED_JOBS)
-    links = links[: MAX_CHAINED_JOBS - 2] + [last_task] * min(max(2, needed), MAX_CHAINED_JOBS)
-    return links[:MAX_CHAINED_JOBS]
+    chain_tasks = chain_tasks[: MAX_CHAINED_JOBS - 2] + [last_task] * min(max(2, needed), MAX_CHAINED_JOBS)
+    return chain_tasks[:MAX_CHAINED_JOBS]
 
 
 def _count_jobs_needed(task: TrainTask, hours: float | None, *, spare: int) -> int:
@@ -59,7 +59,7 @@ def _count_jobs_needed(task: TrainTask, hours: float | None, *, spare: int) -> i
 
 def list_nodes_of_chain_jobs(task: Task) -> tuple[int, ...]:
     """Return the number of nodes that each job of a task requests."""
-    return tuple(link.nodes for link in list_chain_tasks(task))
+    return tuple(chain_task.nodes for chain_task in list_chain_tasks(task))
 
 
 def compute_start_delay(number: int) -> int:
@@ -87,19 +87,19 @@ def get_chain_state(
     if released and (cancelled := [id_ for id_ in job.ids if id_ in released]):
         ids = f"job {cancelled[0]}" if len(cancelled) == 1 else f"jobs {cancelled[0]} to {cancelled[-1]}"
         explanation = f"tula cancelled {ids} of the chain: {released[cancelled[-1]]}"
-        retained = tuple(id_ for id_ in job.ids if id_ not in released)
+        kept_ids = tuple(id_ for id_ in job.ids if id_ not in released)
         remaining = job.model_copy(
-            update={"links": retained, "scheduler_id": retained[0] if retained else job.scheduler_id}
+            update={"links": kept_ids, "scheduler_id": kept_ids[0] if kept_ids else job.scheduler_id}
         )
         return replace(get_chain_state(remaining, reported_states, forgotten=forgotten), released=explanation)
-    young = time.time() - job.submitted_at < YOUNG_SECONDS
+    is_just_submitted = time.time() - job.submitted_at < YOUNG_SECONDS
     unheard = (
         SchedulerState("pending", "just submitted", young=True)
-        if young
+        if is_just_submitted
         else SchedulerState("ended", forgotten, forgotten=True)
     )
     states = [reported_states.get(id_, unheard) for id_ in job.ids]
-    if young:  # accounting may know a job before squeue lists it
+    if is_just_submitted:  # accounting may know a job before squeue lists it
         states = [unheard if state.state == "unknown" else state for state in states]
     kinds = [state.state for state in states]
     if "running" in kinds:

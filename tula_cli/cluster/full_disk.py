@@ -47,8 +47,8 @@ def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None
     training = None if task is None else run.find_training(task)
     if training is None:
         return None
-    of_script = training.read_script_progress()
-    saved = training.list_checkpoints() if of_script is None else [Path(of_script.checkpoint)]
+    script_progress = training.read_script_progress()
+    saved = training.list_checkpoints() if script_progress is None else [Path(script_progress.checkpoint)]
     sizes = [measure_file_size(path) for path in saved]
     if not any(sizes):
         probes = [probe.memory for probe in run.read_measured()]
@@ -70,6 +70,8 @@ def release_held_jobs(run: RunDir, task: TrainTask) -> None:
     scheduler = make_scheduler(task.spec.cluster)
     states = scheduler.query_states(job.links) if job is not None else {}
     held_now = [id_ for id_, state in states.items() if state.on_hold]
-    if complaint := scheduler.release(held_now):
-        by_hand = scheduler.release_command
-        raise SchedulerError(f"{by_hand}: {complaint}", f"release the jobs by hand: {by_hand} {','.join(held_now)}")
+    if error_message := scheduler.release(held_now):
+        release_command = scheduler.release_command
+        raise SchedulerError(
+            f"{release_command}: {error_message}", f"release the jobs by hand: {release_command} {','.join(held_now)}"
+        )

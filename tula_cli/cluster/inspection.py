@@ -105,12 +105,12 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if python is None or is_tulas or spec.cluster.setup:  # set-up lines may activate another Python
         return ()
     try:
-        tried = run_command([python, "-c", "import torch"], timeout=IMPORT_SECONDS)
+        import_result = run_command([python, "-c", "import torch"], timeout=IMPORT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    if tried.returncode == 0:
+    if import_result.returncode == 0:
         return ()
-    why = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
+    why = (import_result.stderr.strip().splitlines() or ["no reason given"])[-1]
     problem = f"script.command: {python} cannot import torch: {why}"
     hint = "activate the environment that has torch, or give the path of that environment's Python in script.command"
     return _report_inspection_problem(spec, problem, hint, "; the Python of the nodes must be able to import torch")
@@ -189,14 +189,14 @@ class NotInspectable(JobFailed):
     Args:
         message: why they cannot be built.
         remedy: what would make building possible on this machine.
-        elsewhere: what to do instead.
+        on_node_hint: what to do instead.
         evidence: as of `JobFailed`.
     """
 
     def __init__(
-        self, message: str, remedy: str = TORCH_MISSING_HINT, *, elsewhere: str = "", evidence: str = ""
+        self, message: str, remedy: str = TORCH_MISSING_HINT, *, on_node_hint: str = "", evidence: str = ""
     ) -> None:
-        super().__init__(message, f"{elsewhere}; or {remedy}" if elsewhere else remedy, evidence=evidence)
+        super().__init__(message, f"{on_node_hint}; or {remedy}" if on_node_hint else remedy, evidence=evidence)
         self.remedy = remedy
 
 
@@ -228,10 +228,10 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
         raise JobFailed(
             f"building the model and the dataset took more than {timeout:g} s", "prepare the data beforehand"
         ) from None
-    elsewhere = INSPECT_ON_NODE_HINT if spec.cluster.kind == "slurm" else ""
+    on_node_hint = INSPECT_ON_NODE_HINT if spec.cluster.kind == "slurm" else ""
     try:
         if not completed.stdout.strip():
-            raise make_interpreter_error(python, completed.stderr, elsewhere=elsewhere)
+            raise make_interpreter_error(python, completed.stderr, on_node_hint=on_node_hint)
         return parse_inspection(completed.stdout, completed.stderr)
     except JobFailed as error:
         exceeded = find_exceeded_limit(
@@ -242,7 +242,7 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
         limit, sign = exceeded
         why = f"{python} cannot build the model and the dataset here: the limit of {limit.name} was exceeded"
         raise NotInspectable(
-            f"{why}: {sign}{_describe_limits(limit)}", f"here, {limit.remedy}", elsewhere=elsewhere
+            f"{why}: {sign}{_describe_limits(limit)}", f"here, {limit.remedy}", on_node_hint=on_node_hint
         ) from error
 
 
@@ -277,17 +277,17 @@ def get_python_command(spec: JobSpec) -> str:
     return spec.cluster.python or shlex.quote(sys.executable)
 
 
-def make_interpreter_error(python: str, stderr: str, *, elsewhere: str = "") -> NotInspectable:
+def make_interpreter_error(python: str, stderr: str, *, on_node_hint: str = "") -> NotInspectable:
     """Return the error for an interpreter that exited before the inspection started: it is missing or lacks a module.
 
     Args:
         python: the shell command that starts the interpreter.
-        elsewhere: what to do instead, if the interpreter may work on another machine.
+        on_node_hint: what to do instead, if the interpreter may work on another machine.
     """
     messages = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
     last_message = messages[-1].strip() if messages else "it printed nothing"
     message = f"{python} cannot build the model and the dataset: {last_message}"
-    return NotInspectable(message, elsewhere=elsewhere, evidence=last_message)
+    return NotInspectable(message, on_node_hint=on_node_hint, evidence=last_message)
 
 
 def parse_inspection(stdout: str, stderr: str) -> Inspection:

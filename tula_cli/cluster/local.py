@@ -91,8 +91,8 @@ class LocalLauncher:
         if attempts := list_attempts_of_submission(snapshot, job):
             trainings = ", ".join(attempts[-1].disturbed_by)
             return SchedulerState("running", f"{trainings} may have disturbed the measured times" if trainings else "")
-        waits = machine_lock.describe_waiting(_describe_holder(snapshot.resolved_path, job.id))
-        return SchedulerState("pending", waits or "starting")
+        waiting_text = machine_lock.describe_waiting(_describe_holder(snapshot.resolved_path, job.id))
+        return SchedulerState("pending", waiting_text or "starting")
 
     def cancel(self, run: RunDir, job: Job) -> None:
         """Mark a job as cancelled and wait until its supervisor has exited; kill its processes after 30 s."""

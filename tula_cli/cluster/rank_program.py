@@ -88,9 +88,9 @@ class RankProgram(ABC):
             JobFailed: the configured network interface does not exist.
         """
 
-    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
+    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
         """Return the command to start the ranks of an attempt now."""
-        return LeaderCommand(task=self.task.id, attempt=attempt, ranks=self.task.ranks, meeting=meeting)
+        return LeaderCommand(task=self.task.id, attempt=attempt, ranks=self.task.ranks, meeting=rendezvous)
 
     @abstractmethod
     def start(self, allocation: Allocation, command: LeaderCommand) -> RankStarter:

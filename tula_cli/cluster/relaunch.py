@@ -128,7 +128,7 @@ def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
     """Return the fallback after an out-of-memory of a training; None if no configuration would use less memory."""
     why_not = describe_why_not_splittable(task.spec)
     micro_batches = None if why_not else make_rank_program(run, task).list_micro_batch_splits()
-    batches = [rung.batch for rung in task.ladder]
+    batches = [fallback.batch for fallback in task.ladder]
     return find_next_fallback(
         batches, task.splits, micro_batches, why_not=why_not, stage=_find_batch_of_stage(run, task)
     )
@@ -146,9 +146,9 @@ def _find_batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
 def _list_attempts_at_same_batch(run: RunDir, task: ProbeTask, earlier: Sequence[Attempt]) -> Sequence[Attempt]:
     """Return the earlier attempts of a probe job at the batch of the newest one."""
     results = [run.read_result(make_probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
-    over = [result.measured_at for result in results if isinstance(result, Measured)]
-    over += [attempt.ended_at or 0.0 for attempt in earlier if attempt.outcome == "user"]  # skipped now
-    return [attempt for attempt in earlier if (attempt.ended_at or 0.0) > max(over, default=0.0)]
+    end_times = [result.measured_at for result in results if isinstance(result, Measured)]
+    end_times += [attempt.ended_at or 0.0 for attempt in earlier if attempt.outcome == "user"]  # skipped now
+    return [attempt for attempt in earlier if (attempt.ended_at or 0.0) > max(end_times, default=0.0)]
 
 
 def _has_gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:

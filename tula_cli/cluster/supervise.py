@@ -71,11 +71,11 @@ def require_current_format(run: Path, allocation: Allocation) -> None:
         waiting = _list_later_jobs(run, allocation.job_id) if allocation.is_leader and not allocation.is_local else ()
         if waiting:  # each would exit like this one, and the chain would be used up in a minute
             scheduler = allocation.scheduler
-            complaint = scheduler.hold(waiting)
+            error_message = scheduler.hold(waiting)
             ids = ",".join(waiting)
             message = (
-                f"could not be held: {complaint}"
-                if complaint
+                f"could not be held: {error_message}"
+                if error_message
                 else f"are held; to release them: {scheduler.release_command} {ids}"
             )
             sys.stderr.write(f"tula: the waiting jobs of the chain ({ids}) {message}\n")
@@ -87,9 +87,9 @@ def _list_later_jobs(run: Path, job_id: str) -> Sequence[str]:
     with contextlib.suppress(TulaError, OSError, ValueError, RecursionError):
         for path in list_files(run / "jobs"):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                links = [str(link) for link in json.loads(read_content(path))["links"]]
-                if job_id in links:
-                    return links[links.index(job_id) + 1 :]
+                chain_jobs = [str(chain_job) for chain_job in json.loads(read_content(path))["links"]]
+                if job_id in chain_jobs:
+                    return chain_jobs[chain_jobs.index(job_id) + 1 :]
     return ()
 
 
@@ -245,14 +245,14 @@ class Supervisor:
             program = make_rank_program(self.run, task)
             try:
                 require_resumable(self.run, task)
-                meeting = program.find_rank_rendezvous()
+                rendezvous = program.find_rank_rendezvous()
             except JobFailed as error:
                 refusal = Failure(outcome="user", message=f"{error.message}; {error.hint}", host=get_node_name())
                 apply_decision(self.run, task, refusal, Stop(why="batch_failed"))
                 close_attempt(self.run, attempt, refusal, Stop(why="batch_failed"))
                 self._current_attempt = None
                 break
-            command = program.make_command(attempt=attempt.number, meeting=meeting)
+            command = program.make_command(attempt=attempt.number, rendezvous=rendezvous)
             self._write_command(command)
             running = self._make_running_attempt(task, attempt, command, ends)
             failure = running.apply_termination_reason(running.run_to_exit())
@@ -358,10 +358,10 @@ class Supervisor:
         job = self._find_job(task)
         if job is not None:
             waiting = self._list_later_jobs_of_chain(task)
-            large_enough = [link for link in waiting if job.get_nodes(link) >= task.nodes]
+            large_enough = [chain_job for chain_job in waiting if job.get_nodes(chain_job) >= task.nodes]
             self._undelayed_job = ""  # another job of the chain is next after the cancellation
             self._end_delay(large_enough)
-            too_small = [link for link in waiting if link not in large_enough]
+            too_small = [chain_job for chain_job in waiting if chain_job not in large_enough]
             self._cancel_jobs_of_chain(job, too_small, f"the training now needs {task.nodes} nodes")
 
     def _end_delay(self, waiting: Sequence[str]) -> None:
@@ -370,8 +370,8 @@ class Supervisor:
         if self._undelayed_job or not waiting or not isinstance(scheduler, SupportsStartDelay):
             return
         self._undelayed_job = waiting[0]
-        if complaint := scheduler.end_delay(waiting[0], self.allocation.job_id):
-            sys.stderr.write(f"tula: job {waiting[0]} may start some minutes late: {complaint}\n")
+        if error_message := scheduler.end_delay(waiting[0], self.allocation.job_id):
+            sys.stderr.write(f"tula: job {waiting[0]} may start some minutes late: {error_message}\n")
 
     def _delay_job_start(self, id_: str, minutes: int) -> str:
         """Delay the start of a job until at least `minutes` from now; return an error message, or empty."""
@@ -395,15 +395,21 @@ class Supervisor:
         job = self._find_job(task)
         if job is not None:
             why = "the training is finished" if training.read_result() else "later jobs would fail in the same way"
-            self._cancel_jobs_of_chain(job, [link for link in job.links if link != self.allocation.job_id], why)
+            self._cancel_jobs_of_chain(
+                job, [chain_job for chain_job in job.links if chain_job != self.allocation.job_id], why
+            )
 
-    def _cancel_jobs_of_chain(self, job: Job, links: Sequence[str], why: str) -> None:
+    def _cancel_jobs_of_chain(self, job: Job, chain_jobs: Sequence[str], why: str) -> None:
         """Cancel jobs of the chain, and record why for those after this one; finished jobs are not affected."""
-        waiting = [link for link in links if job.links.index(link) > job.links.index(self.allocation.job_id)]
+        waiting = [
+            chain_job
+            for chain_job in chain_jobs
+            if job.links.index(chain_job) > job.links.index(self.allocation.job_id)
+        ]
         if waiting and not self.run.is_cancelled(job.id):
             with contextlib.suppress(OSError):  # the jobs are cancelled even if the reason cannot be recorded
                 self.run.record_released_jobs(job.id, waiting, why)
-        self.allocation.scheduler.cancel(links)
+        self.allocation.scheduler.cancel(chain_jobs)
 
     def _write_command(self, command: LeaderCommand) -> None:
         number = next(self._command_numbers)
@@ -505,7 +511,7 @@ class Supervisor:
         Jobs with too few nodes belong to an earlier stage, after which tula cancelled them; they are ignored.
         """
         earlier = job.links[: job.links.index(self.allocation.job_id)]
-        predecessors = [link for link in earlier if job.get_nodes(link) >= task.nodes]
+        predecessors = [chain_job for chain_job in earlier if job.get_nodes(chain_job) >= task.nodes]
         return bool(predecessors) and self.allocation.scheduler.find_end_reason(predecessors[-1]) == "cancelled"
 
     def _list_attempts_of_submission(self, task: Task) -> list[Attempt]:
@@ -514,8 +520,8 @@ class Supervisor:
         if self.allocation.is_local:
             return [attempt for attempt in attempts if attempt.started_at >= self.since]
         job = self._find_job(task)
-        links = job.links if job is not None else (self.allocation.job_id,)
-        return [attempt for attempt in attempts if attempt.job_id in links]
+        chain_jobs = job.links if job is not None else (self.allocation.job_id,)
+        return [attempt for attempt in attempts if attempt.job_id in chain_jobs]
 
     def _list_attempts_without_progress(self, task: Task) -> list[Attempt]:
         """Return the attempts of this job so far; of a training, those without a newer checkpoint since."""

@@ -582,8 +582,8 @@ def _find_first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeC
 def _split_by_scope(text: str, exit_code: int | None) -> dict[Scope, str]:
     """Return the parts of a log in which patterns are searched; without a cause in tracebacks, errors are the last lines."""
     chain = _find_deciding_chain(text, exit_code)
-    explained = not all(error.is_last_resort for error in chain)
-    last_lines = "" if explained or _is_killed(exit_code) else _find_last_lines(text)
+    is_explained = not all(error.is_last_resort for error in chain)
+    last_lines = "" if is_explained or _is_killed(exit_code) else _find_last_lines(text)
     of_system = [error for error in chain if not _VALUE_ERROR_LINE.match(error.message)]
     return {
         "log": text,

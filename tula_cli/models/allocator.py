@@ -108,14 +108,14 @@ class CachingAllocator:
         self._remove_from_pool(block)
         return block
 
-    def _request_segment(self, wanted: int) -> _Block:
-        small = wanted <= MAX_SMALL_REQUEST_BYTES
+    def _request_segment(self, requested_bytes: int) -> _Block:
+        small = requested_bytes <= MAX_SMALL_REQUEST_BYTES
         size = (
             SMALL_SEGMENT
             if small
             else LARGE_SEGMENT
-            if wanted < MIN_DEDICATED_SEGMENT
-            else -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
+            if requested_bytes < MIN_DEDICATED_SEGMENT
+            else -(-requested_bytes // SEGMENT_UNIT) * SEGMENT_UNIT
         )
         if self.capacity is not None and self.reserved + size > self.capacity:
             self._release_free_segments()
@@ -160,7 +160,7 @@ def _join_blocks(before: _Block, second: _Block) -> _Block:
 
 def replay_allocations(
     setup: Sequence[int],
-    late: Sequence[int],
+    later: Sequence[int],
     step: Sequence[int],
     sizes: Sequence[float],
     *,
@@ -171,7 +171,7 @@ def replay_allocations(
 
     Args:
         setup: numbers allocated before the first step.
-        late: numbers allocated at the end of the first step, among the blocks it has left: the optimizer's state, AGS's
+        later: numbers allocated at the end of the first step, among the blocks it has left: the optimizer's state, AGS's
             factors.
         step: n + 1 allocates number n, -(n + 1) releases it. Allocations that replace late numbers take over their
             names for the next turn.
@@ -183,11 +183,11 @@ def replay_allocations(
     try:
         for number in setup:
             allocator.allocate(number, round(sizes[number]))
-        for turn in range(turns):
+        for repetition in range(turns):
             flushes_before = allocator.flushes
             _run_events(allocator, step, sizes)
-            _rename_allocations(allocator, [*setup, *late], late if turn else [])
-            for number in [] if turn else late:
+            _rename_allocations(allocator, [*setup, *later], later if repetition else [])
+            for number in [] if repetition else later:
                 allocator.allocate(number, round(sizes[number]))
     except DeviceMemoryExhausted:
         return AllocatorPeaks(allocated=allocator.peak, reserved=allocator.most, fits=False)

@@ -40,9 +40,11 @@ def join_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     """
     rows = [_join_step(row) for row in zip(*(rank.timed for rank in ranks), strict=False)]
     often = Counter(cause for row in rows for cause in row.causes)
-    usual = {cause for cause, count in often.items() if count > _MAX_SHARE_OF_DISTURBED * len(rows)}
+    frequent_causes = {cause for cause, count in often.items() if count > _MAX_SHARE_OF_DISTURBED * len(rows)}
     return tuple(
-        JointStep(row.seconds, row.wait, row.samples, tuple(cause for cause in row.causes if cause not in usual))
+        JointStep(
+            row.seconds, row.wait, row.samples, tuple(cause for cause in row.causes if cause not in frequent_causes)
+        )
         for row in rows
     )
 
@@ -99,8 +101,8 @@ def describe_unmet_expectations(ranks: Sequence[RankResult], *, resumed: bool) -
     """
     if not ranks or len(ranks) < ranks[0].world:
         return ""
-    few = min(len(rank.timed) for rank in ranks) < MIN_TIMED_STEPS
-    mismatched = list_mismatches([rank.model_copy(update={"timed": ()}) for rank in ranks] if few else ranks)
+    has_few_steps = min(len(rank.timed) for rank in ranks) < MIN_TIMED_STEPS
+    mismatched = list_mismatches([rank.model_copy(update={"timed": ()}) for rank in ranks] if has_few_steps else ranks)
     return " ".join(mismatch.text for mismatch in mismatched if not (resumed and mismatch.code == "epoch-steps-differ"))
 
 

@@ -382,16 +382,16 @@ def compute_max_cost(spec: JobSpec, node_hours: float, capacity: int | None) -> 
         node_hours: of all jobs together.
         capacity: memory of one GPU, bytes; None if it is unknown.
     """
-    pricing, most = spec.pricing, None
+    pricing, max_cost = spec.pricing, None
     # SLURM truncates the billing of each job, so this is an upper bound
     if (billing := pricing.slurm_billing) is not None:
-        most = node_hours * (billing.node + billing.job) * billing.usage_factor * pricing.price
+        max_cost = node_hours * (billing.node + billing.job) * billing.usage_factor * pricing.price
     elif pricing.kind != "gb_hour" or capacity is not None:
         gpus = spec.cluster.gpus_per_node
-        most = compute_cost(pricing, hours=node_hours, nodes=1, gpus_per_node=gpus, reserved=capacity or 0)
+        max_cost = compute_cost(pricing, hours=node_hours, nodes=1, gpus_per_node=gpus, reserved=capacity or 0)
     return MaxCost(
         node_hours_at_most=node_hours,
-        price_at_most=most,
+        price_at_most=max_cost,
         currency=pricing.currency,
         price=describe_price(pricing),
     )
@@ -524,12 +524,12 @@ def find_checkpoint_schedule(
     if epochs := _find_whole_epochs(newest_saves, dataset_size):
         return CheckpointSchedule(True, script.save, epochs=epochs)
     steps, samples = [save.steps for save in newest_saves], [save.samples for save in newest_saves]
-    usual, times = statistics.mode(steps), [save.seconds for save in newest_saves if save.seconds is not None]
+    usual_steps, times = statistics.mode(steps), [save.seconds for save in newest_saves if save.seconds is not None]
     if dataset_size and _compute_spread(by_batch, "samples") < _compute_spread(by_batch, "steps"):
         return CheckpointSchedule(True, script.save, samples=statistics.mode(samples), dataset_size=dataset_size)
-    if times and 2 * steps.count(usual) < len(steps):
+    if times and 2 * steps.count(usual_steps) < len(steps):
         return CheckpointSchedule(True, script.save, seconds=statistics.median(times))
-    return CheckpointSchedule(True, script.save, steps=usual)
+    return CheckpointSchedule(True, script.save, steps=usual_steps)
 
 
 def _compute_spread(by_batch: Mapping[int, Sequence[ScriptCheckpointSave]], unit: Literal["steps", "samples"]) -> float:

@@ -156,11 +156,11 @@ def _estimate_relative_scatter(moments: Sequence[_Moments], shares: Sequence[flo
     if len(moments) < 2 or total.sqr <= 0:
         return 0.0
     scale = total.trace / total.sqr
-    off = [
+    residuals = [
         share * (probe_moments.trace - scale * probe_moments.sqr)
         for share, probe_moments in zip(shares, moments, strict=True)
     ]
-    return math.sqrt(len(off) / (len(off) - 1) * sum(value**2 for value in off)) / total.trace
+    return math.sqrt(len(residuals) / (len(residuals) - 1) * sum(value**2 for value in residuals)) / total.trace
 
 
 def _compute_noise_from_moments(total: _Moments, *, scatter: float, probes: int) -> Noise:
@@ -179,8 +179,10 @@ def _compute_noise_from_moments(total: _Moments, *, scatter: float, probes: int)
         )
     )
     relative = max(within, scatter)
-    wide = math.exp(Z90 * relative)
-    return Noise(scale=scale, low=scale / wide, high=scale * wide, error=scale * relative, probes=probes)
+    interval_ratio = math.exp(Z90 * relative)
+    return Noise(
+        scale=scale, low=scale / interval_ratio, high=scale * interval_ratio, error=scale * relative, probes=probes
+    )
 
 
 def compute_equivalent_constant_noise(

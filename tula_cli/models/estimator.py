@@ -361,11 +361,11 @@ class Estimator:
         one.
         """
         smaller = [config for config in self.list_feasible_configurations([nodes]) if config.batch < batch]
-        rungs = [Config(nodes, batch), *reversed(smaller)]
+        configs = [Config(nodes, batch), *reversed(smaller)]
         first_rung, *rest = (
-            Rung(batch=config.batch, prediction=self.predict_if_known(config, market)) for config in rungs
+            Rung(batch=config.batch, prediction=self.predict_if_known(config, market)) for config in configs
         )
-        return first_rung.model_copy(update={"cut": self._predict_by_split(rungs[0], market)}), *rest
+        return first_rung.model_copy(update={"cut": self._predict_by_split(configs[0], market)}), *rest
 
     def _predict_by_split(self, config: Config, market: Market) -> dict[int, Prediction]:
         """Return the predictions of a configuration with split micro-batches, by the number of parts."""
@@ -394,8 +394,8 @@ class Estimator:
         )
         probes = self._find_probes(nodes, np.array([size]))
         step = self._estimate_step_times(*convert_to_columns([smaller]))
-        alone = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
-        longer = step.scale(1 + (split - 1) * alone / float(step.seconds[0]))
+        compute_time = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
+        longer = step.scale(1 + (split - 1) * compute_time / float(step.seconds[0]))
         stages = self.stages.make_stage_table(nodes, batch, self._estimate_step_times(nodes, batch))
         forecast = self._predict_trainings(nodes, batch, longer, {}, stages, memory_batches=np.array([size]))
         return self._get_single_prediction(forecast, market)
@@ -515,11 +515,11 @@ class Estimator:
         nan where the step time on the fewest nodes is unknown.
         """
         gpus = self.spec.cluster.gpus_per_node
-        sizes, places = np.unique(local_batch, return_inverse=True)
+        sizes, indices = np.unique(local_batch, return_inverse=True)
         nodes = np.full(len(sizes), min(self.spec.search.nodes))
         seconds = self._estimate_step_times(nodes, sizes * nodes * gpus).seconds
         known_seconds = np.where(self._compute_unknown_mask(nodes, sizes * nodes * gpus), np.nan, seconds)
-        efficiency: Floats = known_seconds[places] / step_time
+        efficiency: Floats = known_seconds[indices] / step_time
         return efficiency
 
     def _estimate_memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
@@ -534,8 +534,8 @@ class Estimator:
     def _find_newest_trainings(self, nodes: Ints, local_batch: Ints) -> dict[str, NDArray[Any]]:
         """Return the columns of the newest training with each configuration."""
         signatures, hours = np.full(len(nodes), "", dtype=object), np.full(len(nodes), np.nan)
-        for index, place in map_indices_to_probes(self.trainings, nodes, local_batch).items():
-            training = self.trainings[place]
+        for index, position in map_indices_to_probes(self.trainings, nodes, local_batch).items():
+            training = self.trainings[position]
             signatures[index] = training.signature
             hours[index] = np.nan if training.hours is None else training.hours
         includes_training = np.zeros(len(nodes), dtype=bool)
@@ -548,21 +548,21 @@ class Estimator:
 
     def _add_energy(self, rows: Candidates, probes: Mapping[int, Measured], model: "PowerModel") -> Candidates:
         """Add the energy of trainings to forecasts; the time outside steps is assumed to draw the same power."""
-        drawn = model.predict(rows["step_time"], rows["local_batch"])
+        predicted_power = model.predict(rows["step_time"], rows["local_batch"])
         for index, probe in probes.items():
             if probe.energy is not None:
                 measured_power = model.get_measured_power(probe)
-                drawn.watts[index] = measured_power.watts
-                if drawn.error is not None:
-                    drawn.error[index] = measured_power.error
-        kilowatts, hours = drawn.watts * rows["nodes"] * self.spec.cluster.gpus_per_node / 1000, rows["hours"]
+                predicted_power.watts[index] = measured_power.watts
+                if predicted_power.error is not None:
+                    predicted_power.error[index] = measured_power.error
+        kilowatts, hours = predicted_power.watts * rows["nodes"] * self.spec.cluster.gpus_per_node / 1000, rows["hours"]
         kwh = kilowatts * rows["node_hours"] / rows["nodes"]
         return rows.with_columns(
             {
                 "energy": 1000 * kilowatts * rows["step_time"],
                 "kwh": kwh,
-                "kwh_low": drawn.compute_interval_end(kwh, rows["hours_low"], hours, sign=-1),
-                "kwh_high": drawn.compute_interval_end(kwh, rows["hours_high"], hours, sign=1),
+                "kwh_low": predicted_power.compute_interval_end(kwh, rows["hours_low"], hours, sign=-1),
+                "kwh_high": predicted_power.compute_interval_end(kwh, rows["hours_high"], hours, sign=1),
             }
         )
 
@@ -661,12 +661,12 @@ def _fit_power_model(measured: Sequence[Measured]) -> "PowerModel | None":
 
 def _break_down_time(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Measured]) -> dict[str, Floats]:
     """Return the seconds of each part of trainings (see `TimeParts`), each of shape (n,)."""
-    waits = np.full(len(step_time), np.nan)
+    loader_waits = np.full(len(step_time), np.nan)
     for index, probe in probes.items():
-        waits[index] = np.nan if probe.data_wait is None else probe.data_wait
+        loader_waits[index] = np.nan if probe.data_wait is None else probe.data_wait
     return {
         name: seconds + np.zeros(len(step_time))
-        for name, seconds in time.compute_parts(step_time, data_wait=waits).items()
+        for name, seconds in time.compute_parts(step_time, data_wait=loader_waits).items()
     }
 
 

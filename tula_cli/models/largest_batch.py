@@ -107,12 +107,12 @@ class BatchBracket:
         and corrects the model."""
         estimate = self.estimate_largest(margin=0.0 if self.fitting else MEMORY_MARGIN)
         if not self.fitting:
-            wanted = float(self.bounds.start if estimate is None else estimate)
+            target = float(self.bounds.start if estimate is None else estimate)
         else:
-            wanted = max(
+            target = max(
                 estimate or 0.0, MIN_TRIAL_GROWTH * self.fitting, self.fitting + self._compute_unit(self.fitting)
             )
-        return min(self._round_down(wanted, self._compute_unit(wanted)), self.bounds.limit)
+        return min(self._round_down(target, self._compute_unit(target)), self.bounds.limit)
 
     def _round_down(self, local_batch: float, unit: int) -> int:
         """Return the largest multiple of `unit` up to `local_batch`, or the first one above `fitting` if that is larger."""

@@ -295,8 +295,8 @@ def _merge_shards(memory: Components, ranks: int) -> Components:
 
 
 def _make_point_of_footprint(footprint: Footprint, accumulate: int) -> _Point:
-    room = max(1.0, footprint.room / max(footprint.memory.peak, 1)) if footprint.room else None
-    return _Point(footprint.local_batch / accumulate, footprint.memory, room)
+    free_ratio = max(1.0, footprint.room / max(footprint.memory.peak, 1)) if footprint.room else None
+    return _Point(footprint.local_batch / accumulate, footprint.memory, free_ratio)
 
 
 def _find_largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]) -> ModelStates:
@@ -343,8 +343,8 @@ def _fit_activations(
         level_here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
         points[point.micro_batch] = max(level_here, point.activations)
     if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
-        beyond = 2 * max(points)  # beyond an outlier, the curve continues like the fit
-        points[beyond] = max(0.0, level + scale * shape(beyond))
+        end = 2 * max(points)  # beyond an outlier, the curve continues like the fit
+        points[end] = max(0.0, level + scale * shape(end))
     return _make_non_decreasing(points), warning
 
 
@@ -414,10 +414,10 @@ def _fit_reserved_ratio(measured: Sequence[_Point], estimated: Sequence[_Point])
     )
     # constant beyond the last point
     inside = PiecewiseLinear((*curve.xs, 2 * curve.xs[-1] + 1), (*curve.ys, curve.ys[-1]))
-    off = (
+    errors = (
         float(np.median([point.reserved_ratio - inside(point.micro_batch) for point in measured])) if measured else 0.0
     )
-    return PiecewiseLinear(inside.xs, tuple(max(1.0, y + off) for y in inside.ys))
+    return PiecewiseLinear(inside.xs, tuple(max(1.0, y + errors) for y in inside.ys))
 
 
 def _fit_min_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> float:
@@ -439,8 +439,8 @@ def _compute_median_error(model: MemoryModel, points: Sequence[_Point]) -> float
     """
     if len({point.micro_batch for point in points}) < 3:
         return None
-    off = [abs(model._compute_peak_at(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points]
-    return float(np.median(off))
+    errors = [abs(model._compute_peak_at(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points]
+    return float(np.median(errors))
 
 
 PREFETCH_FACTOR = 2

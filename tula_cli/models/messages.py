@@ -39,9 +39,11 @@ def noise_only_at_start() -> str:
 
 @diagnostic
 def rank_count_differs(*, expected: int, observed: int) -> str:
-    alone = "If the script trains in one process, set search.nodes: [1] (one GPU per node). " * (observed == 1)
+    single_process_hint = "If the script trains in one process, set search.nodes: [1] (one GPU per node). " * (
+        observed == 1
+    )
     return (
-        f"{format_count(expected, 'rank')} should have started, but {observed} did. {alone}Check that the launcher of the"
+        f"{format_count(expected, 'rank')} should have started, but {observed} did. {single_process_hint}Check that the launcher of the"
         " command gets {gpus_per_node} and {nodes}, and that the script joins a process group."
     )
 

@@ -74,16 +74,18 @@ def choose_job_sizes(
     limits = QueryLimits() if recommendation is None else recommendation.limits
     deadline = limits.deadline_hours if bounds.least is None else None
     efficiency = limits.min_efficiency if bounds.most is None else None
-    most = bounds.most or _find_upper_bound(spec, recommendation)
+    max_nodes = bounds.most or _find_upper_bound(spec, recommendation)
     begins_at_share = bounds.least is None and deadline is None
-    least = bounds.least or (math.ceil(MIN_NODES_SHARE * most) if begins_at_share and efficiency is None else 1)
-    if least > most:
+    min_nodes = bounds.least or (
+        math.ceil(MIN_NODES_SHARE * max_nodes) if begins_at_share and efficiency is None else 1
+    )
+    if min_nodes > max_nodes:
         raise Infeasible(
-            f"the range contains no number of nodes: its lower bound is {least}, and its upper bound from the recommendation is {most}",
-            f"give both bounds: --nodes {least}-{2 * least}",
+            f"the range contains no number of nodes: its lower bound is {min_nodes}, and its upper bound from the recommendation is {max_nodes}",
+            f"give both bounds: --nodes {min_nodes}-{2 * min_nodes}",
         )
-    several = range(least, min(most, batch) + 1)  # on more nodes, some GPUs would have no sample
-    counts = [nodes for nodes in several if batch % compute_batch_divisor(spec, nodes) == 0]
+    node_counts = range(min_nodes, min(max_nodes, batch) + 1)  # on more nodes, some GPUs would have no sample
+    counts = [nodes for nodes in node_counts if batch % compute_batch_divisor(spec, nodes) == 0]
     sizes = [size for nodes in counts for size in _list_job_size(spec, Config(nodes, batch), estimator, market)]
     if estimator is not None and (bounds.least is None or bounds.most is None):
         sizes = [size for size in sizes if _is_within(size.prediction, deadline=deadline, efficiency=efficiency)]
@@ -97,7 +99,7 @@ def choose_job_sizes(
             else f"batch {batch} is not divisible by their numbers of GPUs"
         )
         raise Infeasible(
-            f"no number of nodes from {least} to {most} can be used: {why}",
+            f"no number of nodes from {min_nodes} to {max_nodes} can be used: {why}",
             "widen the range, or choose another batch with --batch",
         )
     return tuple(sizes)
@@ -134,9 +136,12 @@ def _list_job_size(spec: JobSpec, config: Config, estimator: Estimator | None, m
         first_rung = Rung(batch=config.batch)
         smaller = [Rung(batch=batch) for batch in reversed(list_batches(spec.search.min_batch, config.batch - 1))]
     divisor = compute_batch_divisor(spec, config.nodes)
-    rungs = [rung for rung in smaller if rung.batch % divisor == 0]
+    fallbacks = [fallback for fallback in smaller if fallback.batch % divisor == 0]
     yield JobSize(
-        nodes=config.nodes, micro_batch=local_batch // accumulate // splits, splits=splits, ladder=(first_rung, *rungs)
+        nodes=config.nodes,
+        micro_batch=local_batch // accumulate // splits,
+        splits=splits,
+        ladder=(first_rung, *fallbacks),
     )
 
 

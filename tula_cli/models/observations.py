@@ -148,9 +148,9 @@ def find_capacity(spec: JobSpec, measured: Sequence[Measured], inspection: Inspe
 
 def list_measurement_warnings(measured: Sequence[Measured]) -> Iterator[Diagnostic]:
     """Yield warnings about measurements that may not be representative."""
-    if crowded := sorted({probe.nodes for probe in measured if probe.oversubscribed}):
+    if shared_node_counts := sorted({probe.nodes for probe in measured if probe.oversubscribed}):
         on_gpus = any(probe.environment.device == "cuda" for probe in measured)
-        yield messages.oversubscribed(nodes=crowded, shared="GPUs" if on_gpus else "cores")
+        yield messages.oversubscribed(nodes=shared_node_counts, shared="GPUs" if on_gpus else "cores")
     versions = sorted({f"torch {probe.environment.torch}, driver {probe.environment.driver}" for probe in measured})
     if len(versions) > 1 or any(len({node.driver for node in p.environment.nodes}) > 1 for p in measured):
         yield messages.software_differs(versions=versions)
@@ -158,8 +158,8 @@ def list_measurement_warnings(measured: Sequence[Measured]) -> Iterator[Diagnost
         if probe.allocator_retries:
             where = describe_probe_configuration(probe.nodes, probe.local_batch)
             yield messages.allocator_thrashed(where=where, retries=probe.allocator_retries)
-    if waits := [probe for probe in measured if _is_waiting_for_data(probe)]:
-        yield _warn_waiting_for_data(waits)
+    if waiting_probes := [probe for probe in measured if _is_waiting_for_data(probe)]:
+        yield _warn_waiting_for_data(waiting_probes)
     if throttled := [(probe, state) for probe in measured for state in probe.gpus or () if state.held_down]:
         slowest = min((state for _, state in throttled), key=lambda state: state.sm_mhz)
         reasons = sorted({reason for _, state in throttled for reason in state.held_down})
@@ -167,13 +167,13 @@ def list_measurement_warnings(measured: Sequence[Measured]) -> Iterator[Diagnost
         yield messages.gpus_throttled(reasons=reasons, where=where, megahertz=slowest.sm_mhz, watts=slowest.watts)
 
 
-def _warn_waiting_for_data(waits: Sequence[Measured]) -> Diagnostic:
+def _warn_waiting_for_data(waiting_probes: Sequence[Measured]) -> Diagnostic:
     """Warn about steps limited by the data loader. Each rank has its own loader, so more nodes bring more loaders."""
-    timed = [probe for probe in waits if probe.loader_time is not None and probe.cached_time]
+    timed = [probe for probe in waiting_probes if probe.loader_time is not None and probe.cached_time]
     slowest = max(timed, key=lambda probe: (probe.loader_time or 0.0) / (probe.cached_time or 1.0), default=None)
     return messages.waiting_for_data(
         share=_MIN_WAITING_SHARE,
-        where=_describe_configurations(waits),
+        where=_describe_configurations(waiting_probes),
         loader_ms=None if slowest is None else 1000 * (slowest.loader_time or 0.0),
         step_ms=None if slowest is None else 1000 * (slowest.cached_time or 0.0),
         slowest="" if slowest is None else describe_probe_configuration(slowest.nodes, slowest.local_batch),
@@ -187,8 +187,8 @@ def _is_waiting_for_data(probe: Measured) -> bool:
     """
     if probe.data_wait is not None and probe.data_wait > _MIN_WAITING_SHARE * compute_trimmed_mean(probe.step_times):
         return True
-    alone, cached = probe.loader_time, probe.cached_time
-    return alone is not None and cached is not None and cached < (1 - _MIN_WAITING_SHARE) * alone
+    loader_time, cached = probe.loader_time, probe.cached_time
+    return loader_time is not None and cached is not None and cached < (1 - _MIN_WAITING_SHARE) * loader_time
 
 
 def _describe_configurations(probes: Iterable[Measured]) -> str:

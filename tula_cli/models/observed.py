@@ -112,7 +112,7 @@ class MeasuredJob:
             BadMeasurements: there are too few steps, or not all ranks have written.
         """
         if not ranks:
-            trained = max((beat.step for beat in heartbeats), default=0)
+            trained = max((heartbeat.step for heartbeat in heartbeats), default=0)
             raise BadMeasurements(
                 f"{script}/{job}: no step has been measured yet ({trained} steps so far)",
                 "run the same command again after the job has trained for half a minute",
@@ -162,7 +162,7 @@ class MeasuredJob:
     @property
     def steps(self) -> int:
         """Steps so far."""
-        return max([self.ranks[0].steps, *(beat.step for beat in self.heartbeats)])
+        return max([self.ranks[0].steps, *(heartbeat.step for heartbeat in self.heartbeats)])
 
     @property
     def step_seconds(self) -> float:
@@ -175,13 +175,13 @@ class MeasuredJob:
 
     def convert_to_observation(self) -> Observation:
         """Return the job as an observation of the step-time model."""
-        apart = None if self.sync_seconds is None else self.step_seconds - self.sync_seconds
+        compute_seconds = None if self.sync_seconds is None else self.step_seconds - self.sync_seconds
         return Observation(
             nodes=self.nodes,
             gpus_per_node=self.gpus_per_node,
             local_batch=self.local_batch or 1,
             step_times=self.step_times,
-            compute_time=math.nan if apart is None or apart <= 0 else apart,
+            compute_time=math.nan if compute_seconds is None or compute_seconds <= 0 else compute_seconds,
         )
 
 
@@ -209,7 +209,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
     seconds, sync = job.step_seconds, job.sync_seconds
     compute = None if sync is None else max(0.0, seconds - sync - (job.data_seconds or 0.0))
     peak, growth = _compute_memory(job)
-    totals = [beat.totals for beat in job.heartbeats if beat.totals is not None]
+    totals = [heartbeat.totals for heartbeat in job.heartbeats if heartbeat.totals is not None]
     training = max((total.get("training", 0.0) for total in totals), default=None)
     shares = {
         kind: max(total.get(kind, 0.0) for total in totals) / training

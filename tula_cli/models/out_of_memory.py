@@ -118,13 +118,13 @@ def find_next_fallback(
         }
         return did_not_fit.model_copy(update=smaller_micro_batches)
     uncut = {"failed_micro_batch": int(failed), "limit": batch_splits.limit}
-    for rung, batch in enumerate(batches[1:], 1):
+    for index, batch in enumerate(batches[1:], 1):
         smaller = micro_batches.get_splits(batch)
         if smaller is None:
             continue
         for split in (1, *smaller.into):
             if smaller.micro_batch / split < failed:
-                return did_not_fit.model_copy(update={"rung": rung, "splits": split, **uncut})
+                return did_not_fit.model_copy(update={"rung": index, "splits": split, **uncut})
     return None
 
 

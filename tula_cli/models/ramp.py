@@ -71,9 +71,9 @@ class NoisePath:
     @classmethod
     def from_measurements(cls, measured: Mapping[float, float], *, reference: int) -> "NoisePath | None":
         """Return the path through noise scales (samples) by epochs done, or None if there are none."""
-        backwards = sorted(((epoch, min(scale, MAX_NOISE_SCALE)) for epoch, scale in measured.items()), reverse=True)
-        scales = accumulate((scale for _, scale in backwards), min)
-        points = tuple(zip((epoch for epoch, _ in backwards), scales, strict=True))
+        newest_first = sorted(((epoch, min(scale, MAX_NOISE_SCALE)) for epoch, scale in measured.items()), reverse=True)
+        scales = accumulate((scale for _, scale in newest_first), min)
+        points = tuple(zip((epoch for epoch, _ in newest_first), scales, strict=True))
         return cls(reference, points[::-1]) if points else None
 
     @property

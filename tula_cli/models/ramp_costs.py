@@ -331,13 +331,13 @@ def choose_stage_nodes(
     }
     for stage in options[1:]:
         reached: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
-        for (previous_nodes, changes), (so_far, path) in best.items():
+        for (previous_nodes, changes), (totals, path) in best.items():
             for nodes, seconds in stage.items():
                 if nodes < previous_nodes or (nodes > previous_nodes and changes == MAX_CHANGES):
                     continue
                 moved = nodes > previous_nodes
                 added = value(nodes, seconds + change.start * moved, queue=change.queue * moved)
-                lowest, state = (so_far + added, (*path, nodes)), (nodes, changes + moved)
+                lowest, state = (totals + added, (*path, nodes)), (nodes, changes + moved)
                 if state not in reached or lowest[0] < reached[state][0]:
                     reached[state] = lowest
         best = reached
@@ -465,14 +465,16 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
     Returns:
         Problems, if no number of nodes has such a batch; and warnings, if only some have none, which are then left out.
     """
-    size, most = dataset_size or sys.maxsize, spec.search.max_batch
-    if not (_list_explicit_stages(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
+    size, max_batch = dataset_size or sys.maxsize, spec.search.max_batch
+    if not (_list_explicit_stages(spec) or spec.train.stages == "decay") or (
+        dataset_size is None and max_batch is None
+    ):
         return [], []
     grid = list_candidates(
         spec.search.nodes,
         gpus_per_node=spec.cluster.gpus_per_node,
         min_batch=spec.search.min_batch,
-        max_batch=min(size, most or size),
+        max_batch=min(size, max_batch or size),
         accumulate=spec.train.accumulate,
     )
     whys: dict[int, str] = {}

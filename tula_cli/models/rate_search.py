@@ -177,11 +177,13 @@ def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int, sav
 
 def list_other_batches(spec: JobSpec, batch: int, *, divisor: int, dataset_size: int) -> tuple[int, ...]:
     """Return half and double the batch, as far as they divide among the GPUs and fit into the dataset."""
-    most = dataset_size - self_tuning.count_holdout_samples(dataset_size)
+    max_batch = dataset_size - self_tuning.count_holdout_samples(dataset_size)
     return tuple(
         other
         for other in (batch // 2, 2 * batch)
-        if spec.train.reference_batch <= other <= most and other % divisor == 0 and (other > batch or batch % 2 == 0)
+        if spec.train.reference_batch <= other <= max_batch
+        and other % divisor == 0
+        and (other > batch or batch % 2 == 0)
     )
 
 

@@ -167,10 +167,10 @@ def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
             )
         )
     remaining, tolerance = total - saved, _compute_sample_tolerance(begin, start, total - saved)
-    beyond = start.samples - remaining
-    if beyond > tolerance:
+    excess = start.samples - remaining
+    if excess > tolerance:
         least = "at least " * (start.ended == "cut")
-        share = f"{least}{format_percent(beyond / total)} % too many"
+        share = f"{least}{format_percent(excess / total)} % too many"
         message = f"{at} it trains {least}{saved + start.samples} samples in total instead of {total}: {share}"
         anew = abs(start.samples - total) <= tolerance < saved
         restart_message = f"{at} it does not resume from its checkpoint, but starts from the beginning: all {total} samples are trained again"
@@ -180,8 +180,8 @@ def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
         reached = f"{start.samples} of {remaining} samples in {format_duration(start.seconds)}"
         message = f"{at} the script trains, but did not finish ({reached}), so the position from which it resumed is unknown: raise search.max_minutes"
         return _ResumedStart(reasons=(message,))
-    if beyond < -tolerance:
-        message = f"{at} it trains {saved + start.samples} samples in total instead of {total}: {-beyond} too few"
+    if excess < -tolerance:
+        message = f"{at} it trains {saved + start.samples} samples in total instead of {total}: {-excess} too few"
         return _ResumedStart(reasons=(message,), faults=(message,))
     miscounted = saved * abs(1 - start.batch * start.nodes / (begin.batch * begin.nodes))
     if 0 < miscounted <= tolerance:

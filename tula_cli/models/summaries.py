@@ -123,8 +123,8 @@ def _summarize_ols(
 
     rows = np.column_stack(list(columns.values()))
     if len(rows) <= rows.shape[1] or np.linalg.matrix_rank(rows) < rows.shape[1]:
-        few = f"; {format_count(len(rows), 'probe')} are too few for {format_count(rows.shape[1], 'coefficient')} and an error"
-        return RegressionSummary(name, f"{about}{few}", {}, "")
+        few_text = f"; {format_count(len(rows), 'probe')} are too few for {format_count(rows.shape[1], 'coefficient')} and an error"
+        return RegressionSummary(name, f"{about}{few_text}", {}, "")
     result = OLS(target, rows).fit()
     return RegressionSummary(
         name, about, _list_coefficients(result, list(columns)), _render_summary(result, response, list(columns))

@@ -279,17 +279,17 @@ class RefreshSchedule:
 SmallLoss = Callable[[int], Tensor]
 
 
-def count_samples_per_rank(b_small: int, available: int, world: int, turn: int) -> list[int]:
+def count_samples_per_rank(b_small: int, available: int, world: int, refresh_index: int) -> list[int]:
     """Return how many samples of the small batch each rank computes, (world,) long.
 
     The fewest ranks that together hold `b_small` samples share them as evenly as possible, starting at rank
-    `turn` modulo `world`. No rank computes more than `available`.
+    `refresh_index` modulo `world`. No rank computes more than `available`.
     """
     ranks = min(world, math.ceil(b_small / available))
     share, remainder = divmod(min(b_small, ranks * available), ranks)
     counts = [0] * world
     for number in range(ranks):
-        counts[(turn + number) % world] = share + (number < remainder)
+        counts[(refresh_index + number) % world] = share + (number < remainder)
     return counts
 
 
@@ -539,19 +539,25 @@ class AgsSetup:
         )
 
     def compute_small_batch_gradients(
-        self, loss: SmallLoss, params: Sequence[Tensor], *, turn: int, step: int, scaler: torch.amp.GradScaler | None
+        self,
+        loss: SmallLoss,
+        params: Sequence[Tensor],
+        *,
+        refresh_index: int,
+        step: int,
+        scaler: torch.amp.GradScaler | None,
     ) -> list[Tensor | None]:
         """Return the small batch's gradients, as the function `compute_small_batch_gradients` does.
 
         Args:
-            turn: refreshes so far, since the ranks take turns at computing the small batch.
+            refresh_index: refreshes so far, since the ranks take turns at computing the small batch.
             step: optimizer steps so far; with seed and rank it seeds the random numbers of the forward pass.
         """
         seed = random.Random(f"{self.seed}, {step}, {self.rank}").getrandbits(63)
         size = self.small_batch_size
         # every rank has to compute, so each computes its share
         available = -(-size // self.world) if self.sharded else self.available
-        counts = count_samples_per_rank(size, available, self.world, turn)
+        counts = count_samples_per_rank(size, available, self.world, refresh_index)
         return compute_small_batch_gradients(
             loss,
             self.model,
@@ -862,7 +868,9 @@ class SmallBatch(ScalingFactors):
     ) -> None:
         self.discard_pending()
         self._small_batch_staged = True
-        grads = self.setup.compute_small_batch_gradients(loss, params, turn=self.n_refresh, step=step, scaler=scaler)
+        grads = self.setup.compute_small_batch_gradients(
+            loss, params, refresh_index=self.n_refresh, step=step, scaler=scaler
+        )
         staged = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
         if self.per == "tensor":  # only the norms are needed, so the gradients are freed at once
             staged = dict(zip(staged, self.setup.compute_norms(list(staged.values())), strict=True))
@@ -1181,8 +1189,8 @@ class TulaOptimizer(OptimizerWrapper):
         check_base_can_be_scaled(base, of_gradients=apply_to == "gradient")
         check_model_has_parameters_of_base(base, model)
         self.apply_to, self.max_grad_norm = apply_to, max_grad_norm
-        usual = configure_ags(AGS_PRESETS[preset])
-        self.factors, self.gate = factors or usual["factors"], gate or usual["gate"]
+        preset_settings = configure_ags(AGS_PRESETS[preset])
+        self.factors, self.gate = factors or preset_settings["factors"], gate or preset_settings["gate"]
         self.factors.bind(self.setup)
         self.gate.bind(self.setup.world)
         self._n_steps = 0

@@ -107,11 +107,11 @@ class NormListener:
     Both norms include the loss scale of GradScaler, so it cancels in their ratio.
 
     Args:
-        wanted: returns whether to record the current backward pass; must not refer to the DDP.
+        is_wanted: returns whether to record the current backward pass; must not refer to the DDP.
     """
 
-    def __init__(self, wanted: Callable[[], bool]) -> None:
-        self._wanted = wanted
+    def __init__(self, is_wanted: Callable[[], bool]) -> None:
+        self._wanted = is_wanted
         self._buckets: dict[int, _PendingBucketNorms] = {}
 
     def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:

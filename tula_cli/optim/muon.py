@@ -67,9 +67,9 @@ class MuonWithAdamW(Optimizer):
         super().__init__(groups, {})
 
     def _update(self) -> None:
-        for inner, by_muon in ((self._muon, True), (self._adamw, False)):
-            inner.param_groups = [group for group in self.param_groups if group["by_muon"] == by_muon]
-            inner.state = self.state
+        for optimizer, by_muon in ((self._muon, True), (self._adamw, False)):
+            optimizer.param_groups = [group for group in self.param_groups if group["by_muon"] == by_muon]
+            optimizer.state = self.state
         with _reshape_to_matrices([p for group in self._muon.param_groups for p in group["params"]]):
             self._muon.step()
         self._adamw.step()

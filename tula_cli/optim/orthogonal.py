@@ -255,28 +255,28 @@ def orthogonalize_(updates: Sequence[Tensor]) -> None:
         selected = [updates[i] for i in indices]
         device = gradient_stats.is_on_accelerator(selected[0])
         lengths = torch._foreach_norm(selected, 2, dtype=get_accumulation_dtype(dtype))
-        padding, most = (MAX_PADDING, MAX_BATCH_ELEMENTS[0]) if device else (1.0, MAX_BATCH_ELEMENTS[1])
-        for batch in batch_matrices([_get_sides(u) for u in selected], padding=padding, most=most):
+        padding, max_elements = (MAX_PADDING, MAX_BATCH_ELEMENTS[0]) if device else (1.0, MAX_BATCH_ELEMENTS[1])
+        for batch in batch_matrices([_get_sides(u) for u in selected], padding=padding, max_elements=max_elements):
             stacked = torch.stack([lengths[i] for i in batch])
             _orthogonalize_batch_(
                 [selected[i] for i in batch], stacked, GPU_DTYPE if device else get_accumulation_dtype(dtype)
             )
 
 
-def batch_matrices(sides: Sequence[tuple[int, int]], *, padding: float, most: int) -> list[list[int]]:
+def batch_matrices(sides: Sequence[tuple[int, int]], *, padding: float, max_elements: int) -> list[list[int]]:
     """Return the positions of the matrices of each batch; those of a batch are padded with zeros to the longest.
 
     Args:
         sides: (shorter, longer) side of each matrix; those of a batch have the same shorter side.
         padding: largest ratio of the elements of a batch to those of its matrices; 1: equal longer sides, too.
-        most: largest number of elements of a batch; a single matrix may have more.
+        max_elements: largest number of elements of a batch; a single matrix may have more.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(sides)), key=lambda i: sides[i], reverse=True):
         batch = [*batches[-1], index] if batches else [index]
         short, longest = sides[batch[0]]
         filled, elements = longest * len(batch), sum(sides[i][1] for i in batch)
-        if batches and sides[index][0] == short and filled <= padding * elements and short * filled <= most:
+        if batches and sides[index][0] == short and filled <= padding * elements and short * filled <= max_elements:
             batches[-1] = batch
         else:
             batches.append([index])

@@ -47,10 +47,10 @@ def compute_sharded_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the l2 norm of each sharded tensor, 0-dim, equal on all ranks; every rank must call it."""
     if not parts:
         return []
-    mine = gradient_stats.compute_norms(parts)
-    squares = torch.stack([norm.to(mine[0]) for norm in mine]).square()
+    own_norms = gradient_stats.compute_norms(parts)
+    squares = torch.stack([norm.to(own_norms[0]) for norm in own_norms]).square()
     dist.all_reduce(squares)
-    return [norm.to(local_norm) for norm, local_norm in zip(squares.sqrt().unbind(), mine, strict=True)]
+    return [norm.to(local_norm) for norm, local_norm in zip(squares.sqrt().unbind(), own_norms, strict=True)]
 
 
 def compute_sharded_squared_norm(parts: Sequence[Tensor]) -> Tensor:
@@ -69,7 +69,7 @@ def gather_shards(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Ten
     """
     world = dist.get_world_size()
     shapes = [[_locate_shard(param, rank)[1] for param in params] for rank in range(world)]
-    sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
+    sizes = [[math.prod(shape) for shape in rank_shapes] for rank_shapes in shapes]
     longest = max(map(sum, sizes))
     sent = parts[0].new_zeros(longest)
     torch.cat([part.reshape(-1) for part in parts], out=sent[: sum(part.numel() for part in parts)])
@@ -101,8 +101,8 @@ def _locate_shard(param: Tensor, rank: int) -> tuple[int, tuple[int, ...]]:
     """Return the start of a rank's shard of a parameter along its dimension, and the shard's shape, as of torch.chunk."""
     dimension, world = _get_shard_dimension(param), dist.get_world_size()
     length = param.shape[dimension]
-    most = -(-length // world)
-    start = min(rank * most, length)
+    max_rows = -(-length // world)
+    start = min(rank * max_rows, length)
     shape = list(param.shape)
-    shape[dimension] = min(most, length - start)
+    shape[dimension] = min(max_rows, length - start)
     return start, tuple(shape)

@@ -30,8 +30,8 @@ OPTIONAL_ARGUMENTS = frozenset({"available", "steps_per_epoch", "max_grad_norm",
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """Return `model` if it is a DistributedDataParallel, or the one that was compiled; else None."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, DistributedDataParallel) else None
+    wrapped = getattr(model, "_orig_mod", model)
+    return wrapped if isinstance(wrapped, DistributedDataParallel) else None
 
 
 def get_rank_and_world(model: nn.Module) -> tuple[int, int]:

@@ -46,13 +46,13 @@ class RemovableEntry:
 
 def measure_size_and_time(path: Path) -> tuple[int, float]:
     """Return the disk usage (bytes) of a file or folder with its contents, and the newest modification (Unix time)."""
-    size, newest, ahead = 0, 0.0, [path]
-    while ahead:
+    size, newest, pending = 0, 0.0, [path]
+    while pending:
         try:
-            status = os.lstat(here := ahead.pop())
+            status = os.lstat(here := pending.pop())
             size, newest = size + 512 * status.st_blocks, max(newest, status.st_mtime)
             if stat.S_ISDIR(status.st_mode):
-                ahead += here.iterdir()
+                pending += here.iterdir()
         except OSError:  # removed meanwhile, or not readable
             continue
     return size, newest

@@ -198,8 +198,8 @@ def _classify_package_files(
         plain = [entry for entry in plain if not is_key_file(entry)]
         for entry in sorted(plain, key=lambda entry: entry.suffix != ".py"):
             size = entry.stat().st_size
-            beyond = size > MAX_FILE_BYTES or total + size > MAX_TOTAL_BYTES or len(others) >= MAX_FILE_COUNT
-            if beyond or not os.access(entry, os.R_OK):
+            exceeds_limit = size > MAX_FILE_BYTES or total + size > MAX_TOTAL_BYTES or len(others) >= MAX_FILE_COUNT
+            if exceeds_limit or not os.access(entry, os.R_OK):
                 left_out.append(entry)
             else:
                 others.append(entry)
@@ -233,11 +233,13 @@ def list_selection_warnings(selection: Selection) -> tuple[Diagnostic, ...]:
         )
     if selection.keys:
         warnings.append(messages.secrets_linked(paths=describe_paths(selection.keys, selection.base)))
-    crowded = [folder for folder in {module.parent for module in selection.modules} if list_entries(folder) is None]
-    if crowded:
+    large_folders = [
+        folder for folder in {module.parent for module in selection.modules} if list_entries(folder) is None
+    ]
+    if large_folders:
         warnings.append(
             messages.folder_with_many_files(
-                paths=describe_paths(crowded, selection.base), most=MAX_ENTRIES, folder=str(selection.base)
+                paths=describe_paths(large_folders, selection.base), most=MAX_ENTRIES, folder=str(selection.base)
             )
         )
     return tuple(warnings)

@@ -23,7 +23,7 @@ MIN_FREE_BYTES = 2**16
 
 def read_disk_statistics(folder: Path) -> os.statvfs_result | None:
     """Return the statistics of the file system of a folder, which need not exist yet; None if unavailable."""
-    existing = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), None)
     with contextlib.suppress(OSError):
         return None if existing is None else os.statvfs(existing)
     return None

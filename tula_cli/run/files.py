@@ -181,8 +181,8 @@ def choose_storage_hint(path: Path, error: OSError) -> str:
 
 def _make_other_folder_hint(path: Path) -> str:
     """Return the hint for a folder that cannot be written; a run's folder is set by an option."""
-    of_run = any((folder / "spec.yaml").exists() for folder in path.parents) or "tula-runs" in path.parts
-    return "choose another folder with --run-dir" if of_run else "choose another folder"
+    is_in_run = any((folder / "spec.yaml").exists() for folder in path.parents) or "tula-runs" in path.parts
+    return "choose another folder with --run-dir" if is_in_run else "choose another folder"
 
 
 def read_content(path: Path) -> bytes:

@@ -228,8 +228,8 @@ def resolve_module(module: str, roots: Iterable[Path]) -> list[Path]:
 def _resolve_name(name: str, folders: Iterable[Path]) -> tuple[Path | None, list[Path]]:
     """Return the file of one component of a module's name, and the folders of the next one, in python's order."""
     portions = []  # parts of a namespace package: folders without __init__.py
-    for place in folders:
-        folder = place / name
+    for candidate in folders:
+        folder = candidate / name
         is_folder = bool(name) and folder.is_dir() and not is_foreign_folder(folder)
         if is_folder and (file := find_source_file(folder / "__init__")):
             return file, [folder]

@@ -39,7 +39,7 @@ class ObservedJob:
     @property
     def observed_at(self) -> float:
         """Unix time of the last sign of the job; 0 without any."""
-        return max((beat.alive_at for beat in self.heartbeats), default=0.0)
+        return max((heartbeat.alive_at for heartbeat in self.heartbeats), default=0.0)
 
 
 def list_observed_jobs(root: Path) -> list[ObservedJob]:

@@ -118,8 +118,8 @@ def _owns_all_new_files(user: int, path: Path) -> bool:
     """
     folder = path if path.is_dir() else path.parent
     try:
-        with tempfile.TemporaryFile(dir=folder) as mine:
-            return os.fstat(mine.fileno()).st_uid == user
+        with tempfile.TemporaryFile(dir=folder) as new_file:
+            return os.fstat(new_file.fileno()).st_uid == user
     except OSError:
         return False
 

@@ -51,9 +51,9 @@ def write_package_archive(run: Path) -> Path | None:
     """
 
     def save(file: BinaryIO) -> None:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, content in _read_package_code().items():
-                made.writestr(zipfile.ZipInfo(name, _ARCHIVE_DATE), content, zipfile.ZIP_DEFLATED)
+                archive.writestr(zipfile.ZipInfo(name, _ARCHIVE_DATE), content, zipfile.ZIP_DEFLATED)
 
     archive = find_package_archive(run)
     if archive is not None and not archive.exists():

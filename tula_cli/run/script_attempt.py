@@ -146,7 +146,7 @@ class ResumeTestRecords:
         """Return the resume tests of a script and its code (`compute_resume_test_signature`), oldest first."""
         records = [read_record(path, ResumeTestResult) for path in list_files(self.path, f"rehearse-{key}-*.json")]
         return sorted(
-            (rehearsal for rehearsal in records if rehearsal is not None), key=lambda records: records.began_at
+            (resume_test for resume_test in records if resume_test is not None), key=lambda records: records.began_at
         )
 
     def find_newest_verdict(self, key: str) -> ResumeTestResult | None:

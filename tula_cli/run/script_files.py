@@ -119,17 +119,17 @@ class _Role(Enum):
 def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
     """Yield the position and role of each word."""
     python = shell = False  # a python or shell command was found whose file has not followed yet
-    ahead: _Role | None = None
+    expected_role: _Role | None = None
     for position, word in enumerate(words):
-        role, ahead = ahead, None
+        role, expected_role = expected_role, None
         if role is None and word.startswith(("-", "+")):
             role = _Role.OPTION
             if (python and _PYTHON_INLINE_PATTERN.fullmatch(word)) or (shell and _SHELL_INLINE_PATTERN.fullmatch(word)):
                 role = _Role.INLINE
             elif word in ("-m", "--module") or (python and _PYTHON_MODULE_PATTERN.fullmatch(word)):
-                ahead, python = _Role.MODULE, False
+                expected_role, python = _Role.MODULE, False
             elif (python and _PYTHON_VALUE_OPTIONS.fullmatch(word)) or (shell and _SHELL_VALUE_OPTIONS.fullmatch(word)):
-                ahead = _Role.OPTION
+                expected_role = _Role.OPTION
         elif role is None and (python or shell):
             role, python, shell = _Role.RUN, False, False
         elif role is None:
@@ -166,8 +166,8 @@ def _find_module(module: str, home: Path, path: Sequence[str]) -> Program | None
     """
     for root in list_import_roots(home, path):
         if files := resolve_module(f"{module}.__main__", [root]):
-            place = root.joinpath(*module.split("."))
-            if find_source_file(place) is None and not place.is_dir():
+            module_path = root.joinpath(*module.split("."))
+            if find_source_file(module_path) is None and not module_path.is_dir():
                 raise _make_missing_file_error(f"no module {module} in {root}")
             return Program(files[-1], root, module)
     return None
@@ -357,7 +357,7 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
 
 def _select_own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
     """Return the existing files that are neither hidden nor in installed packages or run folders."""
-    foreign = cache(is_foreign_folder)
+    is_foreign = cache(is_foreign_folder)
     return [
         file
         for file in listed
@@ -365,7 +365,7 @@ def _select_own_files(program: Program, base: Path, listed: Iterable[Path]) -> l
         or (
             file.is_file()
             and not file.name.startswith(".")
-            and not any(map(foreign, _list_folders_between(file, base, program)))
+            and not any(map(is_foreign, _list_folders_between(file, base, program)))
         )
     ]
 

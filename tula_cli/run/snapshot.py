@@ -295,8 +295,10 @@ class Snapshot:
             return Snapshot(self.path).record_warnings
         _ = self.job_file, self.variant, self.results, self.tasks, self.attempts, self.recommendation, self.comparison
         _ = self.failures, self.resume_test_results
-        elsewhere = (self.path / "jobs", self.path / "train")
-        errors = {path: error for path, error in self._errors.items() if not any(map(path.is_relative_to, elsewhere))}
+        other_folders = (self.path / "jobs", self.path / "train")
+        errors = {
+            path: error for path, error in self._errors.items() if not any(map(path.is_relative_to, other_folders))
+        }
         if (damage := find_spec_damage(self.path)) is not None:
             errors[self.path / "spec.yaml"] = damage.error
         return [warn_damaged_record(self.path, path, error) for path, error in errors.items()]

@@ -122,18 +122,18 @@ def convert_to_columns(rows: Sequence[StepRow]) -> StepSeries:
 
 
 def join_adjacent_rows(
-    rows: Sequence[StepRow], *, most: int, must_stay_apart: Callable[[int, int], bool]
+    rows: Sequence[StepRow], *, max_rows: int, must_stay_apart: Callable[[int, int], bool]
 ) -> list[StepRow]:
     """Return the rows with neighbours joined.
 
     Args:
-        most: maximum steps per row.
+        max_rows: maximum steps per row.
         must_stay_apart: whether two rows must not be joined, by the samples at their ends.
     """
     joined_rows: list[StepRow] = []
     for row in rows:
         previous = joined_rows[-1] if joined_rows else None
-        fits = previous is not None and row.follows(previous) and previous.steps + row.steps <= most
+        fits = previous is not None and row.follows(previous) and previous.steps + row.steps <= max_rows
         if previous is not None and fits and not must_stay_apart(previous.samples, row.samples):
             joined_rows[-1] = previous.join(row)
         else:

@@ -266,12 +266,12 @@ class TrainingRun:
         below `MAX_CLOCK_NOISE_SECONDS` is the time until a row is written; above `COPIED_FILE_SECONDS` the file is a copy.
         """
         try:
-            ahead = self.metrics_path.stat().st_mtime - max(
+            offset = self.metrics_path.stat().st_mtime - max(
                 row["time"] for row in rows if isinstance(row.get("time"), int | float)
             )
         except (OSError, ValueError):
             return 0.0
-        return float(ahead) if MAX_CLOCK_NOISE_SECONDS < abs(ahead) < COPIED_FILE_SECONDS else 0.0
+        return float(offset) if MAX_CLOCK_NOISE_SECONDS < abs(offset) < COPIED_FILE_SECONDS else 0.0
 
     def read_newest_metrics(self) -> list[dict[str, Any]]:
         """Return the rows in the last 16 KiB of metrics.jsonl."""

@@ -145,11 +145,11 @@ def plan_campaign(
     nodes = query.max_nodes or max(nodes for runs in jobs for run in runs for nodes in run.spec.search.nodes)
     considered = [_find_usable_configurations(runs, query, nodes, overrides) for runs in jobs]
     currency = _get_common_currency(considered)
-    candidates = Candidates.concatenate([of_job.candidates for of_job in considered])
-    ends = list(itertools.accumulate(len(of_job.candidates) for of_job in considered))
+    candidates = Candidates.concatenate([job_candidates.candidates for job_candidates in considered])
+    ends = list(itertools.accumulate(len(job_candidates.candidates) for job_candidates in considered))
     planned_jobs = [
-        CandidatesOfJob(name, number, range(end - len(of_job.candidates), end), of_job.max_batch)
-        for name, number, of_job, end in zip(names, trainings, considered, ends, strict=True)
+        CandidatesOfJob(name, number, range(end - len(job_candidates.candidates), end), job_candidates.max_batch)
+        for name, number, job_candidates, end in zip(names, trainings, considered, ends, strict=True)
     ]
     all_nodes = nodes if one_at_a_time else None
     tables = [
@@ -184,7 +184,7 @@ def plan_campaign(
 
 
 def _get_common_currency(considered: Sequence[_JobCandidates]) -> str:
-    currencies = sorted({of_job.currency for of_job in considered})
+    currencies = sorted({job_candidates.currency for job_candidates in considered})
     if len(currencies) > 1:
         raise SpecError(
             f"the costs of the jobs are in different currencies: {', '.join(currencies)}",
@@ -238,8 +238,8 @@ def _list_warnings(names: Sequence[str], considered: Sequence[_JobCandidates]) -
         return list(considered[0].warnings)
     return [
         replace(warning, text=f"{name}: {warning.text}")
-        for name, of_job in zip(names, considered, strict=True)
-        for warning in of_job.warnings
+        for name, job_candidates in zip(names, considered, strict=True)
+        for warning in job_candidates.warnings
     ]
 
 
@@ -304,10 +304,13 @@ def _list_common_node_types(names: Sequence[str], considered: Sequence[_JobCandi
     Raises:
         SpecError: there is none.
     """
-    types = [sorted(set(of_job.candidates["type"])) for of_job in considered]
+    types = [sorted(set(job_candidates.candidates["type"])) for job_candidates in considered]
     if common := sorted(set(types[0]).intersection(*types[1:])):
         return common
-    described = [f"{name}: {', '.join(of_job) or 'none named'}" for name, of_job in zip(names, types, strict=True)]
+    described = [
+        f"{name}: {', '.join(job_candidates) or 'none named'}"
+        for name, job_candidates in zip(names, types, strict=True)
+    ]
     raise SpecError(
         f"the jobs have no node type in common ({'; '.join(described)})",
         "measure all jobs on at least one common node type",
@@ -411,8 +414,10 @@ def _plan_at_lowest_cost(
     if _choose_minimised_quantity(query).name == "cost" and not is_within(
         sum_costs(plan), _get_limit_or_infinity(query.budget)
     ):
-        late = "" if query.deadline_hours is None else f" within {format_duration(3600 * query.deadline_hours)}"
-        raise _make_over_budget_error(f"{subject}{late} cost at least", sum_costs(plan), query, currency)
+        deadline_text = (
+            "" if query.deadline_hours is None else f" within {format_duration(3600 * query.deadline_hours)}"
+        )
+        raise _make_over_budget_error(f"{subject}{deadline_text} cost at least", sum_costs(plan), query, currency)
     return plan
 
 

@@ -158,12 +158,12 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
     predicted = {row: p.prediction.hours for row, p in plans.items() if p.prediction is not None}
     rows = {(cell.method, cell.batch) for cell in comparison.cells}
     hours = {row: estimate_hours(row, mean_hours_by_row, predicted) for row in rows}
-    standing = rounds.compute_comparison_state(run, comparison, spec, hours=hours)
-    missing = tuple(cell for cell in standing.wanted if not is_cell_ended(run, cell))
+    comparison_state = rounds.compute_comparison_state(run, comparison, spec, hours=hours)
+    missing = tuple(cell for cell in comparison_state.wanted if not is_cell_ended(run, cell))
     return ComparePlan(
         comparison=comparison,
         spec=spec,
-        state=standing,
+        state=comparison_state,
         missing=missing,
         hours=hours,
         currency=spec.pricing.currency,

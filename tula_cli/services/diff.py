@@ -151,11 +151,11 @@ def _compare_gpu_states(before: Sequence[Measured], after: Sequence[Measured]) -
         ("GPU clocks (MHz)", "sm_mhz", _MIN_CLOCK_DIFFERENCE),
         ("GPU power (W)", "watts", _MIN_WATT_DIFFERENCE),
     ):
-        first, second = (statistics.median(getattr(state, field) for state in of_run) for of_run in states)
+        first, second = (statistics.median(getattr(state, field) for state in run_states) for run_states in states)
         if first and abs(second / first - 1) > least:
             yield FieldDifference(about, round(first), round(second))
     reasons, reasons_after = (
-        _join_distinct(sorted({why for state in of_run for why in state.held_down})) for of_run in states
+        _join_distinct(sorted({why for state in run_states for why in state.held_down})) for run_states in states
     )
     if reasons != reasons_after:
         yield FieldDifference("clocks throttled by", reasons, reasons_after)
@@ -245,8 +245,10 @@ def _compare_results(before: Result, after: Result) -> StepDifference:
     probe_before, probe_after = (result if isinstance(result, Measured) else None for result in (before, after))
     steps = _compare_steps(probe_before, probe_after)
     step_parts = [_list_step_parts(probe) for probe in (probe_before, probe_after)]
-    beyond = steps is not None and steps.is_beyond_noise
-    causes = find_changed_parts(step_parts[0], step_parts[1]) if beyond and step_parts[0] and step_parts[1] else ()
+    is_beyond_noise = steps is not None and steps.is_beyond_noise
+    causes = (
+        find_changed_parts(step_parts[0], step_parts[1]) if is_beyond_noise and step_parts[0] and step_parts[1] else ()
+    )
 
     def make_pair(name: str) -> ValuePair:
         values = [getattr(parts, name) if parts is not None else None for parts in step_parts]
@@ -263,7 +265,7 @@ def _compare_results(before: Result, after: Result) -> StepDifference:
         data_wait=make_pair("data"),
         memory=ValuePair(*(probe.memory.peak if probe else None for probe in (probe_before, probe_after))),
         ratio=steps.ratio if steps else None,
-        beyond_noise=beyond,
+        beyond_noise=is_beyond_noise,
         causes=causes,
     )
 

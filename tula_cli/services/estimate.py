@@ -230,8 +230,8 @@ class _ProbedMemory:
             span = f"local batches {sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"local batch {sizes[0]}"
             count = format_count(len(self.probes), "probe")
             source = f"corrected by {count}" if inspection.footprints else f"from {count} alone"
-            off = "" if model.error is None else f"; median error of the peak memory {100 * model.error:.1f} %"
-            sentences.append(f"{source} of this job ({span}{off})")
+            error_text = "" if model.error is None else f"; median error of the peak memory {100 * model.error:.1f} %"
+            sentences.append(f"{source} of this job ({span}{error_text})")
         if self.smallest_oom is not None:
             sentences.append(f"a local batch of {self.smallest_oom} ran out of memory")
         return "; ".join(sentences)

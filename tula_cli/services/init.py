@@ -364,15 +364,15 @@ def set_batch_range(text: str, recognised: RecognisedCommand) -> str:
     text = re.sub(r"^  max_batch:.*\n", "", text, count=1, flags=re.MULTILINE)
     batch = recognised.script["reference"].get("batch")
     if batch is None:
-        least, smallest = 32, "smallest global batch; batches are min_batch x 2^k"
+        min_batch, smallest = 32, "smallest global batch; batches are min_batch x 2^k"
         largest = "256 # largest global batch"
     else:
         nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
-        least, most = choose_batch_range(recognised, batch, nodes)
-        below = f"half of the current batch ({batch})" if least < batch else "the current batch"
+        min_batch, max_batch = choose_batch_range(recognised, batch, nodes)
+        below = f"half of the current batch ({batch})" if min_batch < batch else "the current batch"
         smallest = f"{below}; batches are min_batch x 2^k, and the script starts once for each"
-        largest = f"{most} # {most // batch} times the current batch; memory may limit it further"
-    text = _set_key(text, "min_batch", str(least), smallest)
+        largest = f"{max_batch} # {max_batch // batch} times the current batch; memory may limit it further"
+    text = _set_key(text, "min_batch", str(min_batch), smallest)
     return re.sub(
         r"^  min_batch:.*$", lambda line: f"{line[0]}\n  max_batch: {largest}", text, count=1, flags=re.MULTILINE
     )
@@ -398,8 +398,8 @@ def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[in
         batch: the current global batch.
     """
     micro_batches = recognised.accumulate
-    half, odd = divmod(batch, _BATCH_RANGE_BELOW)
-    divides = not odd and half % (min(nodes) * (recognised.gpus_per_node or 1) * micro_batches) == 0
+    half, remainder = divmod(batch, _BATCH_RANGE_BELOW)
+    divides = not remainder and half % (min(nodes) * (recognised.gpus_per_node or 1) * micro_batches) == 0
     return half if divides else batch, batch * max(_BATCH_RANGE_ABOVE, max(nodes))
 
 
@@ -475,5 +475,5 @@ def make_job_from_template(kind: Literal["local", "slurm"], cluster_site: Site |
     )
 
 
-def _list_powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length())]
+def _list_powers_of_two(max_number: int) -> list[int]:
+    return [2**power for power in range(max_number.bit_length())]

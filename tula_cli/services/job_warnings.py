@@ -75,8 +75,8 @@ def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, rank
 def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list[Diagnostic]:
     """Return warnings about job settings that are valid one by one but unlikely in combination."""
     warnings, epochs, workers = [], spec.train.epochs, spec.train.workers
-    if late := [at for at in spec.schedule.milestones if at >= epochs]:
-        warnings.append(messages.milestones_after_end(milestones=late, epochs=epochs))
+    if late_milestones := [at for at in spec.schedule.milestones if at >= epochs]:
+        warnings.append(messages.milestones_after_end(milestones=late_milestones, epochs=epochs))
     if spec.script is None and (warmup := get_warmup_epochs(spec)) > epochs:
         warnings.append(messages.warmup_after_end(warmup_epochs=warmup, epochs=epochs))
     half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
@@ -106,10 +106,14 @@ def warn_large_reference_batch(spec: JobSpec, dataset_size: int) -> list[Diagnos
 
 def warn_ags_on_one_rank(spec: JobSpec) -> list[Diagnostic]:
     """Warn of node counts with one rank, where a script cannot scale gradients unless its loop takes a small batch."""
-    alone = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
-    if spec.script is None or not spec.train.training_method.scales_gradients or not alone:
+    single_rank_nodes = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
+    if spec.script is None or not spec.train.training_method.scales_gradients or not single_rank_nodes:
         return []
-    return [messages.ags_on_one_rank(nodes=alone, other_nodes=[n for n in spec.search.nodes if n not in alone])]
+    return [
+        messages.ags_on_one_rank(
+            nodes=single_rank_nodes, other_nodes=[n for n in spec.search.nodes if n not in single_rank_nodes]
+        )
+    ]
 
 
 # --- Shared memory of data loaders

@@ -249,13 +249,13 @@ def check_node_count(spec: JobSpec, requested: int | None) -> int:
     Raises:
         SpecError: more nodes are requested than the partition has.
     """
-    most, where = _find_max_nodes(spec)
-    if requested is not None and most is not None and requested > most:
-        raise SpecError(f"--nodes {requested}: a job can have at most {most} nodes here ({where})")
+    max_nodes, where = _find_max_nodes(spec)
+    if requested is not None and max_nodes is not None and requested > max_nodes:
+        raise SpecError(f"--nodes {requested}: a job can have at most {max_nodes} nodes here ({where})")
     if requested is not None:
         return requested
     fewest = min((nodes for nodes in spec.search.nodes if nodes > 1), default=1 if spec.cluster.kind == "local" else 2)
-    return max(1, min(fewest, most)) if most is not None else fewest
+    return max(1, min(fewest, max_nodes)) if max_nodes is not None else fewest
 
 
 def _find_max_nodes(spec: JobSpec) -> tuple[int | None, str]:
@@ -340,15 +340,15 @@ def watch_node_check(
     """
     job = run.find_job(task.job)
     assert job is not None
-    started, (pause, longest), hopeless = clock(), POLL_INTERVALS, 0
+    started, (pause, longest), never_starts_polls = clock(), POLL_INTERVALS, 0
     some_since: float | None = None
     while not _is_check_over(run, task):
         state = launcher.query_states(run.read_snapshot(strict=True), [job])[job.id]
         yield state
         if state.state == "ended":
             return
-        hopeless = hopeless + 1 if state.hopeless else 0
-        if hopeless > 1:  # a busy controller may report such a reason for a moment
+        never_starts_polls = never_starts_polls + 1 if state.hopeless else 0
+        if never_starts_polls > 1:  # a busy controller may report such a reason for a moment
             raise _cancel_unstartable_check(run, launcher, task, job, state)
         now = clock()
         some_since = (some_since or now) if 0 < len(_find_nodes_with_files(run, task, job)) < task.nodes else None

@@ -199,10 +199,10 @@ def list_observed_reports(root: Path, name: str | None = None) -> list[ObservedR
     single = [job for job in jobs if name in (job.id, f"{job.script}/{job.id}") or job.path.resolve() == path]
     if single:
         return [_make_report(job, jobs) for job in single]
-    of_script = list_jobs_of_script(jobs, root, name or "")
-    measured = _measure_jobs(of_script)
+    script_jobs = list_jobs_of_script(jobs, root, name or "")
+    measured = _measure_jobs(script_jobs)
     if not measured:
-        return [_make_report(of_script[-1], jobs)]
+        return [_make_report(script_jobs[-1], jobs)]
     return [report_observed_job(job, [other for other in measured if other is not job]) for job in measured]
 
 
@@ -214,11 +214,11 @@ def list_jobs_of_script(jobs: Sequence[ObservedJob], root: Path, name: str) -> l
     """
     if not jobs:
         raise SpecError(f"no job was observed in {root}", "run tula observe -- COMMAND first")
-    of_script = [job for job in jobs if Path(name).name in (job.script, f"{job.script}.py")]
-    if not of_script:
+    script_jobs = [job for job in jobs if Path(name).name in (job.script, f"{job.script}.py")]
+    if not script_jobs:
         names = ", ".join(sorted({job.script for job in jobs}))
         raise SpecError(f"no job of script {name} was observed", f"observed scripts: {names}")
-    return of_script
+    return script_jobs
 
 
 def _make_report(job: ObservedJob, jobs: Sequence[ObservedJob]) -> ObservedReport:

@@ -85,8 +85,10 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
         known = run.read_result(result.id)
         if not isinstance(known, Measured) or known.measured_at < result.measured_at:
             run.write_result(result)
-    places = [describe_probe_configuration(result.nodes, result.local_batch) for result in reversed(results.values())]
-    yield Note(f"probes taken from observed jobs: {'; '.join(places)}")
+    configuration_texts = [
+        describe_probe_configuration(result.nodes, result.local_batch) for result in reversed(results.values())
+    ]
+    yield Note(f"probes taken from observed jobs: {'; '.join(configuration_texts)}")
 
 
 def _describe_reason(error: BadMeasurements | MeasurementFailed, job: ObservedJob) -> str:

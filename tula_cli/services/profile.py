@@ -166,20 +166,20 @@ def make_dry_run(
     """
     variants = yield from _prepare_runs(runs)
     inspections = {variant.type: inspect_variant(variant, submission.inspect) for variant in variants}
-    settled = {
+    finished_probes = {
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
     }
-    if len(settled) < len(inspections):
+    if len(finished_probes) < len(inspections):
         planned = _plan_first_jobs(variants, inspections)
         scripts = {
             variant.type: ()
-            if variant.type in settled
+            if variant.type in finished_probes
             else (first_job.render_inspection_script(variant, variant.spec),)
             for variant in variants
         }
         return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
     dry_runs = {}
-    for variant, plan in (yield from plan_probes_of_runs(variants, settled, largest=largest)):
+    for variant, plan in (yield from plan_probes_of_runs(variants, finished_probes, largest=largest)):
         launcher = submission.launcher_for(variant.spec)
         dry_runs[variant.type] = DryRun(plan, tuple(launcher.render_script(variant, task) for task in plan.tasks))
     return dry_runs

@@ -207,8 +207,8 @@ def recommend(
         if measurements.type and np.any(candidates["type"] == measurements.type)
     }
     candidates = candidates.with_pareto_front()
-    of_job = all_measurements[0]
-    spec, dataset_size = of_job.run.spec, of_job.estimator.dataset_size
+    first_measurements = all_measurements[0]
+    spec, dataset_size = first_measurements.run.spec, first_measurements.estimator.dataset_size
     if spec.is_reference_batch_above(dataset_size):
         reference = spec.train.reference_batch
         warnings.append(messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=dataset_size))
@@ -220,8 +220,8 @@ def recommend(
 
 def _select_candidates_of_run(candidates: Candidates, measurements: TypeMeasurements) -> Candidates:
     """Return the candidates of one run under its node type."""
-    of_run = candidates.select(type=measurements.type)
-    return of_run.with_columns({"type": measurements.run.variant.type or ""})
+    run_candidates = candidates.select(type=measurements.type)
+    return run_candidates.with_columns({"type": measurements.run.variant.type or ""})
 
 
 def add_site_bill(run: Run) -> Run:
@@ -271,15 +271,15 @@ def _select_candidates(forecasts: Candidates, all_measurements: Sequence[TypeMea
 def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
     """Return an error with the reason why the first candidate on the requested nodes cannot run, or is not known."""
     on = f" on {format_count(query.nodes)}" if query.nodes is not None else ""
-    tried = list(estimator.list_configurations(query.node_counts))
-    startable = [config for config in tried if not estimator.describe_why_not_startable(config)]
+    configs = list(estimator.list_configurations(query.node_counts))
+    startable = [config for config in configs if not estimator.describe_why_not_startable(config)]
     if startable:  # they can run, but their step times are unknown
         nodes = join_words(sorted({config.nodes for config in startable}))
         why = next(filter(None, map(estimator.describe_why_unknown, startable)), "")
         hint = f"measure more: tula profile --set search.nodes=[{nodes}]"
     else:
         why = next(
-            filter(None, map(estimator.describe_why_not_startable, tried)),
+            filter(None, map(estimator.describe_why_not_startable, configs)),
             "no batch is divisible among the GPUs",
         )
         hint = (

@@ -164,8 +164,8 @@ def submit_resume_test_and_wait(
     """
     with explain_interruption([run]):
         task = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes)
-        at_most = f"at batch {task.batch}, at most {run.spec.get_measuring_minutes():g} min"
-        yield Note(f"testing on {words.format_count(task.nodes)} whether the script can resume, {at_most}: {task.id}")
+        size_text = f"at batch {task.batch}, at most {run.spec.get_measuring_minutes():g} min"
+        yield Note(f"testing on {words.format_count(task.nodes)} whether the script can resume, {size_text}: {task.id}")
         yield from wait_for_jobs(run, launcher, [task.job], timeout=timeout)
     record = ResumeTestRecords(run.path).read(task.id)
     if record is None or record.over_at is None:
@@ -265,8 +265,8 @@ def compute_resume_test_batch(run: Run, *, local_batch: int | None = None, nodes
     if local_batch is not None:
         return local_batch * gpus
     divisor = 2 * gpus * spec.train.accumulate
-    most = min(spec.script.reference.batch, spec.search.max_batch or spec.script.reference.batch)
-    return max(divisor, most // divisor * divisor)
+    max_batch = min(spec.script.reference.batch, spec.search.max_batch or spec.script.reference.batch)
+    return max(divisor, max_batch // divisor * divisor)
 
 
 # --- Before a training
@@ -288,12 +288,12 @@ class TrainingStart:
     over_cap: str = ""  # why a resume test does not fit search.max_node_hours; empty if it does
 
     @classmethod
-    def from_plan(cls, plan: TrainPlan, run: Run, runs: Sequence[Run], *, rehearse: bool) -> "TrainingStart":
+    def from_plan(cls, plan: TrainPlan, run: Run, runs: Sequence[Run], *, allow_resume_test: bool) -> "TrainingStart":
         """Return the start of a planned training in a run; `runs` are all runs of the job."""
-        over = ""
+        limit_text = ""
         if run.spec.script is not None:
-            over = describe_cap_exceeded(runs, nodes=plan.task.resume_test_nodes)
-        return cls(run, plan.task, plan.code, plan.prediction, rehearse, over)
+            limit_text = describe_cap_exceeded(runs, nodes=plan.task.resume_test_nodes)
+        return cls(run, plan.task, plan.code, plan.prediction, allow_resume_test, limit_text)
 
     @property
     def is_long(self) -> bool:

@@ -155,10 +155,10 @@ def choose_next_round(
 
 def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
     """Return whether the probes time whole steps only; without probes on several GPUs, whether they are expected to."""
-    together = [probe for probe in measured if probe.nodes * probe.gpus_per_node > 1]
-    if not together:
+    synchronised_probes = [probe for probe in measured if probe.nodes * probe.gpus_per_node > 1]
+    if not synchronised_probes:
         return spec.script is not None or spec.train.sharded
-    return all(probe.compute_time is None for probe in together)
+    return all(probe.compute_time is None for probe in synchronised_probes)
 
 
 def _select_compared_configurations(estimator: "Estimator", fitting: Set[Config]) -> tuple[Prediction, ...]:
@@ -175,7 +175,7 @@ def _select_compared_configurations(estimator: "Estimator", fitting: Set[Config]
     rows = rows.select_rows([config in fitting for config in convert_to_configs(rows["nodes"], rows["batch"])])
     is_candidate = rows["measured"].copy()
     for name in ("time", "cost"):
-        is_candidate[find_best_rows(rows, QUANTITIES[name], most=_MAX_COMPARED_CONFIGURATIONS)] = True
+        is_candidate[find_best_rows(rows, QUANTITIES[name], max_rows=_MAX_COMPARED_CONFIGURATIONS)] = True
     return rows.select_rows(is_candidate).predictions()
 
 
@@ -379,9 +379,10 @@ def estimate_search(
             probed batch. Without probes, durations are assumed.
     """
     start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START_SECONDS
-    most = 60 * spec.search.max_minutes
+    max_seconds = 60 * spec.search.max_minutes
     seconds = [
-        min(most, start + sum(_estimate_probe_seconds(spec, probes, local) for local in batches)) for _, batches in jobs
+        min(max_seconds, start + sum(_estimate_probe_seconds(spec, probes, local) for local in batches))
+        for _, batches in jobs
     ]
     node_seconds = sum(nodes * seconds_of_job for (nodes, _), seconds_of_job in zip(jobs, seconds, strict=True))
     return SearchEstimate(sum(seconds) / 3600, node_seconds / 3600, len(probes))

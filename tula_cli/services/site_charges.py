@@ -64,9 +64,9 @@ class SiteCharge:
         """Return the source of the charge, and how much the billing of a job differs from the prediction."""
         billings_text = ", ".join(map(str, self.billings)) or "none yet"
         expected = "" if self.predicted_billing is None else f", {self.predicted_billing:g} predicted"
-        so_far = ", so far" * self.open
+        open_text = ", so far" * self.open
         return (
-            f"from sacct{so_far}: {format_count(self.jobs, 'job')}, billing {billings_text} per hour{expected};"
+            f"from sacct{open_text}: {format_count(self.jobs, 'job')}, billing {billings_text} per hour{expected};"
             f" {format_number(self.billing_hours)} billing-hours, {format_number(self.cost)} {self.currency}"
         )
 
@@ -86,14 +86,14 @@ class SiteBilling(Protocol):
         ...
 
     def check_balance(
-        self, spec: JobSpec, bill: SiteBill, *, nodes: int, hours: float | None, at_most: float | None
+        self, spec: JobSpec, bill: SiteBill, *, nodes: int, hours: float | None, max_hours: float | None
     ) -> BalanceCheck:
         """Return whether the balance of the job's account covers a training.
 
         Args:
             bill: SLURM's billing of the job.
             hours: expected total duration of its jobs; None if there is no prediction.
-            at_most: the upper end of the 90 % interval of that duration; None if unknown.
+            max_hours: the upper end of the 90 % interval of that duration; None if unknown.
         """
         ...
 
@@ -154,7 +154,7 @@ def check_balance(
     *,
     nodes: int,
     hours: float | None,
-    at_most: float | None = None,
+    max_hours: float | None = None,
     billing: SiteBilling | None = None,
 ) -> BalanceCheck | None:
     """Return whether the balance covers a training; None if the price is of another kind, or the job not for SLURM.
@@ -162,7 +162,7 @@ def check_balance(
     Args:
         spec: the job, with its billing filled in.
         hours: expected total duration of its jobs; None if there is no prediction.
-        at_most: the upper end of the 90 % interval of that duration.
+        max_hours: the upper end of the 90 % interval of that duration.
         billing: asks SLURM; None for the optional package `slurm_site`.
 
     Raises:
@@ -172,7 +172,7 @@ def check_balance(
     if bill is None or spec.cluster.kind != "slurm":
         return None
     package = billing or _load_site_billing()
-    return package.check_balance(spec, bill, nodes=nodes, hours=hours, at_most=at_most)
+    return package.check_balance(spec, bill, nodes=nodes, hours=hours, max_hours=max_hours)
 
 
 def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> BalanceCheck | None:
@@ -185,8 +185,8 @@ def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> Balance
     if predicted is None:
         return check_balance(task.spec, nodes=nodes, hours=None)
     paid = remaining_share * predicted.all_node_hours / nodes
-    most = None if predicted.hours_high is None else paid * predicted.hours_high / predicted.hours
-    return check_balance(task.spec, nodes=nodes, hours=paid, at_most=most)
+    max_hours = None if predicted.hours_high is None else paid * predicted.hours_high / predicted.hours
+    return check_balance(task.spec, nodes=nodes, hours=paid, max_hours=max_hours)
 
 
 def require_known_balance(balance_check: BalanceCheck | None) -> BalanceCheck:

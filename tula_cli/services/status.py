@@ -165,7 +165,8 @@ def _list_chain_job_statuses(job: Job, task: JobTask) -> tuple[ChainJobStatus, .
         return ()
     batches = {nodes: tuple(s.batch for s in task.stages if s.nodes == nodes) for nodes in job.link_nodes}
     return tuple(
-        ChainJobStatus(link, nodes, batches[nodes]) for link, nodes in zip(job.links, job.link_nodes, strict=False)
+        ChainJobStatus(chain_job, nodes, batches[nodes])
+        for chain_job, nodes in zip(job.links, job.link_nodes, strict=False)
     )
 
 
@@ -302,7 +303,7 @@ def compute_mean_probe_seconds(
     for times in moments.values():
         starts_before = [start for start in starts if start <= min(times)]
         marks = sorted([*starts_before[-1:], *times])
-        spans += [late - early for early, late in itertools.pairwise(marks)]
+        spans += [later - earlier for earlier, later in itertools.pairwise(marks)]
     return sum(spans) / len(spans) if spans else None
 
 

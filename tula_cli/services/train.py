@@ -379,7 +379,7 @@ def prepare_training(
     yield from map(WarningEvent, (*plan_found.warnings, *warn_interrupted_training(run, plan_found.task)))
     if run.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
-    start = TrainingStart.from_plan(plan_found, run, runs, rehearse=request.rehearse)
+    start = TrainingStart.from_plan(plan_found, run, runs, allow_resume_test=request.rehearse)
     start.require_resume_on_other_nodes()
     remaining_share = 1.0
     if plan_found.resumes is not None:

@@ -278,7 +278,7 @@ def _test_resume(prepared: PreparedSeeds, launcher: Launcher, submission: Submis
     """Test the resume of a script if that is due; return the job that the trainings have to wait for, or an empty text."""
     first, run = prepared.first, prepared.run
     assert first is not None
-    start = TrainingStart.from_plan(first, run, prepared.runs, rehearse=prepared.request.rehearse)
+    start = TrainingStart.from_plan(first, run, prepared.runs, allow_resume_test=prepared.request.rehearse)
     return (yield from run_resume_test_if_due(start, launcher, submission))
 
 

@@ -183,8 +183,8 @@ def _compute_spent_and_remaining_cost(
         attempts = files_snapshot.end_lost_attempts(attempts)
     seconds = [(tasks[attempt.task], attempt, attempt.count_seconds(end)) for attempt in attempts]
     return SpentAndRemainingCost(
-        hours=sum(took for _, _, took in seconds) / 3600,
-        node_hours=sum((task.nodes + attempt.idle_nodes) * took for task, attempt, took in seconds) / 3600,
+        hours=sum(elapsed for _, _, elapsed in seconds) / 3600,
+        node_hours=sum((task.nodes + attempt.idle_nodes) * elapsed for task, attempt, elapsed in seconds) / 3600,
         cost=sum(compute_attempt_cost(task, attempt, task.prediction, end) for task, attempt, _ in seconds),
         rest=() if status.finished else tuple(_list_remaining_costs(newest, status)),
         currency=newest.spec.pricing.currency,

@@ -274,7 +274,7 @@ def watch_jobs(
         (get_backend(job.scheduler).poll for job in run.read_jobs() if job.id in waiting_for),
         default=get_backend("local").poll,
     )
-    hopeless = 0  # polls in sequence: a busy controller may give such a reason for a moment
+    never_starts_polls = 0  # polls in sequence: a busy controller may give such a reason for a moment
     while True:
         now, folders = clock(), _list_result_folders(run)
         written = _find_last_write_time(folders)
@@ -285,8 +285,8 @@ def watch_jobs(
         waiting = [job for job in status.jobs if _is_waiting(job, lost_since, now=now)]
         if not waiting:
             return
-        hopeless = hopeless + 1 if all(job.hopeless for job in waiting) else 0
-        if hopeless > 1:
+        never_starts_polls = never_starts_polls + 1 if all(job.hopeless for job in waiting) else 0
+        if never_starts_polls > 1:
             raise _make_never_starts_error(waiting)
         if timeout is not None and now - started >= timeout:
             return

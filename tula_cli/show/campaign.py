@@ -77,8 +77,10 @@ def _describe_choice_of_jobs(plan: "Campaign", lower_bound: float) -> str:
 def _compare_with_fastest(plan: "Campaign") -> str:
     fastest, configuration = plan.at_fastest, ""
     if fastest.nodes is not None:
-        together = "one after the other" if fastest.side_by_side == 1 else f"{fastest.side_by_side} side by side"
-        configuration = f" ({format_count(fastest.nodes)}, batch {fastest.batch}, {together})"
+        concurrency_text = (
+            "one after the other" if fastest.side_by_side == 1 else f"{fastest.side_by_side} side by side"
+        )
+        configuration = f" ({format_count(fastest.nodes)}, batch {fastest.batch}, {concurrency_text})"
     cost = describe_cost(fastest.node_hours, fastest.cost, plan.currency)
     return f"Each training on its fastest configuration{configuration}: {format_duration(3600 * fastest.hours)}, {cost}.{_describe_gain(plan)}"
 

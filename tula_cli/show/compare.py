@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
     """Yield the grid in training order, with the expected time and cost."""
     todo = {cell.signature for cell in plan.missing}
-    made = make_table(
+    table = make_table(
         (
             "",
             "method",
@@ -34,11 +34,11 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
         left=(1, 7),
     )
     divisor = _choose_plan_unit(plan)[0]
-    for place, cell in enumerate(plan.state.wanted, 1):
+    for index, cell in enumerate(plan.state.wanted, 1):
         hours = plan.hours.get((cell.method, cell.batch))
         local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
-        made.add_row(
-            str(place),
+        table.add_row(
+            str(index),
             describe_method_label(cell.method, reference=cell.reference),
             str(cell.batch),
             str(local),
@@ -48,11 +48,11 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
             f"train-{cell.signature}",
             "done" if cell.signature not in todo else format_number(hours and 3600 * cell.share * hours / divisor),
         )
-    yield made
+    yield table
     yield ""
     done, total = len(plan.state.wanted) - len(todo), plan.state.max_trainings
-    at_most = "at most " if plan.state.undecided else ""
-    yield f"{at_most}{format_count(total - done, 'training')} to do, {done} of {total} done"
+    bound_text = "at most " if plan.state.undecided else ""
+    yield f"{bound_text}{format_count(total - done, 'training')} to do, {done} of {total} done"
     short = next((cell.short for cell in plan.comparison.cells if cell.short), None)
     if short is not None:
         epochs = sum(cell.share for cell in (*plan.state.wanted, *plan.state.undecided))
@@ -95,8 +95,8 @@ def render_comparison(compare_report: "CompareReport") -> Iterator["RenderableTy
     yield ""
     if any(row.seeds for row in compare_report.rows):
         yield compare_report.answer
-    at_most = "at most " if compare_report.undecided else ""
-    yield f"{compare_report.finished} of {at_most}{format_count(compare_report.total, 'training')} done" + (
+    bound_text = "at most " if compare_report.undecided else ""
+    yield f"{compare_report.finished} of {bound_text}{format_count(compare_report.total, 'training')} done" + (
         ""
         if compare_report.complete or compare_report.hours_left is None
         else f", about {format_duration(3600 * compare_report.hours_left)} left with one training at a time"
@@ -147,7 +147,7 @@ def make_comparison_table(compare_report: "CompareReport", rows: "Sequence[Compa
     """Build the table of a comparison, with one row per method and batch."""
     divisor, unit = choose_time_column(compare_report)
     shown = [row for row in rows if row.cells]
-    made = make_table(
+    table = make_table(
         (
             "batch",
             "method",
@@ -163,7 +163,7 @@ def make_comparison_table(compare_report: "CompareReport", rows: "Sequence[Compa
     )
     batch = None
     for row in shown:
-        made.add_row(
+        table.add_row(
             str(row.batch) if row.batch != batch else "",
             describe_method_label(row.method, reference=row.reference),
             str(row.seeds),
@@ -178,7 +178,7 @@ def make_comparison_table(compare_report: "CompareReport", rows: "Sequence[Compa
             row.note,
         )
         batch = row.batch
-    return made
+    return table
 
 
 def format_spread(value: "SeedStatistics | None", digits: int) -> str:
@@ -224,14 +224,14 @@ def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableT
     from tula_cli.services.comparison.learning_rates import describe_critical_batch
 
     classes = any(branch.top1 is not None for branch in report.branches)
-    made = make_table(
+    table = make_table(
         ("batch", "rule", "factor", "learning\nrate", "loss", *(["top-1 (%)"] if classes else []), "note"),
         left=(1, 5 + classes),
     )
     for branch in report.branches:
         top1 = [format_number(branch.top1, 4)] if classes else []
         note = "diverged" if branch.diverged else "chosen" if branch == report.chosen else ""
-        made.add_row(
+        table.add_row(
             str(branch.batch),
             branch.rule,
             f"{branch.factor:.3g}",
@@ -240,7 +240,7 @@ def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableT
             *top1,
             note,
         )
-    yield made
+    yield table
     if report.too_large is not None:
         yield f"batch {report.too_large} does not fit into GPU memory"
     yield ""

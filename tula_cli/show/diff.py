@@ -26,7 +26,8 @@ _MAX_VALUE_CHARACTERS = 48  # maximum characters of a value in a table
 def render_difference(run_difference: "RunDifference") -> Iterator["RenderableType"]:
     """Yield the answer in one or two lines, and tables of the values that differ."""
     yield from (
-        f"{letter}  {_describe_run(run)}" for letter, run in (("A", run_difference.before), ("B", run_difference.after))
+        f"{run_label}  {_describe_run(run)}"
+        for run_label, run in (("A", run_difference.before), ("B", run_difference.after))
     )
     yield ""
     yield from (style_text(line, "bold") for line in run_difference.headline)
@@ -47,16 +48,16 @@ def _describe_run(run_overview: "RunOverview") -> str:
 def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> Iterator["RenderableType"]:
     if not differences:
         return
-    made = make_table((heading, "A", "B"), left=range(3))
+    table = make_table((heading, "A", "B"), left=range(3))
     for difference in differences:
-        made.add_row(
+        table.add_row(
             difference.about,
             *shorten_around_difference(
                 format_value(difference.before, "-"), format_value(difference.after, "-"), _MAX_VALUE_CHARACTERS
             ),
         )
     yield ""
-    yield made
+    yield table
 
 
 def _render_files(run_difference: "RunDifference") -> Iterator["RenderableType"]:
@@ -72,13 +73,18 @@ def _render_files(run_difference: "RunDifference") -> Iterator["RenderableType"]
 def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]:
     steps = run_difference.steps
     if steps.rows:
-        several = len({row.gpus_per_node for row in steps.rows}) > 1
-        where = ["nodes", *["GPUs/\nnode"] * several, "batch", "local\nbatch"]
+        has_several_gpu_counts = len({row.gpus_per_node for row in steps.rows}) > 1
+        where = ["nodes", *["GPUs/\nnode"] * has_several_gpu_counts, "batch", "local\nbatch"]
         divisor, unit = choose_size_unit(max((row.memory.before or 0 for row in steps.rows), default=0))
         times = make_table([*where, "step A\n(ms)", "step B\n(ms)", "B / A", ""], left=[len(where) + 3])
         parts = make_table([*where, "compute\n(ms)", "sync\n(ms)", "data wait\n(ms)", f"memory\n({unit})"], left=())
         for row in steps.rows:
-            cells = [str(row.nodes), *[str(row.gpus_per_node)] * several, str(row.batch), str(row.local_batch)]
+            cells = [
+                str(row.nodes),
+                *[str(row.gpus_per_node)] * has_several_gpu_counts,
+                str(row.batch),
+                str(row.local_batch),
+            ]
             ratio = "-" if row.ratio is None else format_number(row.ratio)
             times.add_row(*cells, _format_ms(row.step.before), _format_ms(row.step.after), ratio, _describe_step(row))
             in_ms = [_format_pair(each, 1e-3) for each in (row.compute, row.sync, row.data_wait)]
@@ -88,9 +94,9 @@ def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]
         yield run_difference.test
         yield ""
         yield parts
-    for letter, count in zip("AB", steps.only, strict=True):
+    for run_label, count in zip("AB", steps.only, strict=True):
         if count:
-            yield f"{format_count(count, 'configuration')} only in {letter}"
+            yield f"{format_count(count, 'configuration')} only in {run_label}"
 
 
 def _format_ms(value: float | None) -> str:

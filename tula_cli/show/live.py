@@ -38,18 +38,18 @@ class LiveDisplay:
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
 
-    def update(self, now: "RunStatus") -> None:
+    def update(self, status: "RunStatus") -> None:
         """Show a newer status of the run."""
-        for warning in now.training.warnings if now.training is not None else ():
+        for warning in status.training.warnings if status.training is not None else ():
             self.screen.warn(warning)
 
     def add_probe(self, event: "ProbeFinished") -> None:
         """Show the result of a probe."""
 
-    def update_comparison(self, now: "ComparisonProgress") -> None:
+    def update_comparison(self, progress: "ComparisonProgress") -> None:
         """Show the progress of a comparison."""
-        if now.problem and now.ended is not None:
-            self.screen.warn(f"{now.ended.description} failed: {get_first_line(now.problem)}")
+        if progress.problem and progress.ended is not None:
+            self.screen.warn(f"{progress.ended.description} failed: {get_first_line(progress.problem)}")
 
 
 class LineDisplay(LiveDisplay):
@@ -59,11 +59,11 @@ class LineDisplay(LiveDisplay):
         super().__init__(screen)
         self._states: dict[str, str] = {}
 
-    def update(self, now: "RunStatus") -> None:
-        super().update(now)
-        for job in now.jobs:
+    def update(self, status: "RunStatus") -> None:
+        super().update(status)
+        for job in status.jobs:
             self._note_change(job.id, f"{job.state} {job.reason}", _describe_job(job))
-        train = now.training
+        train = status.training
         if train is not None:
             finished = ", finished" if train.finished else ""
             branch = "" if train.tuning is None else f" {train.tuning.number} {train.tuning.chosen}"
@@ -73,11 +73,11 @@ class LineDisplay(LiveDisplay):
     def add_probe(self, event: "ProbeFinished") -> None:
         self.screen.note(_describe_finished_probe(event))
 
-    def update_comparison(self, now: "ComparisonProgress") -> None:
-        super().update_comparison(now)
-        cell = "" if now.cell is None else now.cell.description
-        state = f"{now.done} {now.failed} {now.running} {now.total} {cell} {now.waits}"
-        self._note_change("comparison", state, describe_comparison(now))
+    def update_comparison(self, progress: "ComparisonProgress") -> None:
+        super().update_comparison(progress)
+        cell = "" if progress.cell is None else progress.cell.description
+        state = f"{progress.done} {progress.failed} {progress.running} {progress.total} {cell} {progress.waits}"
+        self._note_change("comparison", state, describe_comparison(progress))
 
     def _note_change(self, subject: str, state: str, text: str) -> None:
         if self._states.get(subject) != state:
@@ -124,13 +124,13 @@ class ProgressBarDisplay(LiveDisplay):
         self.screen.drawn = None
         self._live.stop()
 
-    def update(self, now: "RunStatus") -> None:
-        super().update(now)
+    def update(self, status: "RunStatus") -> None:
+        super().update(status)
         details = []
-        for job in now.jobs:
-            if job.kind == "train" and now.training is not None and job.state == "running":
-                self._draw_training(job.id, now.training)
-                details.append(describe_progress_of_training(now.training))
+        for job in status.jobs:
+            if job.kind == "train" and status.training is not None and job.state == "running":
+                self._draw_training(job.id, status.training)
+                details.append(describe_progress_of_training(status.training))
                 continue
             self._draw(job.id, job.id, job.done, job.total, ", ".join([job.state, *_list_probe_progress(job)]))
             if job.state != "failed" and (reason := describe_job_state(job)):
@@ -143,23 +143,25 @@ class ProgressBarDisplay(LiveDisplay):
     def add_probe(self, event: "ProbeFinished") -> None:
         self.screen.note(f"[{event.number}/{event.total}] {describe_probe(event.result)}")
 
-    def update_comparison(self, now: "ComparisonProgress") -> None:
-        super().update_comparison(now)
-        total = now.total or 1
-        remaining = [] if now.left is None else [f"{format_duration(now.left)} left"]
-        state = ", ".join([f"{now.done} of {format_count(now.total, 'training')}", *remaining])
-        self._draw("comparison", "comparison", now.done + now.failed, total, state)
-        details = [describe_comparison(now)]
-        if now.training is not None and not now.training.finished:
-            self._draw_training("training", now.training)
-            details.append(describe_progress_of_training(now.training))
+    def update_comparison(self, progress: "ComparisonProgress") -> None:
+        super().update_comparison(progress)
+        total = progress.total or 1
+        remaining = [] if progress.left is None else [f"{format_duration(progress.left)} left"]
+        state = ", ".join([f"{progress.done} of {format_count(progress.total, 'training')}", *remaining])
+        self._draw("comparison", "comparison", progress.done + progress.failed, total, state)
+        details = [describe_comparison(progress)]
+        if progress.training is not None and not progress.training.finished:
+            self._draw_training("training", progress.training)
+            details.append(describe_progress_of_training(progress.training))
         elif (bar := self._bar_of.pop("training", None)) is not None:
             self._bars.remove_task(bar)
         self._refresh(details)
 
-    def _draw_training(self, key: str, now: "TrainingStatus") -> None:
-        done, total = (now.epoch, now.epochs) if now.epochs is not None else (now.samples, now.samples_asked)
-        unit = "epoch" if now.epochs is not None else "sample"
+    def _draw_training(self, key: str, status: "TrainingStatus") -> None:
+        done, total = (
+            (status.epoch, status.epochs) if status.epochs is not None else (status.samples, status.samples_asked)
+        )
+        unit = "epoch" if status.epochs is not None else "sample"
         count = (
             ""
             if total is None
@@ -167,9 +169,11 @@ class ProgressBarDisplay(LiveDisplay):
             if unit == "epoch"
             else f"{done} of {total} samples"
         )
-        rate = [f"{format_number(now.batch / now.step_time)} samples/s"] if now.step_time else []
-        remaining = [f"{format_duration(now.eta)} left"] if now.eta is not None else []
-        self._draw(key, f"training {now.signature}", done, total, ", ".join(filter(None, [count, *rate, *remaining])))
+        rate = [f"{format_number(status.batch / status.step_time)} samples/s"] if status.step_time else []
+        remaining = [f"{format_duration(status.eta)} left"] if status.eta is not None else []
+        self._draw(
+            key, f"training {status.signature}", done, total, ", ".join(filter(None, [count, *rate, *remaining]))
+        )
 
     def _draw(self, key: str, description: str, done: float, total: float | None, state: str) -> None:
         if key not in self._bar_of:
@@ -195,17 +199,20 @@ def _list_probe_progress(job: "JobStatus") -> Iterator[str]:
 # --- Progress of a comparison
 
 
-def describe_comparison(now: "ComparisonProgress") -> str:
+def describe_comparison(progress: "ComparisonProgress") -> str:
     """Describe the progress of a comparison in one line."""
-    at_most, of_two = "at most " if now.undecided else "", f"round {now.round} of 2: " if now.round else ""
-    parts = [f"{of_two}{now.done} of {at_most}{format_count(now.total, 'training')} done"]
-    parts += [f"{now.failed} failed"] if now.failed else []
-    parts += [f"now: {now.cell.description}"] if now.cell is not None else []
-    parts += [now.waits] if now.waits else []
-    parts += [f"{now.running} running"] if now.cell is None and now.running else []
+    bound_text, round_text = (
+        "at most " if progress.undecided else "",
+        f"round {progress.round} of 2: " if progress.round else "",
+    )
+    parts = [f"{round_text}{progress.done} of {bound_text}{format_count(progress.total, 'training')} done"]
+    parts += [f"{progress.failed} failed"] if progress.failed else []
+    parts += [f"now: {progress.cell.description}"] if progress.cell is not None else []
+    parts += [progress.waits] if progress.waits else []
+    parts += [f"{progress.running} running"] if progress.cell is None and progress.running else []
     parts += (
-        [f"about {format_duration(now.left)} left"]
-        if now.left is not None and now.done + now.failed < now.total
+        [f"about {format_duration(progress.left)} left"]
+        if progress.left is not None and progress.done + progress.failed < progress.total
         else []
     )
     return ", ".join(parts)

@@ -97,12 +97,14 @@ def _render_final_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
         yield f"all {format_count(plan.total, 'probe')} already have results"
         yield from [plan.certainty] * bool(plan.certainty)
         return
-    made = make_table(("job", "nodes", "probes", "batches", "batches per GPU"), left=(0, 3, 4))
+    table = make_table(("job", "nodes", "probes", "batches", "batches per GPU"), left=(0, 3, 4))
     for task in plan.tasks:
         world = task.ranks
         batches = join_numbers(local * world for local in task.local_batches)
-        made.add_row(task.job, str(task.nodes), str(len(task.local_batches)), batches, join_numbers(task.local_batches))
-    yield made
+        table.add_row(
+            task.job, str(task.nodes), str(len(task.local_batches)), batches, join_numbers(task.local_batches)
+        )
+    yield table
     yield ""
     yield from _render_added_probes(plan)
     if any(task.bounds for task in plan.tasks):
@@ -125,8 +127,8 @@ def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]
     yield _make_probe_table([*largest.measured, *largest.out_of_memory, *largest.failed])
     yield from (f"{row.id} failed ({row.outcome}): {get_first_line(row.message)}" for row in largest.failed)
     yield ""
-    place = describe_configuration(largest.nodes, largest.batch, largest.local_batch)
-    yield f"largest batch that fits: {place}{_describe_headroom(largest)}"
+    configuration_text = describe_configuration(largest.nodes, largest.batch, largest.local_batch)
+    yield f"largest batch that fits: {configuration_text}{_describe_headroom(largest)}"
     if largest.too_large is not None:
         yield f"local batch {largest.too_large} does not fit"
     elif largest.local_batch == largest.limit:
@@ -162,19 +164,19 @@ def _make_probe_table(rows: "Sequence[Measured | OutOfMemory | Failed]") -> "Ren
     """Return a table with one row per probe."""
     peaks = (row.memory.peak for row in rows if row.kind == "measured")
     byte, memory = choose_size_unit(max(peaks, default=None))
-    made = make_table(
+    table = make_table(
         ("nodes", "batch", "batch\n/GPU", "step\n(ms)", "exposed\ncomm (ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
         left=(8,),
     )  # fmt: skip
     for row in sorted(rows, key=lambda row: (row.nodes, row.local_batch)):
-        made.add_row(*_make_probe_row(row, byte))
-    return made
+        table.add_row(*_make_probe_row(row, byte))
+    return table
 
 
 def describe_probe(result: "Measured | OutOfMemory | Failed") -> str:
     """Describe the result of a probe in one line."""
     batch = result.local_batch * result.nodes * result.gpus_per_node
-    place = describe_configuration(result.nodes, batch, result.local_batch)
+    configuration_text = describe_configuration(result.nodes, batch, result.local_batch)
     match result.kind:
         case "measured":
             from tula_cli.models.time.noise import compute_trimmed_mean
@@ -182,11 +184,11 @@ def describe_probe(result: "Measured | OutOfMemory | Failed") -> str:
             step = compute_trimmed_mean(result.step_times)
             memory = "" if result.memory.peak is None else f", {format_bytes(result.memory.peak)}/GPU"
             rate = f"{format_number(result.batch / step)} samples/s"
-            return f"{place}: {_format_milliseconds(step)} ms/step, {rate}{memory}"
+            return f"{configuration_text}: {_format_milliseconds(step)} ms/step, {rate}{memory}"
         case "out_of_memory":
-            return f"{place}: out of memory"
+            return f"{configuration_text}: out of memory"
         case _:
-            return f"{place}: failed ({result.outcome}): {get_first_line(result.message)}"
+            return f"{configuration_text}: failed ({result.outcome}): {get_first_line(result.message)}"
 
 
 def _make_probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str, ...]:

@@ -217,10 +217,10 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
     divisor, unit = choose_time_unit(3600 * recommendation.choice.hours)
     columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
                f"cost\n({recommendation.currency})"]  # fmt: skip
-    made = make_table(columns)
+    table = make_table(columns)
     for row, progress in rows:
         chosen = row == recommendation.choice
-        made.add_row(
+        table.add_row(
             "*" if chosen else "",
             str(row.batch),
             str(row.nodes),
@@ -232,7 +232,7 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
             format_number(progress.cost),
             style="bold green" if chosen else None,
         )
-    return made
+    return table
 
 
 CAVEAT_SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
@@ -246,14 +246,16 @@ def _list_caveat_signs(caveats: Sequence[str], *names: str) -> str:
     return "".join(CAVEAT_SIGNS[get_caveat_kind(name)] for name in names if name in caveats)
 
 
-def _render_with_signs(made: "Table") -> "Iterator[RenderableType]":
+def _render_with_signs(table: "Table") -> "Iterator[RenderableType]":
     """Yield a table, and the legend of its caveat signs if it has any."""
     from tula_cli.run.records.recommendations import CAVEATS
 
-    yield made
-    cells = [str(cell) for column in made.columns for cell in column.cells]
+    yield table
+    cells = [str(cell) for column in table.columns for cell in column.cells]
     signs = {
-        letter for cell in cells for letter in cell[: len(cell) - len(cell.lstrip("".join(CAVEAT_SIGNS.values())))]
+        character
+        for cell in cells
+        for character in cell[: len(cell) - len(cell.lstrip("".join(CAVEAT_SIGNS.values())))]
     }
     if signs:
         yield "; ".join(f"{sign} {CAVEATS[name]}" for name, sign in CAVEAT_SIGNS.items() if sign in signs)
@@ -305,8 +307,8 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
         return worth.index(True) if any(worth) else len(worth)
 
     ranks = [rank(offers) for offers in configs]
-    best = sorted((worth, place) for place, worth in enumerate(ranks) if worth < 3)[:MAX_ROWS_LISTED]
-    return [configs[place] for place in sorted(place for _, place in best)]
+    best = sorted((worth, index) for index, worth in enumerate(ranks) if worth < 3)[:MAX_ROWS_LISTED]
+    return [configs[index] for index in sorted(index for _, index in best)]
 
 
 def _describe_omitted_rows(recommendation: "Recommendation", hint: str) -> Iterator[str]:
@@ -332,11 +334,11 @@ def make_predictions_table(recommendation: "Recommendation", *, every: bool = Fa
     marks = _list_row_marks(recommendation)
     on_spot = any(row.market == "spot" for row in recommendation.rows)
     spot = [f"spot\ntime\n({columns.unit})", f"spot\ncost\n({recommendation.currency})"] if on_spot else []
-    made = columns.make_table(spot)
+    table = columns.make_table(spot)
     for offers in _group_by_config(recommendation.rows) if every else _select_rows(recommendation):
         row = next(iter(offers.values()))
         mark = marks.get(get_configuration_key(row), "")
-        made.add_row(
+        table.add_row(
             f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
             *columns.format_configuration(row),
             *columns.format_values(offers.get("on_demand")),
@@ -344,7 +346,7 @@ def make_predictions_table(recommendation: "Recommendation", *, every: bool = Fa
             *columns.format_origin(row),
             style="bold green" if mark == "*" else None,
         )
-    return made
+    return table
 
 
 class _ColumnFormat:
@@ -428,13 +430,13 @@ def make_details_table(recommendation: "Recommendation") -> "Table":
     typed = any(row.type for row in recommendation.rows)
     columns = ["", *(["type"] if typed else []), "nodes", "batch", f"time\n({unit})", f"90 % interval\n({unit})",
                "step\n(ms)", f"memory\n({memory}/GPU)", "free\n(%)"]  # fmt: skip
-    made = make_table(columns, left=(0, 1) if typed else (0,))
+    table = make_table(columns, left=(0, 1) if typed else (0,))
     marks = _list_row_marks(recommendation)
     for offers in _select_rows(recommendation):
         row = next(iter(offers.values()))
         mark = marks.get(get_configuration_key(row), "")
         ends = (None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high))
-        made.add_row(
+        table.add_row(
             mark,
             *([row.type] if typed else []),
             str(row.nodes),
@@ -446,7 +448,7 @@ def make_details_table(recommendation: "Recommendation") -> "Table":
             format_percent(row.headroom),
             style="bold green" if mark == "*" else None,
         )
-    return made
+    return table
 
 
 def _list_row_marks(recommendation: "Recommendation") -> dict[tuple[str, int, int], str]:

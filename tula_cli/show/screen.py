@@ -36,10 +36,10 @@ def replace_missing_letters(stream: TextIO) -> None:
 def _find_nearest_characters(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    letter = error.object[error.start]
-    if "\udc80" <= letter <= "\udcff":  # a byte of a file name that is not valid UTF-8
-        return bytes([ord(letter) - 0xDC00]), error.start + 1
-    near = letter.translate(_ASCII)
+    character = error.object[error.start]
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name that is not valid UTF-8
+        return bytes([ord(character) - 0xDC00]), error.start + 1
+    near = character.translate(_ASCII)
     return near if near.isascii() else "?", error.start + 1
 
 
@@ -260,7 +260,7 @@ def _convert_diagnostic_to_data(diagnostic: Diagnostic) -> dict[str, Any]:
 def _list_diagnostics(value: Any) -> list[dict[str, Any]]:
     """Return the diagnostics in the value of a field, one or a sequence, as plain data."""
     values = value if isinstance(value, (list, tuple)) else (value,)
-    return [_convert_diagnostic_to_data(inner) for inner in values if isinstance(inner, Diagnostic)]
+    return [_convert_diagnostic_to_data(diagnostic) for diagnostic in values if isinstance(diagnostic, Diagnostic)]
 
 
 def _convert_error_to_data(error: TulaError) -> dict[str, Any]:
@@ -299,12 +299,12 @@ def to_plain_data(value: Any) -> Any:
         return to_plain_data(value.model_dump(mode="json"))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        diagnostics = {name: coded for name, inner in fields.items() if (coded := _list_diagnostics(inner))}
+        diagnostics = {name: coded for name, field_value in fields.items() if (coded := _list_diagnostics(field_value))}
         return to_plain_data(fields) | ({"diagnostics": diagnostics} if diagnostics else {})
     if isinstance(value, dict):
-        return {str(key): to_plain_data(inner) for key, inner in value.items()}
+        return {str(key): to_plain_data(field_value) for key, field_value in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [to_plain_data(inner) for inner in value]
+        return [to_plain_data(field_value) for field_value in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

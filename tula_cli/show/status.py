@@ -53,43 +53,45 @@ STATE_STYLES = {
 }
 
 
-def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
+def render_status(status: "RunStatus") -> Iterator["RenderableType"]:
     """Yield jobs, training, attempts and recommendation of a run."""
-    counts = f"{now.measured} measured, {now.out_of_memory} out of memory, {now.failed} failed"
-    yield f"{make_relative_path(now.path)}: {counts}"
-    yield from (f"note: {note}" for note in now.notes)
-    if now.jobs:
+    counts = f"{status.measured} measured, {status.out_of_memory} out of memory, {status.failed} failed"
+    yield f"{make_relative_path(status.path)}: {counts}"
+    yield from (f"note: {note}" for note in status.notes)
+    if status.jobs:
         yield ""
-        yield make_jobs_table(now.jobs)
-        causes = {get_first_line(row.attempt.message) for row in now.attempts}
-        unexplained = [job for job in now.jobs if job.starts_at is not None or get_first_line(job.reason) not in causes]
+        yield make_jobs_table(status.jobs)
+        causes = {get_first_line(row.attempt.message) for row in status.attempts}
+        unexplained = [
+            job for job in status.jobs if job.starts_at is not None or get_first_line(job.reason) not in causes
+        ]
         yield from (f"{job.id} {job.state}: {story}" for job in unexplained if (story := describe_job_state(job)))
-        yield from describe_chain_jobs(now.jobs)
-    if now.training is not None:
+        yield from describe_chain_jobs(status.jobs)
+    if status.training is not None:
         yield ""
-        yield describe_training(now.training)
-        if now.training.spent is not None and not now.training.finished:
-            yield describe_spent_and_remaining_cost(now.training.spent)
-        if now.training.tuning is not None and now.training.tuning.branches:
+        yield describe_training(status.training)
+        if status.training.spent is not None and not status.training.finished:
+            yield describe_spent_and_remaining_cost(status.training.spent)
+        if status.training.tuning is not None and status.training.tuning.branches:
             yield ""
-            yield make_branches_table(now.training.tuning.branches, now.training.tuning.chosen)
-        yield from describe_changes(now.training.changes)
-        yield from (f"evaluated {describe_evaluation(evaluated)}" for evaluated in now.evaluations)
-        yield from (f"warning: {text}" for text in now.training.warnings)
-    if now.rehearsal is not None and now.rehearsal.over_at is not None:
+            yield make_branches_table(status.training.tuning.branches, status.training.tuning.chosen)
+        yield from describe_changes(status.training.changes)
+        yield from (f"evaluated {describe_evaluation(evaluated)}" for evaluated in status.evaluations)
+        yield from (f"warning: {text}" for text in status.training.warnings)
+    if status.rehearsal is not None and status.rehearsal.over_at is not None:
         yield ""
-        verdict = now.rehearsal.verdict or "no result"
-        yield f"resume test of {format_moment(now.rehearsal.over_at)}: {verdict}; {'; '.join(now.rehearsal.told)}"
-    if now.attempts:
+        verdict = status.rehearsal.verdict or "no result"
+        yield f"resume test of {format_moment(status.rehearsal.over_at)}: {verdict}; {'; '.join(status.rehearsal.told)}"
+    if status.attempts:
         yield ""
-        yield make_attempts_table(now)
-        yield from _render_causes(now)
-    if now.between_rounds:
+        yield make_attempts_table(status)
+        yield from _render_causes(status)
+    if status.between_rounds:
         yield ""
         yield "next: run tula profile again; it submits the next round, or ends the search"
-    if now.recommendation is not None:
+    if status.recommendation is not None:
         yield ""
-        yield f"recommended: {describe_row(now.recommendation.choice)}, {now.recommendation.criteria}"
+        yield f"recommended: {describe_row(status.recommendation.choice)}, {status.recommendation.criteria}"
 
 
 def render_status_by_type(
@@ -116,34 +118,34 @@ def describe_job_state(job: "JobStatus") -> str:
     return ", ".join(filter(None, [get_first_line(job.reason), *start]))
 
 
-def make_attempts_table(now: "RunStatus") -> "Table":
+def make_attempts_table(status: "RunStatus") -> "Table":
     """Build a table with one row per attempt: hosts, first sample and outcome."""
     from rich.text import Text
 
-    states = {job.id: job.state for job in now.jobs}
+    states = {job.id: job.state for job in status.jobs}
     active = {id_ for id_, state in states.items() if state in ("running", "suspended")}
     # the last attempt of each job, because attempts are ordered oldest first
-    newest = {row.job: row.attempt for row in now.attempts}
-    seconds = [_count_attempt_seconds(row.attempt, now.at if row.job in active else None) for row in now.attempts]
-    divisor, unit = choose_time_unit(max(took or 0.0 for took in seconds))
+    newest = {row.job: row.attempt for row in status.attempts}
+    seconds = [_count_attempt_seconds(row.attempt, status.at if row.job in active else None) for row in status.attempts]
+    divisor, unit = choose_time_unit(max(elapsed or 0.0 for elapsed in seconds))
     outcomes = [
         row.attempt.outcome or _describe_open_attempt(states.get(row.job), newest=newest[row.job] is row.attempt)
-        for row in now.attempts
+        for row in status.attempts
     ]
-    has_resumed = any(row.attempt.samples for row in now.attempts)
-    hosts = [row.attempt.hosts or row.attempt.host for row in now.attempts]
-    on_machine = len(set(hosts)) == 1 and not any(row.attempt.allocation for row in now.attempts)
+    has_resumed = any(row.attempt.samples for row in status.attempts)
+    hosts = [row.attempt.hosts or row.attempt.host for row in status.attempts]
+    on_machine = len(set(hosts)) == 1 and not any(row.attempt.allocation for row in status.attempts)
     columns: dict[str, Sequence[str | Text]] = {
-        "task": [row.attempt.task for row in now.attempts],
-        "try": [str(row.attempt.number) for row in now.attempts],
-        "started": [format_moment(row.attempt.started_at, "%m-%d %H:%M") for row in now.attempts],
-        f"time\n({unit})": ["-" if took is None else format_number(took / divisor) for took in seconds],
-        "allocation": [row.attempt.allocation or "-" for row in now.attempts],
+        "task": [row.attempt.task for row in status.attempts],
+        "try": [str(row.attempt.number) for row in status.attempts],
+        "started": [format_moment(row.attempt.started_at, "%m-%d %H:%M") for row in status.attempts],
+        f"time\n({unit})": ["-" if elapsed is None else format_number(elapsed / divisor) for elapsed in seconds],
+        "allocation": [row.attempt.allocation or "-" for row in status.attempts],
         "hosts": ["-" if on_machine else names for names in hosts],
         # the hosts column shows the nodes
-        "nodes": ["-" if row.attempt.allocation else str(row.nodes) for row in now.attempts],
-        "batch": ["-" if row.batch is None else str(row.batch) for row in now.attempts],
-        "first\nsample": [str(row.attempt.samples or 0) if has_resumed else "-" for row in now.attempts],
+        "nodes": ["-" if row.attempt.allocation else str(row.nodes) for row in status.attempts],
+        "batch": ["-" if row.batch is None else str(row.batch) for row in status.attempts],
+        "first\nsample": [str(row.attempt.samples or 0) if has_resumed else "-" for row in status.attempts],
         "outcome": [Text(outcome, STATE_STYLES.get(outcome, "bold red")) for outcome in outcomes],
     }
     return make_table_of_columns(columns, left=("task", "started", "allocation", "hosts", "outcome"))
@@ -161,10 +163,10 @@ def _count_attempt_seconds(attempt: "Attempt", now: float | None) -> float | Non
     return attempt.count_seconds(now) if attempt.ended_at or now else None
 
 
-def _render_causes(now: "RunStatus") -> Iterator["RenderableType"]:
+def _render_causes(status: "RunStatus") -> Iterator["RenderableType"]:
     """Yield why attempts ended early and why further tasks followed; an error that repeats within a task only once."""
-    last = {(row.attempt.task, row.attempt.message): row.attempt for row in now.attempts}
-    for row in now.attempts:
+    last = {(row.attempt.task, row.attempt.message): row.attempt for row in status.attempts}
+    for row in status.attempts:
         attempt = row.attempt
         if row.cause:
             yield f"{attempt.task} continues after: {get_first_line(row.cause)}"
@@ -204,86 +206,92 @@ def _describe_noise(row: Mapping[str, Any]) -> str:
     return f"gradient noise scale {format_number(row['scale'])} samples {at}"
 
 
-def describe_training(now: "TrainingStatus") -> str:
+def describe_training(status: "TrainingStatus") -> str:
     """Describe the state of a training in one line."""
-    nodes = describe_node_counts(now.possible_nodes or (now.nodes,))
-    head = f"training {now.signature} on {nodes}{_describe_later_nodes(now)}, batch {now.batch}"
-    if not now.submitted:
+    nodes = describe_node_counts(status.possible_nodes or (status.nodes,))
+    head = f"training {status.signature} on {nodes}{_describe_later_nodes(status)}, batch {status.batch}"
+    if not status.submitted:
         return f"{head}, not submitted"
     parts = [
-        f"{head}{_describe_stage(now)}",
-        *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
-        f"{now.samples} samples" if now.samples_asked is None else f"{now.samples} of {now.samples_asked} samples",
-        *_list_training_measurements(now),
+        f"{head}{_describe_stage(status)}",
+        *([f"epoch {status.epoch:.2f} of {status.epochs}"] if status.epochs is not None else []),
+        f"{status.samples} samples"
+        if status.samples_asked is None
+        else f"{status.samples} of {status.samples_asked} samples",
+        *_list_training_measurements(status),
     ]
-    if now.finished:
+    if status.finished:
         parts.append("finished")
-    elif now.eta is not None:
-        parts.append(f"{format_duration(now.eta)} left")
+    elif status.eta is not None:
+        parts.append(f"{format_duration(status.eta)} left")
     return ", ".join(parts)
 
 
-def describe_spent_and_remaining_cost(now: "SpentAndRemainingCost") -> str:
+def describe_spent_and_remaining_cost(spent: "SpentAndRemainingCost") -> str:
     """Describe time and cost of a training so far, and the predicted remaining ones."""
-    so_far = f"so far {format_duration(3600 * now.hours)}, {describe_cost(now.node_hours, now.cost, now.currency)}"
-    rests = [
-        f"{format_duration(3600 * rest.hours)}, {describe_cost(rest.nodes * rest.hours, rest.cost, now.currency)}"
+    spent_text = (
+        f"so far {format_duration(3600 * spent.hours)}, {describe_cost(spent.node_hours, spent.cost, spent.currency)}"
+    )
+    remaining_texts = [
+        f"{format_duration(3600 * rest.hours)}, {describe_cost(rest.nodes * rest.hours, rest.cost, spent.currency)}"
         f" on {format_count(rest.nodes)}"
-        for rest in now.rest
+        for rest in spent.rest
     ]
-    return f"{so_far}; predicted for the rest: {' or '.join(rests)}" if rests else so_far
+    return f"{spent_text}; predicted for the rest: {' or '.join(remaining_texts)}" if remaining_texts else spent_text
 
 
-def describe_progress_of_training(now: "TrainingStatus") -> str:
+def describe_progress_of_training(status: "TrainingStatus") -> str:
     """Describe what a running training measures, in the line below its progress bar."""
-    head = f"{format_count(now.nodes)}{_describe_later_nodes(now)}, batch {now.batch}{_describe_stage(now)}"
-    return ", ".join([head, *_list_training_measurements(now)])
+    head = f"{format_count(status.nodes)}{_describe_later_nodes(status)}, batch {status.batch}{_describe_stage(status)}"
+    return ", ".join([head, *_list_training_measurements(status)])
 
 
-def _list_training_measurements(now: "TrainingStatus") -> list[str]:
-    parts = [f"loss {format_number(now.loss, 4)}"] if now.loss is not None else []
-    parts += [f"top-1 {format_number(now.top1, 4)} %"] if now.top1 is not None else []
-    parts += [f"perplexity {format_number(now.perplexity, 4)}"] if now.perplexity is not None else []
-    parts += [f"{name} {format_number(value, 4)}" for name, value in now.metrics.items()]
-    parts += [f"lr {format_number(now.lr)}"] if now.lr is not None else []
-    parts += [f"beta2 {now.beta2:.6g}"] if now.beta2 is not None else []
-    parts += [f"AGS {describe_scaling(now.ags['mean'], now.ags['scaled'])}"] if now.ags is not None else []
-    parts += [_describe_noise(now.noise)] if now.noise is not None else []
-    parts += [_describe_tuning(now.tuning)] if now.tuning is not None else []
-    if now.step_time is not None:
-        predicted = "" if now.predicted_step is None else f" (predicted {format_number(1000 * now.predicted_step)})"
-        parts.append(f"{format_number(1000 * now.step_time)} ms per step{predicted}")
-    if now.tokens_per_second is not None:
-        padding = f" ({format_percent(now.padding)} % padding not counted)" if now.padding else ""
-        parts.append(f"{format_number(now.tokens_per_second)} tokens/s{padding}")
-    parts += [f"{format_number(now.kwh)} kWh{' so far' * (not now.finished)}"] if now.kwh is not None else []
+def _list_training_measurements(status: "TrainingStatus") -> list[str]:
+    parts = [f"loss {format_number(status.loss, 4)}"] if status.loss is not None else []
+    parts += [f"top-1 {format_number(status.top1, 4)} %"] if status.top1 is not None else []
+    parts += [f"perplexity {format_number(status.perplexity, 4)}"] if status.perplexity is not None else []
+    parts += [f"{name} {format_number(value, 4)}" for name, value in status.metrics.items()]
+    parts += [f"lr {format_number(status.lr)}"] if status.lr is not None else []
+    parts += [f"beta2 {status.beta2:.6g}"] if status.beta2 is not None else []
+    parts += [f"AGS {describe_scaling(status.ags['mean'], status.ags['scaled'])}"] if status.ags is not None else []
+    parts += [_describe_noise(status.noise)] if status.noise is not None else []
+    parts += [_describe_tuning(status.tuning)] if status.tuning is not None else []
+    if status.step_time is not None:
+        predicted = (
+            "" if status.predicted_step is None else f" (predicted {format_number(1000 * status.predicted_step)})"
+        )
+        parts.append(f"{format_number(1000 * status.step_time)} ms per step{predicted}")
+    if status.tokens_per_second is not None:
+        padding = f" ({format_percent(status.padding)} % padding not counted)" if status.padding else ""
+        parts.append(f"{format_number(status.tokens_per_second)} tokens/s{padding}")
+    parts += [f"{format_number(status.kwh)} kWh{' so far' * (not status.finished)}"] if status.kwh is not None else []
     return parts
 
 
-def _describe_stage(now: "TrainingStatus") -> str:
+def _describe_stage(status: "TrainingStatus") -> str:
     """Describe the current stage of a growing batch."""
-    stage = now.stage
+    stage = status.stage
     if stage is None:
         return ""
-    batch = "" if stage.batch == now.batch else f"now {stage.batch}, "
+    batch = "" if stage.batch == status.batch else f"now {stage.batch}, "
     noise = "" if stage.noise is None else f", noise scale {format_number(stage.noise)}"
     return f" ({batch}stage {stage.number} of {stage.count}{noise})"
 
 
-def _describe_later_nodes(now: "TrainingStatus") -> str:
+def _describe_later_nodes(status: "TrainingStatus") -> str:
     """Describe the node counts of later stages."""
-    later = {count: stage.batch for stage in reversed(now.stages) if (count := stage.nodes or 0) > now.nodes}
+    later = {count: stage.batch for stage in reversed(status.stages) if (count := stage.nodes or 0) > status.nodes}
     texts = [f"{nodes} from batch {batch} on" for nodes, batch in sorted(later.items())]
-    return f" (then {', '.join(texts)})" if texts and not now.finished else ""
+    return f" (then {', '.join(texts)})" if texts and not status.finished else ""
 
 
 def describe_chain_jobs(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
     """Yield one line per job whose chained jobs request different numbers of nodes."""
     for job in job_statuses:
         by_nodes: dict[int, list[str]] = {}
-        for link in job.links:
-            by_nodes.setdefault(link.nodes, []).append(link.scheduler_id)
-        batches = {link.nodes: ", ".join(map(str, link.batches)) for link in job.links}
+        for chain_job in job.links:
+            by_nodes.setdefault(chain_job.nodes, []).append(chain_job.scheduler_id)
+        batches = {chain_job.nodes: ", ".join(map(str, chain_job.batches)) for chain_job in job.links}
         texts = [
             f"{', '.join(ids)} on {format_count(nodes)} (batch {batches[nodes]})" for nodes, ids in by_nodes.items()
         ]
@@ -311,27 +319,27 @@ def describe_scaling(mean: float, share: float) -> str:
     return f"factor {format_number(mean, 3)} in {format_percent(share)} % of the steps"
 
 
-def _describe_tuning(now: "TuningStatus") -> str:
-    if now.arm is None:
-        return f"as tuned: {now.chosen}" if now.chosen else "tuning ends"
-    return f"tuning: arm {now.number} of {now.count} ({now.arm})"
+def _describe_tuning(status: "TuningStatus") -> str:
+    if status.arm is None:
+        return f"as tuned: {status.chosen}" if status.chosen else "tuning ends"
+    return f"tuning: arm {status.number} of {status.count} ({status.arm})"
 
 
 def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
     """Build a table with one row per arm of self-tuning: the held-out result of its branch."""
     from tula_cli.models.self_tuning import rank_branches
 
-    made = make_table(("arm", "epochs", "validation\nloss", "top-1 (%)", ""), left=(0, 4))
+    table = make_table(("arm", "epochs", "validation\nloss", "top-1 (%)", ""), left=(0, 4))
     for branch in sorted(rank_branches(branches), key=lambda branch: branch.arm != chosen):
         note = "chosen" if branch.arm == chosen else "diverged" if branch.diverged else ""
-        made.add_row(
+        table.add_row(
             branch.arm,
             format_number(branch.epochs),
             format_or_dash(branch.loss),
             format_or_dash(branch.top1),
             note,
         )
-    return made
+    return table
 
 
 def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:

@@ -35,11 +35,11 @@ def make_table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table"
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
     words = set(left)
     for index, heading in enumerate(columns):
-        made.add_column(heading, justify="left" if index in words else "right", no_wrap=True, vertical="bottom")
-    return made
+        table.add_column(heading, justify="left" if index in words else "right", no_wrap=True, vertical="bottom")
+    return table
 
 
 def make_table_of_columns(columns: "Mapping[str, Sequence[str | Text]]", *, left: Collection[str]) -> "Table":
@@ -48,10 +48,10 @@ def make_table_of_columns(columns: "Mapping[str, Sequence[str | Text]]", *, left
     Columns whose heading is in `left` hold text, the others numbers.
     """
     known = {heading: cells for heading, cells in columns.items() if any(str(cell) != "-" for cell in cells)}
-    made = make_table(list(known), left=[index for index, heading in enumerate(known) if heading in left])
+    table = make_table(list(known), left=[index for index, heading in enumerate(known) if heading in left])
     for cells in zip(*known.values(), strict=True):
-        made.add_row(*cells)
-    return made
+        table.add_row(*cells)
+    return table
 
 
 def measure_long_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
@@ -83,7 +83,7 @@ def render_long_table(
     words = set(left)
 
     def line(cells: Sequence[str]) -> str:
-        blanks = [" " * (wide - cell_len(cell)) for wide, cell in zip(widths, cells, strict=True)]
+        blanks = [" " * (width - cell_len(cell)) for width, cell in zip(widths, cells, strict=True)]
         both = enumerate(zip(cells, blanks, strict=True))
         return gap.join(cell + blank if index in words else blank + cell for index, (cell, blank) in both).rstrip()
 
@@ -138,9 +138,9 @@ def fit_to_width(part: "Table", console: "Console") -> int:
 def style_text(text: str, style: str, *, until: int | None = None) -> "RenderableType":
     from rich.text import Text
 
-    made = Text(text)
-    made.stylize(style, 0, until)
-    return made
+    styled = Text(text)
+    styled.stylize(style, 0, until)
+    return styled
 
 
 def join_numbers(numbers: Iterable[int]) -> str:
@@ -203,13 +203,13 @@ def describe_measured_trainings(recommendation: "Recommendation") -> Iterator[st
     ):
         trainings = list(steps_here)
         who = f"training{'s' * (len(trainings) > 1)} {', '.join(steps.signature for steps in trainings)}"
-        took = f"{', '.join(format_number(1000 * steps.step_time) for steps in trainings)} ms per step"
+        step_times_text = f"{', '.join(format_number(1000 * steps.step_time) for steps in trainings)} ms per step"
         probe = trainings[0].probed
         probe_in_words = "" if probe is None else f" (its probe: {format_number(1000 * probe)})"
         changed = " (higher because the step time changed)" * any(steps.changed for steps in trainings)
         noise = ", ".join(format_percent(steps.noise) for steps in trainings)
         yield (
-            f"measured by {who}: {format_count(nodes)}, batch {batch}, {took}{probe_in_words}, up to {format_moment(trainings[-1].until)}; the fit assumes"
+            f"measured by {who}: {format_count(nodes)}, batch {batch}, {step_times_text}{probe_in_words}, up to {format_moment(trainings[-1].until)}; the fit assumes"
             f" a standard deviation of {noise} %{changed}"
         )
     yield from (f"not used in the fit: {why}" for why in recommendation.trainings_left_out)

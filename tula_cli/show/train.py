@@ -36,16 +36,16 @@ PERCENT_METRICS = ("top1", "top5")
 
 
 def render_train_plan(
-    plan: "TrainPlan", *, links: Sequence[int] = (), scripts: Sequence[str] = (), is_running: bool = False
+    plan: "TrainPlan", *, chain_nodes: Sequence[int] = (), scripts: Sequence[str] = (), is_running: bool = False
 ) -> Iterator["RenderableType"]:
     """Yield the nodes, number of jobs, expected time and cost of a training, which may be pending or running already."""
     yield from _render_training_plan(plan, is_running=is_running)
     if plan.finished:
         return
-    if len(links) > 1:
-        counts = {nodes: links.count(nodes) for nodes in sorted(links)}
+    if len(chain_nodes) > 1:
+        counts = {nodes: chain_nodes.count(nodes) for nodes in sorted(chain_nodes)}
         on = ", ".join(f"{count} on {format_count(nodes)}" for nodes, count in counts.items())
-        jobs_text = f"{len(links)} jobs" + f" ({on})" * (len(counts) > 1)
+        jobs_text = f"{len(chain_nodes)} jobs" + f" ({on})" * (len(counts) > 1)
         yield f"a chain of {jobs_text}, which run one after the other; tula cancels jobs that are not needed"
     if plan.balance is not None:
         yield f"balance: {plan.balance.words}"
@@ -178,7 +178,7 @@ def _render_training_plan(plan: "TrainPlan", *, is_running: bool) -> Iterator["R
         yield f"first, a test of at most {minutes} on {format_count(nodes)} checks that the script {purpose}"
     if len(task.ladder) > 1:
         first = "" if describe_why_not_splittable(task.spec) else "in smaller micro-batches, then "
-        smaller = ", ".join(str(rung.batch) for rung in task.ladder[1:])
+        smaller = ", ".join(str(fallback.batch) for fallback in task.ladder[1:])
         yield f"after an out-of-memory error: {first}at the next smaller batch: {smaller}"
     if plan.interruption:
         yield f"checkpoints: {plan.interruption}"
@@ -188,9 +188,9 @@ def _render_training_plan(plan: "TrainPlan", *, is_running: bool) -> Iterator["R
     if task.spec.train.early_stopping is not None and task.spec.train.early_stopping.depends_on_metric:
         yield "train.early_stopping may end the training earlier; times and costs are for all epochs"
     currency = task.spec.pricing.currency
-    at_most = predicted.hours_high
-    wide = ", too uncertain for a decision" * is_interval_too_wide(predicted.hours_low, at_most)
-    high = "" if at_most is None else f" (90 % interval up to {format_duration(3600 * at_most)}{wide})"
+    max_hours = predicted.hours_high
+    width_warning = ", too uncertain for a decision" * is_interval_too_wide(predicted.hours_low, max_hours)
+    high = "" if max_hours is None else f" (90 % interval up to {format_duration(3600 * max_hours)}{width_warning})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
     energy = "" if predicted.kwh is None else f", {format_number(predicted.kwh)} kWh"
     whole = "the whole training: " * (plan.resumes is not None)
@@ -307,22 +307,22 @@ def render_summary(
 
 def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | None") -> "Table":
     divisor, unit = choose_time_unit(3600 * summary.actual_hours)
-    made = make_table(("", "predicted", "actual", "error (%)"))
+    table = make_table(("", "predicted", "actual", "error (%)"))
     to_unit = 3600 / divisor
-    made.add_row("step time (ms)", *_compare_values(summary.predicted_step, summary.actual_step, 1000))
-    made.add_row(f"time ({unit})", *_compare_values(summary.predicted_hours, summary.actual_hours, to_unit))
+    table.add_row("step time (ms)", *_compare_values(summary.predicted_step, summary.actual_step, 1000))
+    table.add_row(f"time ({unit})", *_compare_values(summary.predicted_hours, summary.actual_hours, to_unit))
     for name, predicted, actual in list_time_parts(summary):
-        made.add_row(f"  {name}", *_compare_values(predicted, actual, 1 / divisor))
-    made.add_row(f"cost ({summary.currency})", *_compare_values(summary.predicted_cost, summary.actual_cost, 1))
+        table.add_row(f"  {name}", *_compare_values(predicted, actual, 1 / divisor))
+    table.add_row(f"cost ({summary.currency})", *_compare_values(summary.predicted_cost, summary.actual_cost, 1))
     if charge is not None:
-        made.add_row(f"SLURM's bill ({charge.currency})", *_compare_values(charge.predicted, charge.cost, 1))
+        table.add_row(f"SLURM's bill ({charge.currency})", *_compare_values(charge.predicted, charge.cost, 1))
     if summary.actual_kwh is not None:
-        made.add_row(
+        table.add_row(
             "energy (kWh)", *_compare_energy(summary.predicted_kwh, summary.actual_kwh, summary.counted or 0.0)
         )
     elif summary.predicted_kwh is not None:
-        made.add_row("energy (kWh)", format_number(summary.predicted_kwh), "-", "-")
-    return made
+        table.add_row("energy (kWh)", format_number(summary.predicted_kwh), "-", "-")
+    return table
 
 
 def _describe_lost_samples(lost_samples: Sequence[int]) -> str:

@@ -99,9 +99,9 @@ class JobSpec(Section):
     @classmethod
     def _convert_old_keys_and_fill_script_defaults(cls, content: Any) -> Any:
         content = replace_old_keys(content)
-        if place := find_null_character(content):
+        if path := find_null_character(content):
             raise ValueError(
-                f"{place} contains a null character, which paths, variables and arguments cannot contain; remove it"
+                f"{path} contains a null character, which paths, variables and arguments cannot contain; remove it"
             )
         if not isinstance(content, Mapping) or content.get("script") is None:
             return content
@@ -124,8 +124,8 @@ class JobSpec(Section):
 
         In a queue this is the time that the job requests, and that its user may be charged for.
         """
-        most = self.search.max_minutes
-        return math.ceil(most) + EXTRA_MINUTES if self.cluster.backend.has_queue else most
+        max_minutes = self.search.max_minutes
+        return math.ceil(max_minutes) + EXTRA_MINUTES if self.cluster.backend.has_queue else max_minutes
 
     @model_validator(mode="after")
     def _check_script_takes_learning_rate(self) -> "JobSpec":
@@ -571,12 +571,12 @@ def _describe_settings(spec: JobSpec) -> str:
     if spec.train.stages == "decay":
         return "With train.ramp: decay, the batch doubles each time the schedule halves the learning rate"
     if has_adam_defaults(spec):
-        above = LARGE_BATCH_RATIO * spec.train.reference_batch
-        late = f", decreasing after {schedule.decay_from:g} of the epochs" if schedule.decay_from else ""
+        large_batch = LARGE_BATCH_RATIO * spec.train.reference_batch
+        decay_text = f", decreasing after {schedule.decay_from:g} of the epochs" if schedule.decay_from else ""
         beta1 = "is that of optimizer.args.betas"
-        if get_default_beta1(spec, above + 1) is not None:
-            beta1 = f"is {LARGE_BATCH_BETA1:g} at batches above {above} unless optimizer.args.betas is set"
-        return f"With {name}, the learning-rate schedule is {schedule.kind}{late}, and beta1 {beta1}"
+        if get_default_beta1(spec, large_batch + 1) is not None:
+            beta1 = f"is {LARGE_BATCH_BETA1:g} at batches above {large_batch} unless optimizer.args.betas is set"
+        return f"With {name}, the learning-rate schedule is {schedule.kind}{decay_text}, and beta1 {beta1}"
     if method.max_grad_norm is None or name not in SGD_LIKE_OPTIMIZERS or spec.train.max_grad_norm is None:
         return ""
     return f"Gradients are clipped to norm {spec.train.max_grad_norm:g} (train.max_grad_norm)"

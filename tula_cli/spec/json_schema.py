@@ -32,10 +32,10 @@ from tula_cli.version import __version__
 def walk_sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
     """Yield the sections inside a section with their paths, depth first; NAME represents a user-defined name."""
     for name, hint in get_type_hints(section, include_extras=True).items():
-        for inner in list_inner_sections(hint):
+        for nested_section in list_inner_sections(hint):
             below = f"{path}.{name}".lstrip(".") + (".NAME" if get_origin(hint) is dict else "")
-            yield below, inner
-            yield from walk_sections(inner, below)
+            yield below, nested_section
+            yield from walk_sections(nested_section, below)
 
 
 def list_inner_sections(hint: Any) -> Iterator[type[Section]]:
@@ -113,23 +113,23 @@ def make_json_schema(kind: Kind) -> Schema:
     Raises:
         TulaError: the source code is missing in this installation, and with it the descriptions.
     """
-    made = JobSpec.model_json_schema(mode="validation", schema_generator=_SchemaGenerator)
-    parts: Schema = made.pop("$defs")
+    schema = JobSpec.model_json_schema(mode="validation", schema_generator=_SchemaGenerator)
+    parts: Schema = schema.pop("$defs")
     classes: dict[str, type[Section]] = {section.__name__: section for _, section in walk_sections(JobSpec)}
     for name, part in parts.items():
         _add_descriptions(part, classes[name])
-    _add_descriptions(made, JobSpec)
+    _add_descriptions(schema, JobSpec)
     for key in NODE_TYPE_SECTIONS:
         inside = parts["NodeType"]["properties"][key]
         parts["NodeType"]["properties"][key] = {
             "description": inside["description"],
             "allOf": [{"$ref": f"#/$defs/{key.title()}"}],
         }
-    required = made.pop("required")
-    for name in _merge_sections(made if kind == "site" else _remove_requirements(made, NODE_TYPE_SECTIONS), parts):
+    required = schema.pop("required")
+    for name in _merge_sections(schema if kind == "site" else _remove_requirements(schema, NODE_TYPE_SECTIONS), parts):
         parts[name].pop("required", None)
     if kind == "job":
-        made |= _require_keys(required, parts)
+        schema |= _require_keys(required, parts)
     head = {
         "$schema": DIALECT,
         "$id": f"urn:tula:{kind}",
@@ -137,7 +137,7 @@ def make_json_schema(kind: Kind) -> Schema:
         "title": f"{kind}.yaml of tula",
         "description": _SCHEMA_DESCRIPTIONS[kind],
     }
-    return {**head, **{key: made[key] for key in made if key not in head}, "$defs": parts}
+    return {**head, **{key: schema[key] for key in schema if key not in head}, "$defs": parts}
 
 
 def _add_descriptions(part: Schema, section: type[Section]) -> None:
@@ -156,15 +156,15 @@ def _add_descriptions(part: Schema, section: type[Section]) -> None:
 def _simplify_value(value: Any) -> None:
     """Remove pydantic's titles from a value's schema, and reject names that do not match a pattern."""
     if isinstance(value, list):
-        for inner in value:
-            _simplify_value(inner)
+        for item in value:
+            _simplify_value(item)
     elif isinstance(value, dict):
         if isinstance(value.get("title"), str):
             del value["title"]
         if "patternProperties" in value:
             value["additionalProperties"] = False
-        for inner in value.values():
-            _simplify_value(inner)
+        for item in value.values():
+            _simplify_value(item)
 
 
 def _remove_requirements(root: Schema, keys: tuple[str, ...]) -> Schema:
@@ -185,13 +185,13 @@ def _merge_sections(root: Schema, parts: Schema) -> set[str]:
 
 def _list_referenced_sections(value: Any) -> Iterator[str]:
     """Yield the sections that a schema refers to, except in lists."""
-    for key, inner in value.items():
+    for key, nested in value.items():
         if key == "$ref":
-            yield inner.rpartition("/")[2]
-        elif isinstance(inner, dict) and key != "items":
-            yield from _list_referenced_sections(inner)
-        elif isinstance(inner, list):
-            yield from (name for item in inner if isinstance(item, dict) for name in _list_referenced_sections(item))
+            yield nested.rpartition("/")[2]
+        elif isinstance(nested, dict) and key != "items":
+            yield from _list_referenced_sections(nested)
+        elif isinstance(nested, list):
+            yield from (name for item in nested if isinstance(item, dict) for name in _list_referenced_sections(item))
 
 
 def _require_keys(names: list[str], parts: Schema) -> Schema:

@@ -123,13 +123,13 @@ def find_null_character(content: object) -> str:
         return ""
     pending, seen = [("", content)], set[int]()
     while pending:
-        place, item = pending.pop()
+        path, item = pending.pop()
         if isinstance(item, str) and "\0" in item:
-            return place[1:] or "the text"
+            return path[1:] or "the text"
         if isinstance(item, Mapping | list) and id(item) not in seen:
             seen.add(id(item))  # Python code may pass a mapping that contains itself
             pairs = item.items() if isinstance(item, Mapping) else ((f"[{n}]", inner) for n, inner in enumerate(item))
-            pending += [(f"{place}{'' if isinstance(item, list) else '.'}{key}", inner) for key, inner in pairs]
+            pending += [(f"{path}{'' if isinstance(item, list) else '.'}{key}", inner) for key, inner in pairs]
     return ""
 
 
@@ -144,23 +144,23 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
     """
     pending, seen = [("", value, 0)], 0
     while pending:
-        place, item, depth = pending.pop()
+        path, item, depth = pending.pop()
         seen += 1
         if depth > _MAX_DEPTH or seen > _MAX_VALUES:
             raise ValueError(
                 f"must have at most {_MAX_DEPTH} levels and {_MAX_VALUES} values; write larger arguments to a file that your code reads"
             )
         if isinstance(item, dict):
-            pending += [(f"{place}.{_check_key(place, key)}", inner, depth + 1) for key, inner in item.items()]
+            pending += [(f"{path}.{_check_key(path, key)}", inner, depth + 1) for key, inner in item.items()]
         elif isinstance(item, list):
-            pending += [(f"{place}[{number}]", inner, depth + 1) for number, inner in enumerate(item)]
+            pending += [(f"{path}[{number}]", inner, depth + 1) for number, inner in enumerate(item)]
         elif isinstance(item, float) and not math.isfinite(item):
             raise ValueError(
-                f"{place[1:]} is {item}, which tula cannot store; write it as text ('{item!s}') and convert it in your code"
+                f"{path[1:]} is {item}, which tula cannot store; write it as text ('{item!s}') and convert it in your code"
             )
         elif not isinstance(item, str | int | float | None):
             raise ValueError(
-                f"{place[1:]} is a {type(item).__name__}; use only text, numbers, true, false, null, lists and mappings"
+                f"{path[1:]} is a {type(item).__name__}; use only text, numbers, true, false, null, lists and mappings"
             )
     plain: dict[str, Any] = _convert_to_plain_data(value)
     return plain
@@ -168,15 +168,15 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
 
 def _convert_to_plain_data(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _convert_to_plain_data(inner) for key, inner in value.items()}
+        return {key: _convert_to_plain_data(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_convert_to_plain_data(inner) for inner in value]
+        return [_convert_to_plain_data(item) for item in value]
     return int(value) if isinstance(value, TypedInt) else float(value) if isinstance(value, TypedFloat) else value
 
 
-def _check_key(place: str, key: object) -> str:
+def _check_key(path: str, key: object) -> str:
     if not isinstance(key, str):
-        raise ValueError(f"key {_shorten_value(key)}{place and f' of {place[1:]}'} must be text; put the key in quotes")
+        raise ValueError(f"key {_shorten_value(key)}{path and f' of {path[1:]}'} must be text; put the key in quotes")
     return key
 
 

@@ -77,7 +77,7 @@ def validate_job(content: Mapping[str, Any], *, source: str) -> JobSpec:
     except ValidationError as error:
         from tula_cli.spec.problems import describe_problems
 
-        problems = describe_problems(error.errors(), of_script="script" in content)
+        problems = describe_problems(error.errors(), is_script="script" in content)
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SpecError(f"{source} has {count}", problems=problems) from None
 

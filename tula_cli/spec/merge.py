@@ -65,8 +65,8 @@ def apply_overrides(into: dict[str, Any], overrides: Iterable[str], origins: dic
     for text in overrides:
         if not isinstance(text, str):
             raise SpecError(f"overrides: {text!r} is not text", "for example overrides=['search.nodes=[2,4]']")
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
+        key, separator, value = text.partition("=")
+        if not separator or not key.strip():
             raise SpecError(f"--set {text}: expected key.subkey=value", "for example --set search.nodes=[2,4]")
         _assign_value(into, key.strip(), value, origins, source="--set")
 
@@ -111,7 +111,7 @@ def merge_mappings(
 def flatten_mapping(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each value of nested mappings with its key `a.b.c`; lists and empty mappings count as single values."""
     if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from flatten_mapping(inner, f"{path}.{key}" if path else key)
+        for key, nested in value.items():
+            yield from flatten_mapping(nested, f"{path}.{key}" if path else key)
     else:
         yield path, value

@@ -72,16 +72,16 @@ class _Description:
     is_section: bool = False  # a section is expected
 
 
-def describe_problems(errors: Iterable[Any], *, of_script: bool) -> tuple[Problem, ...]:
+def describe_problems(errors: Iterable[Any], *, is_script: bool) -> tuple[Problem, ...]:
     """Describe pydantic errors, with one problem per path.
 
     Args:
-        of_script: whether the job runs a script, so that keys of scripts are suggested first.
+        is_script: whether the job runs a script, so that keys of scripts are suggested first.
     """
-    return _merge_unions([_describe(item, of_script=of_script) for item in errors])
+    return _merge_unions([_describe(item, is_script=is_script) for item in errors])
 
 
-def _describe(item: Any, *, of_script: bool) -> _Description:
+def _describe(item: Any, *, is_script: bool) -> _Description:
     path = _format_path(item["loc"])
     if item["type"] == "value_error":
         error = item.get("ctx", {}).get("error")
@@ -91,7 +91,7 @@ def _describe(item: Any, *, of_script: bool) -> _Description:
     if item["type"] == "invalid_key":
         return _Description(Problem(".".join(map(str, item["loc"])), "a key must be text"))
     if item["type"] in ("extra_forbidden", "missing"):
-        return _Description(_describe_key(item, path, of_script=of_script))
+        return _Description(_describe_key(item, path, is_script=is_script))
     expected, given = _describe_expected(item), _format_value(item["input"])
     message = f"must be {expected}" if expected else _describe_constraint(item)
     is_section = _EXPECTED.get(item["type"]) == _SECTION_WORDS
@@ -105,7 +105,7 @@ def _describe(item: Any, *, of_script: bool) -> _Description:
     return _Description(Problem(path, f"{message}, got {given}", hint), expected, given, is_section)
 
 
-def _describe_key(item: Any, path: str, *, of_script: bool) -> Problem:
+def _describe_key(item: Any, path: str, *, is_script: bool) -> Problem:
     """Describe a key that is unknown, removed or missing."""
     if item["type"] == "extra_forbidden":
         if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
@@ -113,7 +113,7 @@ def _describe_key(item: Any, path: str, *, of_script: bool) -> Problem:
         return Problem(
             path,
             "no such key",
-            _suggest_key(str(item["loc"][-1]), _list_keys_at(item["loc"][:-1]), of_script=of_script),
+            _suggest_key(str(item["loc"][-1]), _list_keys_at(item["loc"][:-1]), is_script=is_script),
         )
     return Problem(path, "is required")
 
@@ -161,8 +161,8 @@ def _list_choices(item: Any) -> list[str]:
 
 def _describe_pattern(pattern: str) -> str:
     """Describe the names that one of the patterns of the spec matches."""
-    if most := re.search(r"\{0,(\d+)\}", pattern):
-        return f"1 to {int(most[1]) + 1} letters, digits, '.', '_' or '-', and start with a letter or a digit"
+    if max_length := re.search(r"\{0,(\d+)\}", pattern):
+        return f"1 to {int(max_length[1]) + 1} letters, digits, '.', '_' or '-', and start with a letter or a digit"
     return "letters, digits, '_', '.' or '-', and start with a letter or '_'"
 
 
@@ -179,7 +179,7 @@ def _format_value(value: object) -> str:
     return repr(value)
 
 
-def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
+def _suggest_key(key: str, names: list[str], *, is_script: bool) -> str:
     """Suggest a key for an unknown one: from the same section, or from another one."""
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
         return f"did you mean {close[0]}?"
@@ -187,11 +187,11 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
     known, paths = _USUAL_NAMES.get(plain, ""), _list_paths_of_keys()
     same_name = paths.get(known.rpartition(".")[2] or plain, [])
     of_scripts = [path for path in same_name if path.startswith("script.")]
-    if of_script and known == _BATCH_ADVICE:
+    if is_script and known == _BATCH_ADVICE:
         known = known.replace("train.reference_batch", "script.reference.batch").replace(
             "optimizer.lr", "script.reference.lr"
         )
-    if of_script and of_scripts:
+    if is_script and of_scripts:
         return f"did you mean {of_scripts[0]}?"
     if known:
         return known if " " in known else f"did you mean {known}?"

@@ -103,7 +103,7 @@ def _check_variable(name: str) -> str:
 
 def _check_option_value(value: object) -> object:
     if isinstance(value, list):
-        return [_check_option_value(inner) for inner in value]
+        return [_check_option_value(item) for item in value]
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int | float | str):

@@ -207,8 +207,8 @@ def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
     if not before:
         return ""
     key, value = before[-1]["key"], before[-1]["value"]
-    while inner := re.match(r"\{\s*([\w.-]+):\s+(.*)", value):  # the first pair of a flow mapping {...}
-        key, value = inner[1], inner[2]
+    while match := re.match(r"\{\s*([\w.-]+):\s+(.*)", value):  # the first pair of a flow mapping {...}
+        key, value = match[1], match[2]
     if value.startswith("[") and value.endswith("]"):  # the items of a flow sequence
         key, value = "", value[1:-1]
     while value[-1:] in ("}", "]") and value.count(value[-1]) > value.count({"}": "{", "]": "["}[value[-1]]):

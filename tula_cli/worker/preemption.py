@@ -85,5 +85,5 @@ class PreemptionHandler:
         if self._is_announced:
             return 2.0
         # The next agreement may be up to one more interval away.
-        late = self.ranks.is_first and time.time() + reserve + 2 * CHECK_SECONDS > self.leave_at
-        return 1.0 if late else 0.0
+        is_late = self.ranks.is_first and time.time() + reserve + 2 * CHECK_SECONDS > self.leave_at
+        return 1.0 if is_late else 0.0

@@ -142,7 +142,7 @@ def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> f
     from tula_cli.models.ramp import Ramp
     from tula_cli.spec.job import JobSpec
     from tula_cli.worker.build.data import build_datasets
-    from tula_cli.worker.build.loaders import MicroBatchSampler, Position, build_train_loader
+    from tula_cli.worker.build.loaders import MicroBatchSampler, TrainingPosition, build_train_loader
 
     spec = JobSpec.model_validate({
         "model": {"name": "resnet18"},
@@ -160,7 +160,7 @@ def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> f
         world=1,
         seed=0,
         epochs=10**6,
-        start=Position(),
+        start=TrainingPosition(),
     )
     stream = iter(build_train_loader(images, everything, workers=workers, pin=torch.cuda.is_available()))
     for _ in range(max(1, 2 * workers)):  # what was read ahead while the processes started

@@ -438,7 +438,7 @@ def test_checkpoints_between_two_polls_are_counted_one_by_one(run: RunDir) -> No
         [begun[11], begun[21], begun[26], begun[31] + 0.2], abs=1e-6
     )
     assert [save.seconds and round(save.seconds, 1) for save in result] == [None, 1.0, 0.5, 0.7]
-    training.record_save(attempt, command(), settled=0.0)
+    training.record_save(attempt, command(), stable_seconds=0.0)
     assert run.get_training("x").read_script_saves().saves == result
 
 

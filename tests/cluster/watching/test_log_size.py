@@ -12,9 +12,9 @@ def test_a_log_beyond_its_limit_keeps_its_beginning_and_its_end_and_says_what_wa
         for number in range(40_000):
             written += rank_output.write(b"line %d\n" % number)
             if number % 1000 == 0:
-                attempt.truncate_log(log, most=2**16)
+                attempt.truncate_log(log, max_bytes=2**16)
         lines = log.read_bytes().splitlines()
-        attempt.truncate_log(log, most=2**16)
+        attempt.truncate_log(log, max_bytes=2**16)
         size = log.stat().st_size
         rank_output.write(b"after\n")
     assert size <= 2**16 and lines[0] == b"line 0" and log.read_bytes().endswith(b"line 39999\nafter\n")
@@ -33,8 +33,8 @@ def test_lines_of_metrics_are_kept_however_often_the_middle_is_dropped(tmp_path:
             if number % 2000 == 1000:
                 rank_output.write(b"Accuracy: %d\n[rank0]: top1=%d.5\nloss 1.0\n" % (number, number))
             if number % 1000 == 0:
-                attempt.truncate_log(log, most=2**16, keep=patterns)
-    attempt.truncate_log(log, most=2**16, keep=patterns)
+                attempt.truncate_log(log, max_bytes=2**16, keep=patterns)
+    attempt.truncate_log(log, max_bytes=2**16, keep=patterns)
     text = log.read_text()
     assert log.stat().st_size <= 2**16 and text.count("were dropped here") == 1
     assert [int(value) for value in re.findall("Accuracy: (.*)", text)] == list(range(1000, 40_000, 2000))
@@ -46,7 +46,7 @@ def test_kept_lines_do_not_fill_the_disk_either(tmp_path: Path) -> None:
     for _ in range(3):
         with open(log, "ab") as file:
             file.write(b"".join(b"loss: %d\n" % number for number in range(40_000)))
-        attempt.truncate_log(log, most=2**16, keep=["loss: (.*)"])
+        attempt.truncate_log(log, max_bytes=2**16, keep=["loss: (.*)"])
         lines = log.read_bytes().splitlines()
         assert log.stat().st_size <= 2**16 and lines[0] == b"loss: 0" and lines[-1] == b"loss: 39999"
         assert all(line.startswith((b"loss: ", b"tula: ")) for line in lines)
@@ -55,5 +55,5 @@ def test_kept_lines_do_not_fill_the_disk_either(tmp_path: Path) -> None:
 def test_a_line_without_an_end_does_not_fill_the_disk(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"\r42 %" * 2**16)
-    attempt.truncate_log(log, most=2**16)
+    attempt.truncate_log(log, max_bytes=2**16)
     assert log.stat().st_size <= 2**15 and log.read_bytes().endswith(b"\r42 %")

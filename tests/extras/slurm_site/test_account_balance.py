@@ -56,7 +56,7 @@ def test_a_dear_qos_takes_twice_as_much_and_has_a_limit_of_its_own():
 
 
 def test_the_upper_end_of_the_interval_is_held_to_it_too():
-    result = check_balance(job(), nodes=1, hours=8 / 60, at_most=9 / 60, billing=SITE)
+    result = check_balance(job(), nodes=1, hours=8 / 60, max_hours=9 / 60, billing=SITE)
     assert result.lacking is None and result.lacking_at_most
     with pytest.raises(OverBudget, match="upper end of the 90 % interval"):
         require_balance(result)

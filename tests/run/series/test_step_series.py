@@ -33,7 +33,7 @@ def test_rows_come_back_as_they_were_written(scaled: bool) -> None:
     rows[2] = StepRow.from_step(samples=24, batch=8, lr=0.1, norm=math.inf, delta=math.nan)
     assert back(rows) == rows
     assert len(format_rows(rows).splitlines()) == 3
-    wide = join_adjacent_rows(rows, most=4, must_stay_apart=lambda *_: False)
+    wide = join_adjacent_rows(rows, max_rows=4, must_stay_apart=lambda *_: False)
     assert back(wide) == wide and max(row.steps for row in wide) == 4
 
 
@@ -44,7 +44,7 @@ def test_a_row_of_one_step_takes_some_30_bytes() -> None:
 
 def test_a_joined_row_has_mean_least_and_largest_of_its_steps() -> None:
     rows = steps(4, scaled=True)
-    (row,) = join_adjacent_rows(rows, most=4, must_stay_apart=lambda *_: False)
+    (row,) = join_adjacent_rows(rows, max_rows=4, must_stay_apart=lambda *_: False)
     norms = [part.norm for part in rows if part.norm is not None]
     deltas = [part.delta for part in rows if part.delta is not None]
     assert (row.samples, row.steps, row.batch, row.lr, row.last) == (32, 4, 8, rows[-1].lr, rows[-1].last)
@@ -55,7 +55,7 @@ def test_a_joined_row_has_mean_least_and_largest_of_its_steps() -> None:
 
 def test_rows_of_other_batches_and_on_both_sides_of_a_mark_stay_apart() -> None:
     rows = [*steps(4), *steps(4, batch=16, start=32)]
-    result = join_adjacent_rows(rows, most=8, must_stay_apart=lambda before, after: before <= 64 < after)
+    result = join_adjacent_rows(rows, max_rows=8, must_stay_apart=lambda before, after: before <= 64 < after)
     assert [(row.samples, row.steps, row.batch) for row in result] == [(32, 4, 8), (64, 2, 16), (96, 2, 16)]
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tula_cli.models.memory import LOADERS_AT_A_TIME, estimate_data_memory
 from tula_cli.models.ramp import Ramp
 from tula_cli.worker.build.loaders import (
-    Key,
     MicroBatchSampler,
-    Position,
+    SampleKey,
+    TrainingPosition,
     build_eval_loader,
     build_train_loader,
     count_remaining_steps,
@@ -29,7 +29,7 @@ WORLDS = st.integers(1, 5)
 
 def batches(
     size: int, *, batch: int, rank: int = 0, world: int = 1, accumulate: int = 1, epochs: int = 1, **start: int
-) -> list[list[Key]]:
+) -> list[list[SampleKey]]:
     return list(
         MicroBatchSampler(
             size,
@@ -39,12 +39,12 @@ def batches(
             world=world,
             seed=3,
             epochs=epochs,
-            start=Position(**start),
+            start=TrainingPosition(**start),
         )
     )
 
 
-def union(size: int, *, batch: int, world: int, **start: int) -> list[set[Key]]:
+def union(size: int, *, batch: int, world: int, **start: int) -> list[set[SampleKey]]:
     """Return the samples of each global batch, over all ranks."""
     ranks = [batches(size, batch=batch, rank=rank, world=world, **start) for rank in range(world)]
     return [{key for part in parts for key in part} for parts in zip(*ranks, strict=True)]
@@ -123,8 +123,8 @@ def test_order_draws_nothing_from_the_process_generator() -> None:
 
 
 def test_position_counts_samples_and_steps_across_epochs() -> None:
-    position = Position().advance(4).advance(4).start_next_epoch().advance(2)
-    assert position == Position(epoch=1, done=2, samples=10, steps=3)
+    position = TrainingPosition().advance(4).advance(4).start_next_epoch().advance(2)
+    assert position == TrainingPosition(epoch=1, done=2, samples=10, steps=3)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -132,11 +132,11 @@ def test_workers_load_the_same_samples_in_the_same_order() -> None:
     dataset = [torch.tensor(index) for index in range(24)]
 
     class Keyed(torch.utils.data.Dataset[torch.Tensor]):
-        def __getitem__(self, key: Key) -> torch.Tensor:
+        def __getitem__(self, key: SampleKey) -> torch.Tensor:
             return dataset[key[1]]
 
     plan = MicroBatchSampler(
-        24, ramp=Ramp.from_constant_batch(4), parts={4: 2}, rank=0, world=1, seed=3, epochs=2, start=Position()
+        24, ramp=Ramp.from_constant_batch(4), parts={4: 2}, rank=0, world=1, seed=3, epochs=2, start=TrainingPosition()
     )
     none, two = (list(build_train_loader(Keyed(), plan, workers=workers, pin=False)) for workers in (0, 2))
     assert [part.tolist() for part in none] == [part.tolist() for part in two]
@@ -145,11 +145,18 @@ def test_workers_load_the_same_samples_in_the_same_order() -> None:
 
 def test_loader_processes_keep_in_shared_memory_what_the_model_says() -> None:
     class Large(torch.utils.data.Dataset[torch.Tensor]):
-        def __getitem__(self, key: Key) -> torch.Tensor:
+        def __getitem__(self, key: SampleKey) -> torch.Tensor:
             return torch.zeros(2048)
 
     plan = MicroBatchSampler(
-        1000, ramp=Ramp.from_constant_batch(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=9, start=Position()
+        1000,
+        ramp=Ramp.from_constant_batch(16),
+        parts={16: 1},
+        rank=0,
+        world=1,
+        seed=3,
+        epochs=9,
+        start=TrainingPosition(),
     )
     text = estimate_data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS_AT_A_TIME
     loader = iter(build_train_loader(Large(), plan, workers=2, pin=False))

@@ -256,7 +256,7 @@ def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
         SpecError, match=r"batch\[1\] is float32 \(5\), but its first dimension must be the batch's 2 samples"
     ):
         slice_batch([torch.zeros(2), torch.zeros(5)], samples=2, stop=1)
-    larger = allocate_batch({"in": Inputs(torch.zeros(3, 7), torch.zeros(3)), "n": 3}, samples=3, to=11)
+    larger = allocate_batch({"in": Inputs(torch.zeros(3, 7), torch.zeros(3)), "n": 3}, samples=3, target_samples=11)
     assert larger["in"].ids.shape == (11, 7) and larger["n"] == 3
     assert describe_tree(batch["in"]) == "{ids: int64 (3), mask: float32 (3, 2)}"
 
@@ -275,5 +275,5 @@ def test_gradients_are_not_looked_at_where_there_is_no_room_for_them(
 ) -> None:
     subject = trainer(tokens(**even("pair"), search={"nodes": [1]}), alone)
     stream = worker_train_loop.run_steps(subject)
-    gradient_stats = probe._measure_gradient_stats(subject, stream, norms=3, room=room)
+    gradient_stats = probe._measure_gradient_stats(subject, stream, norms=3, free_bytes=room)
     assert (gradient_stats.steps > 0) is looked and gradient_stats.batch == 2 * gradient_stats.local_batch

@@ -14,7 +14,7 @@ from worker_jobs import same, spec, trainer, weights
 
 from tula_cli.errors import TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.worker.build.loaders import Position
+from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint
 from tula_cli.worker.train import loop as worker_train_loop
@@ -32,7 +32,7 @@ def advanced(ranks: Ranks, *, steps: int = 8, batch: int = 16, **changes: Any) -
 
 
 def save(run: RunDir, subject: Trainer, samples: int, *, is_best: bool = False) -> Path:
-    subject.position = Position(samples=samples)
+    subject.position = TrainingPosition(samples=samples)
     return checkpoint.save_checkpoint(run, NAME, subject, best={"top1": 1.0}, is_best=is_best)
 
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
     new = trainer(spec(**AGS), alone)
     assert checkpoint.restore_checkpoint(new, torch.load(path, weights_only=True)) == {"top1": 3.5, "epoch": 1.0}
     assert same(weights(new), weights(old))
-    assert new.position == old.position == Position(epoch=1, done=32, samples=128, steps=8)
+    assert new.position == old.position == TrainingPosition(epoch=1, done=32, samples=128, steps=8)
     assert path == run.get_training(NAME).get_checkpoint_path(128)
     assert repr(new.optimizer.state_dict()) == repr(old.optimizer.state_dict())
 

@@ -117,7 +117,7 @@ def test_few_eigenvalues_end_the_iteration_early_and_a_tolerance_decides_otherwi
 
 
 def test_too_few_products_are_reported() -> None:
-    result = run_lanczos(times(symmetric(1.0, *[0.1 * k for k in range(30)])), start(31), most=8)
+    result = run_lanczos(times(symmetric(1.0, *[0.1 * k for k in range(30)])), start(31), max_iterations=8)
     assert not result.converged and result.iterations == 8
     assert result.error > EIGENVALUE_TOLERANCE * result.magnitude
 

@@ -17,7 +17,7 @@ from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.data import build_datasets
-from tula_cli.worker.build.loaders import Position, make_epoch_permutation
+from tula_cli.worker.build.loaders import TrainingPosition, make_epoch_permutation
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed
@@ -160,8 +160,10 @@ def test_activation_checkpointing_changes_no_weight(alone: Ranks) -> None:
 # --- the learning rate
 
 
-@pytest.mark.parametrize("start", [Position(), Position(epoch=1, done=36, samples=132, steps=9)], ids=["0", "1.36"])
-def test_the_learning_rate_goes_by_samples(alone: Ranks, start: Position) -> None:
+@pytest.mark.parametrize(
+    "start", [TrainingPosition(), TrainingPosition(epoch=1, done=36, samples=132, steps=9)], ids=["0", "1.36"]
+)
+def test_the_learning_rate_goes_by_samples(alone: Ranks, start: TrainingPosition) -> None:
     job = spec(schedule={"kind": "cosine", "warmup_epochs": 0.4})
     subject = trainer(job, alone)
     subject.position = start
@@ -298,9 +300,9 @@ def test_loader_processes_change_nothing(alone: Ranks) -> None:
 
 def test_where_less_than_a_batch_is_left_the_next_epoch_begins(alone: Ranks) -> None:
     subject = trainer(spec(**AGS), alone)
-    subject.position = Position(epoch=0, done=90, samples=90, steps=6)
+    subject.position = TrainingPosition(epoch=0, done=90, samples=90, steps=6)
     assert len(list(worker_train_loop.run_steps(subject))) == 6
-    assert subject.position == Position(epoch=2, done=0, samples=90 + 96, steps=12)
+    assert subject.position == TrainingPosition(epoch=2, done=0, samples=90 + 96, steps=12)
 
 
 # --- what is refused

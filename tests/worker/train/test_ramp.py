@@ -17,7 +17,7 @@ from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.data import build_datasets
-from tula_cli.worker.build.loaders import MicroBatchSampler, Position, make_epoch_permutation
+from tula_cli.worker.build.loaders import MicroBatchSampler, TrainingPosition, make_epoch_permutation
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.methods import scaling
 from tula_cli.worker.ranks import Ranks
@@ -111,7 +111,7 @@ def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[
     ]
     ramp, parts = Ramp(tuple(stages)), {stage.batch: 1 for stage in stages}
     seen: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
-    position = Position()
+    position = TrainingPosition()
     while position.epoch < epochs:  # a start each, which takes some steps
         value = {"ramp": ramp, "parts": parts, "world": world, "seed": 3, "epochs": epochs, "start": position}
         every = zip(*(MicroBatchSampler(size, rank=rank, **value) for rank in range(world)), strict=True)

@@ -21,7 +21,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker import __main__ as worker_program
 from tula_cli.worker import messages
 from tula_cli.worker.build.data import build_datasets
-from tula_cli.worker.build.loaders import MicroBatchSampler, Position, build_eval_loader, build_train_loader
+from tula_cli.worker.build.loaders import MicroBatchSampler, TrainingPosition, build_eval_loader, build_train_loader
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
@@ -41,7 +41,7 @@ def stream(name: str = "Stream", *, train: dict[str, Any] | None = None, **datas
 
 
 def read(
-    job: JobSpec, *, world: int, batch: int, start: Position | None = None, accumulate: int = 1
+    job: JobSpec, *, world: int, batch: int, start: TrainingPosition | None = None, accumulate: int = 1
 ) -> list[list[Any]]:
     """Return the samples of each step, over all ranks."""
     result: list[list[Any]] = []
@@ -55,7 +55,7 @@ def read(
             world=world,
             seed=3,
             epochs=2,
-            start=start or Position(),
+            start=start or TrainingPosition(),
         )
         parts = [values.tolist() for values, _ in build_train_loader(datasets.train, batches, workers=0, pin=False)]
         result.append([list(itertools.chain(*parts[at : at + accumulate])) for at in range(0, len(parts), accumulate)])
@@ -69,7 +69,7 @@ def test_a_stream_is_shared_among_ranks_and_goes_on_at_the_exact_sample(shuffled
     assert [len(step) for step in text] == [12] * 6
     assert len({number for step in text for number, _ in step}) == 72, "no sample is trained twice"
     assert read(job, world=2, batch=12) == text == read(job, world=3, batch=12, accumulate=2)
-    resumed = read(job, world=2, batch=6, start=Position(epoch=0, done=24, samples=24))
+    resumed = read(job, world=2, batch=6, start=TrainingPosition(epoch=0, done=24, samples=24))
     assert [
         sorted(resumed[0] + resumed[1]),
         *(sorted(a + b) for a, b in zip(resumed[2::2], resumed[3::2], strict=True)),
@@ -117,7 +117,7 @@ def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.M
             world=2,
             seed=3,
             epochs=1,
-            start=Position(done=12, samples=12),
+            start=TrainingPosition(done=12, samples=12),
         )
         loader = build_train_loader(build_datasets(job).train, batches, workers=0, pin=False)
         seen += [number for values, _ in loader for number in values[:, 0].tolist()]
@@ -207,7 +207,7 @@ def test_a_sampler_gives_the_order_of_every_epoch() -> None:
     for epoch in range(2):
         expected = token_jobs.rare_first(train.samples, epoch, 3, times=2)
         batches = MicroBatchSampler(len(train), ramp=Ramp.from_constant_batch(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=2,
-                          start=Position(epoch=epoch), order=train.make_epoch_order)  # fmt: skip
+                          start=TrainingPosition(epoch=epoch), order=train.make_epoch_order)  # fmt: skip
         assert [index for _, index in itertools.chain(*itertools.islice(batches, 4))] == expected
 
 

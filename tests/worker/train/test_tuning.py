@@ -443,7 +443,7 @@ def test_arms_may_part_where_less_than_a_batch_is_left_of_an_epoch(alone: Ranks,
     first = interrupt(run, alone, FAST, after=40, batch=32)
     task = train_task(first.spec, batch=32, signature=first.signature)
     trainer = worker_train_loop.build_trainer(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)
-    trainer.position = worker_train_loop.Position(epoch=0, done=95, samples=95, steps=3)
+    trainer.position = worker_train_loop.TrainingPosition(epoch=0, done=95, samples=95, steps=3)
     checkpoint.save_checkpoint(run, task.signature, trainer, best={}, is_best=False)
     train(run, alone, task)
     assert record(run, task).start == 95

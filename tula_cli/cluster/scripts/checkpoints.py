@@ -14,9 +14,9 @@ from tula_cli.spec.scripts.script import Resume, Script
 
 UNCHANGED_SECONDS = 2.0
 """Seconds without a change after which a checkpoint counts as completely written."""
-_ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_ZIP_CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """Suffixes of files of torch.save, which are ZIP files with the table of contents at the end."""
-_NUMBER = re.compile(r"\d+")
+_NUMBER_PATTERN = re.compile(r"\d+")
 
 
 def find_newest_checkpoint(
@@ -50,29 +50,29 @@ def find_newest_checkpoint(
     paths = [path for _, path in by_age]
     sound = [path for path in paths if is_complete_checkpoint(path)]
     best = next(
-        (path for number, path in enumerate(sound) if not _lacks_files_of_older(path, sound[number + 1 :])), None
+        (path for number, path in enumerate(sound) if not _is_missing_files_of(path, sound[number + 1 :])), None
     )
     return best, paths if best is None else paths[: paths.index(best)]
 
 
-def _lacks_files_of_older(path: Path, older: Iterable[Path]) -> bool:
+def _is_missing_files_of(path: Path, older: Iterable[Path]) -> bool:
     """Return whether a folder lacks files of the next older folder with the same name, ignoring numbers in names."""
     older_folder = next((folder for folder in older if mask_numbers(folder.name) == mask_numbers(path.name)), None)
     return (
         older_folder is not None
         and path.is_dir()
         and older_folder.is_dir()
-        and bool(_list_file_names(older_folder) - _list_file_names(path))
+        and bool(_list_names_without_numbers(older_folder) - _list_names_without_numbers(path))
     )
 
 
-def _list_file_names(folder: Path) -> set[str]:
+def _list_names_without_numbers(folder: Path) -> set[str]:
     return {mask_numbers(str(file.relative_to(folder))) for file in _list_files(folder)}
 
 
 def mask_numbers(name: str) -> str:
     """Return a name with its numbers (step, rank) masked, so that files of fewer ranks do not count as missing."""
-    return _NUMBER.sub("#", name)
+    return _NUMBER_PATTERN.sub("#", name)
 
 
 def make_checkpoint_pattern(resume: Resume, values: Mapping[str, str | float], *, workdir: Path) -> str:
@@ -132,10 +132,10 @@ def _is_complete_file(file: Path) -> bool:
         if not is_regular_file(file) or file.stat().st_size == 0:
             return False
         with open(file, "rb") as opened:
-            head = opened.read(4)
-        if file.suffix not in _ZIPPED:
+            first_bytes = opened.read(4)
+        if file.suffix not in _ZIP_CHECKPOINT_SUFFIXES:
             return True
         # Leading zeros are blocks that a lost node never wrote.
-        return zipfile.is_zipfile(file) if head == b"PK\x03\x04" else head != b"\0\0\0\0"
+        return zipfile.is_zipfile(file) if first_bytes == b"PK\x03\x04" else first_bytes != b"\0\0\0\0"
     except OSError:
         return False

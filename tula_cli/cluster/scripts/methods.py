@@ -50,11 +50,11 @@ def read_module_sources(folder: str) -> dict[Path, bytes]:
     """Return the modules in a folder of tula by their relative paths, even if tula is imported from an archive."""
     sources, pending = {}, [(Path(), files("tula_cli").joinpath(folder))]
     for path, resource in pending:
-        for inner in resource.iterdir():
-            if inner.is_dir():
-                pending.append((path / inner.name, inner))
-            elif inner.name.endswith(".py"):
-                sources[path / inner.name] = inner.read_bytes()
+        for file in resource.iterdir():
+            if file.is_dir():
+                pending.append((path / file.name, file))
+            elif file.name.endswith(".py"):
+                sources[path / file.name] = file.read_bytes()
     return dict(sorted(sources.items()))
 
 

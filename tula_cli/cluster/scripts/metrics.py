@@ -13,7 +13,7 @@ _NAMES_OF_MINIMISED_METRICS = re.compile(
 )
 """Metrics to minimise. Short names must end a word or be one: answer_f1 and confidence are not error rates."""
 
-_BLOCK = 2**22  # bytes of a log that are searched in one read
+_READ_BYTES = 2**22  # bytes of a log that are searched in one read
 
 
 def read_metrics(script: Script, logs: Iterable[Path]) -> dict[str, list[float]]:
@@ -24,7 +24,7 @@ def read_metrics(script: Script, logs: Iterable[Path]) -> dict[str, list[float]]
         logs: logs of all attempts, oldest first.
     """
     values_by_metric: dict[str, list[object]] = {name: [] for name in script.metric}
-    for text in (text for log in logs if script.metric for text in _read_blocks(log)):
+    for text in (text for log in logs if script.metric for text in _read_log_in_chunks(log)):
         for name, pattern in script.metric.items():
             values_by_metric[name] += re.findall(pattern, text, re.MULTILINE)
     return {
@@ -33,12 +33,12 @@ def read_metrics(script: Script, logs: Iterable[Path]) -> dict[str, list[float]]
     }
 
 
-def _read_blocks(log: Path) -> Iterator[str]:
+def _read_log_in_chunks(log: Path) -> Iterator[str]:
     """Yield the text of a log in blocks of whole lines of some MiB, as a log may be large."""
     if not log.exists():
         return
     with open_file(log) as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(_READ_BYTES):
             yield (block + file.readline(MAX_LINE_BYTES)).decode(errors="replace")
 
 

@@ -60,16 +60,16 @@ def build_probe_result(
         [] if rank.split is None else [step.seconds for step in rank.split.local] for rank in ranks
     )
     times = tuple(step.seconds for step in steps)
-    beyond = [_warn_long_sync(sync, median(times))] if sync is not None and sync > median(times) else []
-    alone = world == 1  # one rank does not synchronise: the whole step is local work
+    long_sync_warnings = [_warn_long_sync(sync, median(times))] if sync is not None and sync > median(times) else []
+    is_single_rank = world == 1  # one rank does not synchronise: the whole step is local work
     return Measured(
         **make_probe_identity(task, local_batch),
         batch=local_batch * world,
         accumulate=task.spec.train.accumulate,
         step_times=times,
         warmup_times=tuple(max(row) for row in zip(*(rank.warmup for rank in ranks), strict=False)),
-        sync_time=0.0 if alone else sync,
-        compute_time=median(times) if alone else local,
+        sync_time=0.0 if is_single_rank else sync,
+        compute_time=median(times) if is_single_rank else local,
         data_wait=median(waits) if len(waits) == len(steps) else None,
         memory=_find_peak_memory(ranks),
         capacity=task.spec.cluster.memory_per_gpu or min((rank.capacity or 0 for rank in ranks), default=0) or None,
@@ -91,7 +91,7 @@ def build_probe_result(
             parameters=first_rank.parameters,
             lr=first_rank.lr,
             lr_given=_find_given_learning_rate(task, local_batch * world),
-            notes=(*first_rank.notes, *notes, *beyond),
+            notes=(*first_rank.notes, *notes, *long_sync_warnings),
         ),
     )
 
@@ -253,8 +253,8 @@ class ScriptProbe(ScriptProgram):
     mode = "probe"
     silence = PROBE_HANG_SECONDS
 
-    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
-        command = super().make_command(attempt=attempt, meeting=meeting)
+    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
+        command = super().make_command(attempt=attempt, rendezvous=rendezvous)
         return command.model_copy(update={"batch": (self.run.find_current_probe(self.task) or 0) * self.task.ranks})
 
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:

@@ -56,12 +56,12 @@ class ScriptRateSearch(ScriptProgram):
 
     # --- Starts of the script
 
-    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
+    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
         """Return the command for the next branch, with a copy of the checkpoint in a separate folder.
 
         It is the training up to the checkpoint if there is none yet, or none any more; all branches follow it.
         """
-        command = super().make_command(attempt=attempt, meeting=meeting)
+        command = super().make_command(attempt=attempt, rendezvous=rendezvous)
         arm, origin = self._find_next_arm(), self._folder / "start"
         has_checkpoint = self._find_newest_checkpoint(origin, self._reference_batch) is not None
         if arm is None or not has_checkpoint:
@@ -115,11 +115,17 @@ class ScriptRateSearch(ScriptProgram):
 
     def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
         """Return why the training before the branches is stopped: it saves no checkpoint; None if it is not."""
-        beat = self.get_attempt(command).read_heartbeat(0)
-        if beat is None or _get_branch(command).rule is not None:
+        heartbeat = self.get_attempt(command).read_heartbeat(0)
+        if heartbeat is None or _get_branch(command).rule is not None:
             return None
-        trained, most = beat.step * command.batch, self.plan.start + rate_search.BRANCHES_SHARE * self.plan.total
-        if trained <= most + STEPS_AFTER_SAVE * command.batch or self.get_attempt(command).read_kill() is not None:
+        trained, max_samples = (
+            heartbeat.step * command.batch,
+            self.plan.start + rate_search.BRANCHES_SHARE * self.plan.total,
+        )
+        if (
+            trained <= max_samples + STEPS_AFTER_SAVE * command.batch
+            or self.get_attempt(command).read_kill() is not None
+        ):
             return None
         message = f"no checkpoint from which branches can start after {trained} samples: {_SAVE_HINT}"
         return make_script_failure(None, message, permanent=True)

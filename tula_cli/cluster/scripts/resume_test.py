@@ -128,8 +128,8 @@ class ResumeTest(ScriptProgram):
 
     # --- Starts of the script
 
-    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
-        command, start = super().make_command(attempt=attempt, meeting=meeting), self.find_next_start()
+    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
+        command, start = super().make_command(attempt=attempt, rendezvous=rendezvous), self.find_next_start()
         ranks = start.nodes * self.task.spec.cluster.gpus_per_node
         update = {"ranks": ranks, "batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
         return command.model_copy(update=update)
@@ -368,13 +368,13 @@ class ResumeTest(ScriptProgram):
     def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
         """Return why a resuming start must be stopped: it trained more than twice the remaining samples; else None."""
         start = _get_start(command)
-        if start.phase == "begin" or (beat := self.get_attempt(command).read_heartbeat(0)) is None:
+        if start.phase == "begin" or (heartbeat := self.get_attempt(command).read_heartbeat(0)) is None:
             return None
         begin = next(earlier_start for earlier_start in reversed(self.record.starts) if earlier_start.phase == "begin")
         if begin.whole is None:
             return None
         remaining = begin.whole - (begin.saved_samples or 0)
-        if beat.step * start.batch <= ENDLESS_RATIO * remaining + 4 * begin.batch:
+        if heartbeat.step * start.batch <= ENDLESS_RATIO * remaining + 4 * begin.batch:
             return None
         return Failure(outcome="cancelled", message="it trains more than twice the remaining samples")
 

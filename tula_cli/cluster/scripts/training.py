@@ -62,7 +62,7 @@ FIRST_STEP_STARTS = 20
 """Limit for a training's first step in startup times of a probe; at least search.max_minutes."""
 ROW_SECONDS = 1.0
 """Seconds between two rows of metrics.jsonl, as in the training loop of tula."""
-SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
+SAVE_SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
 SAVE_SECONDS = 5.0
 """Seconds between two checks for a new checkpoint."""
 
@@ -160,10 +160,10 @@ class TrainingMonitor(ScriptMonitor):
     def request_checkpoint(self) -> None:
         """Ask these ranks for a checkpoint in the way of script.save; only the leader does so by a file or hook."""
         how = self.program.script.save
-        if how in SIGNALS:
+        if how in SAVE_SIGNALS:
             for pid in self._find_rank_processes():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, SIGNALS[how])
+                    os.kill(pid, SAVE_SIGNALS[how])
         elif self.leads and how == "hooks":
             self.attempt.write_save_request()
         elif self.leads:
@@ -173,7 +173,7 @@ class TrainingMonitor(ScriptMonitor):
 
     def _find_rank_processes(self) -> list[int]:
         """Return the processes of these ranks: those of this attempt whose inner process id is that of a heartbeat."""
-        hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.read_heartbeat(rank)) is not None}
+        hearts = {heartbeat.pid for rank in self.ranks if (heartbeat := self.attempt.read_heartbeat(rank)) is not None}
         plan = str(self.attempt.plan_path)
         return [
             pid
@@ -194,19 +194,21 @@ class TrainingMonitor(ScriptMonitor):
 
     def _check_first_step_timeout(self) -> Failure | None:
         """Return the failure of a training of which no rank has finished its first step within the limit, or None."""
-        if time.monotonic() - self._began <= self._first_step_limit:
+        if time.monotonic() - self._began <= self._first_step_timeout:
             return None
         has_heartbeat = any(self.attempt.read_heartbeat(rank) is not None for rank in range(self.command.ranks))
         if has_heartbeat or any(
             failure.where == "shim" for failure in self.attempt.read_failures()
         ):  # the script runs unwatched because the shim failed
             return None
-        limit = f"{self._first_step_limit / 60:.3g} min (search.max_minutes, or 20 times the start-up time of a probe)"
+        limit = (
+            f"{self._first_step_timeout / 60:.3g} min (search.max_minutes, or 20 times the start-up time of a probe)"
+        )
         message = f"stopped, because the first step was not done after {limit}: {describe_missing_step(self.log)}"
         return Failure(outcome="user", message=message, rank=self.ranks.start, host=get_node_name())
 
     @cached_property
-    def _first_step_limit(self) -> float:
+    def _first_step_timeout(self) -> float:
         """Seconds in which a training must take its first step."""
         starts = [probe.overheads.startup for probe in self.run.read_measured()]
         return max(60 * self.task.spec.search.max_minutes, FIRST_STEP_STARTS * max(starts, default=0.0))
@@ -232,13 +234,13 @@ class ScriptTraining(ScriptProgram):
         return self.run.get_training(self.task.signature)
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return self.task.ranks
 
     # --- Starts of the script
 
-    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
-        command = super().make_command(attempt=attempt, meeting=meeting)
+    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
+        command = super().make_command(attempt=attempt, rendezvous=rendezvous)
         update = {"batch": self.task.batch, "checkpoint": str(self.newest_checkpoint() or "")}
         return command.model_copy(update=update)
 
@@ -391,7 +393,7 @@ class ScriptTraining(ScriptProgram):
         """Return whether an attempt that was given no checkpoint has loaded one, as recorded at its first step."""
         return self.training.read_script_saves().resumed_attempt == (command.task, command.attempt)
 
-    def detect_own_resume(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
+    def detect_resume_by_script(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Detect, at the first step of an attempt, that the script has loaded a checkpoint of an earlier attempt.
 
         The samples in the checkpoint are those that the earlier attempt had trained when it was written.
@@ -416,11 +418,14 @@ class ScriptTraining(ScriptProgram):
             key=lambda earlier_attempt: earlier_attempt.started_at,
         )
         steps, counted = _find_position_at(ScriptAttempt(self.run.path, writer.task, writer.number), written)
-        samples, batch = steps * self.task.batch if counted is None else round(counted * self.world), self.task.batch
+        samples, batch = (
+            steps * self.task.batch if counted is None else round(counted * self.world_size),
+            self.task.batch,
+        )
         self.training.write_script_progress(
             ScriptProgress(samples=samples, steps=steps, batch=batch, checkpoint=str(path), saved_at=written)
         )
-        pattern, saves = self._make_pattern_like(path), self.training.read_script_saves()
+        pattern, saves = self._make_glob_for_siblings(path), self.training.read_script_saves()
         lost = (*saves.lost[:-1], *(max(0, value - samples) for value in saves.lost[-1:]))
         update = {"lost": lost, "resumes_from": pattern, "resumed_attempt": (command.task, command.attempt)}
         self.training.write_script_saves(saves.model_copy(update=update))
@@ -430,7 +435,7 @@ class ScriptTraining(ScriptProgram):
         )
         self._add_row("warning", samples, message=message)
 
-    def _make_pattern_like(self, path: Path) -> str:
+    def _make_glob_for_siblings(self, path: Path) -> str:
         """Return the pattern of checkpoints similar to this one, with * for its numbers."""
         folder = self.output_folder.resolve()
         if not path.is_relative_to(folder):
@@ -477,28 +482,30 @@ class ScriptTraining(ScriptProgram):
             attempt: files that the shims of its ranks write.
             after: steps at the last row.
         """
-        beat = attempt.read_heartbeat(0)
-        if beat is None or beat.step <= after:
+        heartbeat = attempt.read_heartbeat(0)
+        if heartbeat is None or heartbeat.step <= after:
             return after
         if after == 0:
-            self.detect_own_resume(attempt, command)
+            self.detect_resume_by_script(attempt, command)
         for note in attempt.read_notes(0) if after == 0 else ():
             self._add_row("warning", self.get_start_position(command)[0], message=note)
         row = attempt.read_newest_row(0)
-        samples, steps = self._find_reached_position(command, beat.step, beat.samples)
-        batch = (beat.step_samples or 0) * self.world or self.task.batch
-        remaining = None if self.total_samples is None else max(0, self.total_samples - samples) / batch * beat.seconds
+        samples, steps = self._find_reached_position(command, heartbeat.step, heartbeat.samples)
+        batch = (heartbeat.step_samples or 0) * self.world_size or self.task.batch
+        remaining = (
+            None if self.total_samples is None else max(0, self.total_samples - samples) / batch * heartbeat.seconds
+        )
         self._add_row(
             "step",
             samples,
             step=steps,
             loss=row.get("loss"),
             lr=row.get("lr"),
-            step_time=beat.seconds,
+            step_time=heartbeat.seconds,
             eta=remaining,
             **({"ags": row["ags"]} if "ags" in row else {}),
         )
-        return beat.step
+        return heartbeat.step
 
     def check_step_samples(self, attempt: ScriptAttempt, command: LeaderCommand, *, previous: float) -> float:
         """Warn if the number of samples per step has changed; return that of the newest steps.
@@ -507,12 +514,14 @@ class ScriptTraining(ScriptProgram):
             attempt: files that the shims of its ranks write.
             previous: samples per step observed, or requested, so far.
         """
-        beat = attempt.read_heartbeat(0)
-        observed = None if beat is None or beat.step_samples is None else beat.step_samples * self.world
+        heartbeat = attempt.read_heartbeat(0)
+        observed = (
+            None if heartbeat is None or heartbeat.step_samples is None else heartbeat.step_samples * self.world_size
+        )
         changed = claims.detect_batch_change(observed, before=previous)
-        if beat is None or changed is None:
+        if heartbeat is None or changed is None:
             return previous
-        samples, steps = self._find_reached_position(command, beat.step, beat.samples)
+        samples, steps = self._find_reached_position(command, heartbeat.step, heartbeat.samples)
         message = (
             f"at step {steps}, a step trains on {changed:g} samples, but the command was given batch"
             f" {self.task.batch}, for which step time, cost and learning rate were predicted. Check whether the script"
@@ -525,12 +534,12 @@ class ScriptTraining(ScriptProgram):
         """Record a change of the step time."""
         from tula_cli.models.time.changes import describe_level_change  # here: needs numpy
 
-        beat = attempt.read_heartbeat(0)
-        if beat is None or beat.lost is not None:
+        heartbeat = attempt.read_heartbeat(0)
+        if heartbeat is None or heartbeat.lost is not None:
             return
-        samples, _ = self._find_reached_position(command, beat.step, beat.samples)
+        samples, _ = self._find_reached_position(command, heartbeat.step, heartbeat.samples)
         level = pace.detect_level_change(
-            beat, attempt.read_gaps(0), samples=samples, epoch=self._convert_to_epochs(samples)
+            heartbeat, attempt.read_gaps(0), samples=samples, epoch=self._convert_to_epochs(samples)
         )
         if level is None:
             return
@@ -541,7 +550,7 @@ class ScriptTraining(ScriptProgram):
         self._add_row("change", samples, change=change.model_dump(mode="json"))
 
     def record_save(
-        self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = UNCHANGED_SECONDS
+        self, attempt: ScriptAttempt, command: LeaderCommand, *, stable_seconds: float = UNCHANGED_SECONDS
     ) -> None:
         """Record the new checkpoints of an attempt, each with the steps and samples trained since the previous one.
 
@@ -549,14 +558,18 @@ class ScriptTraining(ScriptProgram):
 
         Args:
             attempt: files that the shims of its ranks write.
-            settled: seconds without a change after which a checkpoint counts as complete.
+            stable_seconds: seconds without a change after which a checkpoint counts as complete.
         """
         checkpoint = self.newest_checkpoint()
         saved_at = 0.0 if checkpoint is None else get_checkpoint_change_time(checkpoint)
-        saves, began, beat = self.training.read_script_saves(), _get_plan_write_time(attempt), attempt.read_heartbeat(0)
-        if settled and (beat is None or beat.stepped_at <= saved_at):
+        saves, began, heartbeat = (
+            self.training.read_script_saves(),
+            _get_plan_write_time(attempt),
+            attempt.read_heartbeat(0),
+        )
+        if stable_seconds and (heartbeat is None or heartbeat.stepped_at <= saved_at):
             return  # the row with the step of the save follows with the next step
-        if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - settled:
+        if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - stable_seconds:
             return
         assert checkpoint is not None
         previous_save = next((save.saved_at for save in saves.saves[-1:] if save.saved_at > began), None)
@@ -596,7 +609,7 @@ class ScriptTraining(ScriptProgram):
     def _find_reached_position(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
         """Return total samples and steps; samples are those of all ranks, from the steps if rank 0 counts none."""
         samples_before, steps = self.get_start_position(command)
-        samples_seen = step * self.task.batch if samples is None else round(samples * self.world)
+        samples_seen = step * self.task.batch if samples is None else round(samples * self.world_size)
         return samples_before + samples_seen, steps + step
 
     def _add_warning(self, samples: int, message: str) -> None:
@@ -624,37 +637,39 @@ class ScriptTraining(ScriptProgram):
     # --- The end of an attempt
 
     def count_samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
-        beat = self.get_attempt(command).read_heartbeat(0)
-        return None if beat is None else self._find_reached_position(command, beat.step, beat.samples)[0]
+        heartbeat = self.get_attempt(command).read_heartbeat(0)
+        return None if heartbeat is None else self._find_reached_position(command, heartbeat.step, heartbeat.samples)[0]
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the checkpoint of an attempt, and the result of a successful one; return why it failed in the end."""
         attempt = self.get_attempt(command)
-        beat = attempt.read_heartbeat(0)
-        step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
+        heartbeat = attempt.read_heartbeat(0)
+        step, counted = (heartbeat.step, heartbeat.samples) if heartbeat is not None else (0, None)
         samples, steps = self._find_reached_position(command, step, counted)
         log = self.run.get_log_path(self.task.id, command.attempt)
-        if failure is None and beat is None and not command.checkpoint:
+        if failure is None and heartbeat is None and not command.checkpoint:
             return Failure(outcome="user", message=f"the command exited with code 0, but {describe_missing_step(log)}")
         if (
             failure is None
             and (broken := self.find_contradiction_in_first_steps(attempt.read_results(), command)) is not None
         ):
             return broken
-        if failure is not None and failure.outcome == "user" and beat is None:
-            retried = self._fall_back_to_older(attempt, command, failure)
+        if failure is not None and failure.outcome == "user" and heartbeat is None:
+            retried = self._use_older_checkpoint_after_failure(attempt, command, failure)
             if retried is not None:
                 return retried
-        self.record_save(attempt, command, settled=0.0)
+        self.record_save(attempt, command, stable_seconds=0.0)
         self._record_newest_checkpoint(attempt, command)
         if failure is not None:
             self._record_lost_samples(samples)
         else:
             self._warn_if_too_short(samples)
-            self._write_result(samples, steps, None if beat is None else beat.seconds)
+            self._write_result(samples, steps, None if heartbeat is None else heartbeat.seconds)
         return failure
 
-    def _fall_back_to_older(self, attempt: ScriptAttempt, command: LeaderCommand, failure: Failure) -> Failure | None:
+    def _use_older_checkpoint_after_failure(
+        self, attempt: ScriptAttempt, command: LeaderCommand, failure: Failure
+    ) -> Failure | None:
         """Exclude a checkpoint from which the script failed before its first step; return the failure to start again.
 
         None if the checkpoint is not the cause, or there is no older one. If the older one fails too, the script is the
@@ -695,9 +710,11 @@ class ScriptTraining(ScriptProgram):
             task=lost.task, attempt=lost.number, checkpoint=progress.checkpoint if progress is not None else ""
         )
         attempt = ScriptAttempt(self.run.path, lost.task, lost.number)
-        beat = attempt.read_heartbeat(0)
-        self.record_save(attempt, command, settled=0.0)
-        samples, _ = self._find_reached_position(command, *((0, 0.0) if beat is None else (beat.step, beat.samples)))
+        heartbeat = attempt.read_heartbeat(0)
+        self.record_save(attempt, command, stable_seconds=0.0)
+        samples, _ = self._find_reached_position(
+            command, *((0, 0.0) if heartbeat is None else (heartbeat.step, heartbeat.samples))
+        )
         self._record_newest_checkpoint(attempt, command)
         self._record_lost_samples(samples)
 
@@ -771,8 +788,8 @@ class ScriptTraining(ScriptProgram):
         batch_norms = [failure.batch_norm for failure in ScriptAttempt(run.path, task.id, number).read_failures()]
         norms = {norm for norm in batch_norms if norm is not None} or {"batch"}
         world, micro_batches = task.ranks, task.spec.train.accumulate
-        over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
-        limits = [make_batch_norm_limit(ranks=ranks) for ranks in over]
+        micro_batches_per_statistic = [1] * ("batch" in norms) or [world] * ("sync" in norms)
+        limits = [make_batch_norm_limit(ranks=ranks) for ranks in micro_batches_per_statistic]
 
         def make_splits(batch: int) -> Splits:
             micro_batch = batch // world // micro_batches
@@ -783,8 +800,11 @@ class ScriptTraining(ScriptProgram):
             )
             return list_splits(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[ags_limit, *limits])
 
-        splits = tuple(make_splits(rung.batch) for rung in task.ladder)
-        return MicroBatches(splits=splits, normalised=over[0] if over and batch_norms else 0)
+        splits = tuple(make_splits(fallback.batch) for fallback in task.ladder)
+        return MicroBatches(
+            splits=splits,
+            normalised=micro_batches_per_statistic[0] if micro_batches_per_statistic and batch_norms else 0,
+        )
 
 
 def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
@@ -798,9 +818,9 @@ def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float |
     if after:
         return after[0]["step"] - 1, after[0].get("before")  # "samples" may include prefetched ones
     stood = [(row["step"], row["samples"]) for row in rows if "step" in row and row["time"] <= when]
-    beat = attempt.read_heartbeat(0)
-    if beat is not None and beat.stepped_at <= when:
-        stood.append((beat.step, beat.samples))
+    heartbeat = attempt.read_heartbeat(0)
+    if heartbeat is not None and heartbeat.stepped_at <= when:
+        stood.append((heartbeat.step, heartbeat.samples))
     return max(stood, key=lambda stand: stand[0], default=(0, None))
 
 

@@ -164,8 +164,8 @@ def find_last_script_line(log: Path) -> str:
         lines = read_last_bytes(log, TAIL_BYTES).splitlines()
     except (OSError, BadMeasurements):
         return ""
-    of_script = (line.strip() for line in reversed(lines) if not line.startswith("tula: "))
-    return next((line for line in of_script if line), "")[:MAX_QUOTED]
+    script_lines = (line.strip() for line in reversed(lines) if not line.startswith("tula: "))
+    return next((line for line in script_lines if line), "")[:MAX_QUOTED]
 
 
 def describe_missing_step(log: Path) -> str:
@@ -268,17 +268,17 @@ class ScriptMonitor(AttemptContext, RankMonitor):
         if (reason := self.program.find_reason_to_stop(self.command)) is not None:
             return reason
         for rank in self.ranks:
-            beat = self.attempt.read_heartbeat(rank)
+            heartbeat = self.attempt.read_heartbeat(rank)
             if (
-                beat is None
-                or not self._is_heartbeat_stale(beat)
+                heartbeat is None
+                or not self._is_heartbeat_stale(heartbeat)
                 or self._has_written_result(rank)
                 or self._is_any_rank_alive()
             ):
                 continue
             message = (
-                f"stopped, because no step finished for {time.time() - beat.alive_at:.0f} s"
-                f" (after {beat.step} steps of {beat.seconds:.3g} s)"
+                f"stopped, because no step finished for {time.time() - heartbeat.alive_at:.0f} s"
+                f" (after {heartbeat.step} steps of {heartbeat.seconds:.3g} s)"
             )
             return Failure(outcome="unknown", message=message, rank=rank, host=get_node_name())
         return None
@@ -289,10 +289,13 @@ class ScriptMonitor(AttemptContext, RankMonitor):
     def _is_any_rank_alive(self) -> bool:
         """Return whether any rank on any node is alive; ranks that wait while it evaluates or saves are not stuck."""
         beats = [self.attempt.read_heartbeat(rank) for rank in range(self.command.ranks)]
-        return any(beat is not None and (beat.lost is not None or not self._is_heartbeat_stale(beat)) for beat in beats)
+        return any(
+            heartbeat is not None and (heartbeat.lost is not None or not self._is_heartbeat_stale(heartbeat))
+            for heartbeat in beats
+        )
 
-    def _is_heartbeat_stale(self, beat: Heartbeat) -> bool:
-        return time.time() - beat.alive_at > max(self.program.silence, MIN_HANG_STEPS * beat.seconds)
+    def _is_heartbeat_stale(self, heartbeat: Heartbeat) -> bool:
+        return time.time() - heartbeat.alive_at > max(self.program.silence, MIN_HANG_STEPS * heartbeat.seconds)
 
     def _has_written_result(self, rank: int) -> bool:
         return (self.attempt.path / f"result-{rank}.json").exists()

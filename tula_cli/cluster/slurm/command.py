@@ -60,11 +60,11 @@ def call_slurm(*command: str, patience: float | None = None, environ: Mapping[st
         return CommandResult("missing", error_message=f"{command[0]}: {error.strerror}")
     except subprocess.TimeoutExpired:
         return CommandResult("hung", error_message=f"{command[0]} took more than {limit:g} s")
-    text, complaint = completed.stdout.strip(), completed.stderr.strip()
+    text, error_message = completed.stdout.strip(), completed.stderr.strip()
     if completed.returncode == 0:
-        return CommandResult("done", text, complaint)
+        return CommandResult("done", text, error_message)
     return CommandResult(
-        "failed", text, complaint or text or f"{command[0]} ended with exit code {completed.returncode}"
+        "failed", text, error_message or text or f"{command[0]} ended with exit code {completed.returncode}"
     )
 
 

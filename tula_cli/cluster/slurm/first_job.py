@@ -189,8 +189,8 @@ def inspect_on_node(
         job.cancel()
         raise
     finally:
-        job.record_node_hours(over=True)
-    output, complaint = read_text(log), read_text(log.with_suffix(".err"))
+        job.record_node_hours(is_finished=True)
+    output, error_message = read_text(log), read_text(log.with_suffix(".err"))
     if not log.exists():
         raise SchedulerError(
             f"job {job.id}, which builds the model and the dataset, wrote no log in {log.parent}",
@@ -198,10 +198,10 @@ def inspect_on_node(
         )
     try:
         if not output.strip():
-            raise make_interpreter_error(get_python_command(spec), complaint)
-        inspection = parse_inspection(output, complaint)
+            raise make_interpreter_error(get_python_command(spec), error_message)
+        inspection = parse_inspection(output, error_message)
     except JobFailed as error:
-        exceeded = find_exceeded_limit(error, complaint)
+        exceeded = find_exceeded_limit(error, error_message)
         if exceeded is None or exceeded[0].name != "memory":
             raise
         raise JobFailed(
@@ -249,14 +249,14 @@ class _WatchedJob:
                 JobRequest(_make_job_name(self.run), ""),
                 render_inspection_script(self.run, self.spec),
             )
-        self.record_node_hours(over=False)
+        self.record_node_hours(is_finished=False)
 
-    def record_node_hours(self, *, over: bool) -> None:
+    def record_node_hours(self, *, is_finished: bool) -> None:
         """Record the node-hours of the job; while it runs, those of its time limit, because this process may be killed."""
         if not self.id:
             return
-        hours = self.earlier + (self.seconds / 3600 if over else INSPECTION_JOB_MINUTES / 60)
-        awaited = "" if over else get_inspection_path(self.run, self.spec).name
+        hours = self.earlier + (self.seconds / 3600 if is_finished else INSPECTION_JOB_MINUTES / 60)
+        awaited = "" if is_finished else get_inspection_path(self.run, self.spec).name
         job = FirstJob(scheduler_id=self.id, node_hours=hours, earlier=self.earlier, awaited=awaited)
         write_record(self.run.path / _JOB_FILE, job)
 
@@ -274,14 +274,14 @@ class _WatchedJob:
             Pending: the job is not over after `timeout`.
         """
         log, since = _get_log_path(self.run, self.id), time.monotonic()
-        started, over, pause, hopeless = since - self.age, None, POLL_INTERVALS[0], 0
+        started, over, pause, never_starts_polls = since - self.age, None, POLL_INTERVALS[0], 0
         while over is None or time.monotonic() - over < LOG_LAG_SECONDS:
             if over is not None and len(read_text(log).splitlines()) > 1:
                 break
             state = scheduler.query_states([self.id]).get(self.id)
             now = time.monotonic()
-            hopeless = hopeless + 1 if state is not None and state.hopeless else 0
-            if state is not None and hopeless > 1:  # a single query may say so while the controller is busy
+            never_starts_polls = never_starts_polls + 1 if state is not None and state.hopeless else 0
+            if state is not None and never_starts_polls > 1:  # a single query may say so while the controller is busy
                 raise SchedulerError(
                     f"the job that builds the model and the dataset was cancelled, because it would never start: {state.reason}"
                 )
@@ -289,8 +289,10 @@ class _WatchedJob:
                 started, pause = now, min(1.5 * pause, POLL_INTERVALS[1])
             elif over is None:
                 self.seconds, pause = min(now - started, 60.0 * INSPECTION_JOB_MINUTES), POLL_INTERVALS[0]
-            young = now - since + self.age < YOUNG_SECONDS
-            if over is None and ((state is None and not young) or (state is not None and state.state == "ended")):
+            is_just_submitted = now - since + self.age < YOUNG_SECONDS
+            if over is None and (
+                (state is None and not is_just_submitted) or (state is not None and state.state == "ended")
+            ):
                 over = now
             if over is None and timeout is not None and now - since >= timeout:
                 raise Pending(

@@ -137,10 +137,10 @@ def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
     squeue is queried once for all jobs, and sacct for those that squeue has forgotten. squeue takes precedence, as
     sacct reports a requeued job as ended while it runs again.
     """
-    wanted = list(dict.fromkeys(ids))
-    queue, silence = _query_squeue(wanted) if wanted else ({}, "")
-    states = {id_: row for id_ in wanted if (row := queue.get(id_))}
-    for id_, state_name in _query_sacct(id_ for id_ in wanted if id_ not in states).items():
+    requested_ids = list(dict.fromkeys(ids))
+    queue, silence = _query_squeue(requested_ids) if requested_ids else ({}, "")
+    states = {id_: row for id_ in requested_ids if (row := queue.get(id_))}
+    for id_, state_name in _query_sacct(id_ for id_ in requested_ids if id_ not in states).items():
         state = _parse_state(state_name)
         # The job has left the queue but is not ended in sacct, which lags, and may never see the end of a job.
         recent = (
@@ -152,7 +152,7 @@ def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
     if any(_MAINTENANCE.search(state.reason) for state in states.values() if state.state == "pending"):
         states = _add_maintenance(states)
     if silence:
-        unheard = {id_: SchedulerState("unknown", silence, silent=True) for id_ in wanted}
+        unheard = {id_: SchedulerState("unknown", silence, silent=True) for id_ in requested_ids}
         states = {**unheard, **{id_: state for id_, state in states.items() if state.state != "unknown"}}
     return states
 
@@ -215,14 +215,14 @@ def _parse_state(
     name, without_log = _parse_state_name(state_text), comment.startswith((WAITS, GAVE_UP, DELAYED))
     if name in PENDING_STATES:
         why = explain_hopeless(reason, id_)
-        explained = "" if reason == "None" else f"{reason}: will not start, because {why}" if why else reason
+        explanation = "" if reason == "None" else f"{reason}: will not start, because {why}" if why else reason
         away = bool(_NODES_UNAVAILABLE.search(reason))
-        explained += f": {_ADVICE_ON_MISSING_NODES}" if away else ""
-        explained += f" ({comment.removeprefix(COMMENT_PREFIX)})" if comment.startswith(DELAYED) else ""
+        explanation += f": {_ADVICE_ON_MISSING_NODES}" if away else ""
+        explanation += f" ({comment.removeprefix(COMMENT_PREFIX)})" if comment.startswith(DELAYED) else ""
         is_held = reason == "JobHeldUser"
         return SchedulerState(
             "pending",
-            explained,
+            explanation,
             starts_at,
             on_hold=is_held,
             hopeless=bool(why),
@@ -231,9 +231,9 @@ def _parse_state(
         )
     if name in RUNNING_STATES:
         stopped = name in ("STOPPED", "SUSPENDED")
-        waits = comment.removeprefix(COMMENT_PREFIX) if comment.startswith(WAITS) else ""
-        reason = _SUSPENDED_EXPLANATION.format(id=id_) if stopped else waits
-        return SchedulerState("running", reason, suspended=stopped, without_log=bool(waits))
+        waiting_text = comment.removeprefix(COMMENT_PREFIX) if comment.startswith(WAITS) else ""
+        reason = _SUSPENDED_EXPLANATION.format(id=id_) if stopped else waiting_text
+        return SchedulerState("running", reason, suspended=stopped, without_log=bool(waiting_text))
     if name in END_STATE_DESCRIPTIONS:
         meaning = _NOT_LAUNCHED.format(id=id_) if reason == "JobLaunchFailure" else END_STATE_DESCRIPTIONS[name]
         meaning = comment.removeprefix(COMMENT_PREFIX) if comment.startswith(GAVE_UP) else meaning
@@ -263,9 +263,9 @@ def explain_hopeless(reason: str, id_: str = "") -> str:
 
 def _parse_state_name(state_text: str) -> str:
     """Return the name of a state without additions and truncation: "CANCELLED by 1000", "CANCELLED+", "OUT_OF_ME+"."""
-    head = state_text.split()[0] if state_text.split() else ""
-    start = head.rstrip("+")
-    if start in ("", head):
+    first_word = state_text.split()[0] if state_text.split() else ""
+    start = first_word.rstrip("+")
+    if start in ("", first_word):
         return start
     return next(
         (name for name in (*PENDING_STATES, *RUNNING_STATES, *END_STATE_DESCRIPTIONS) if name.startswith(start)), start
@@ -278,14 +278,14 @@ _recent_states: dict[str, tuple[float, str]] = {}
 
 def _query_sacct(ids: Iterable[str]) -> dict[str, str]:
     """Return the states that sacct reports; jobs that are due are queried at once."""
-    wanted, now = list(ids), time.monotonic()
-    due = [id_ for id_ in wanted if _is_due(id_, now)]
+    requested_ids, now = list(ids), time.monotonic()
+    due = [id_ for id_ in requested_ids if _is_due(id_, now)]
     if due:
         answer = call_slurm("sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State")
         rows = [line.split("|") for line in answer.text.splitlines()] if answer.ok else []
         states = {row[0]: row[1] for row in rows if len(row) == 2}
         _recent_states.update({id_: (now, states.get(id_, "")) for id_ in due})
-    return {id_: state_text for id_ in wanted if (state_text := _recent_states[id_][1])}
+    return {id_: state_text for id_ in requested_ids if (state_text := _recent_states[id_][1])}
 
 
 def _is_due(id_: str, now: float) -> bool:
@@ -399,11 +399,11 @@ def list_live_jobs(names: Sequence[str]) -> list[QueuedJob]:
             "nothing was submitted; run the same command again later",
         )
     rows = [line.split("|", 3) for line in answer.text.splitlines()]
-    over = ("COMPLETING", *END_STATE_DESCRIPTIONS)
+    end_states = ("COMPLETING", *END_STATE_DESCRIPTIONS)
     return [
         QueuedJob(row[0], row[2], row[3])
         for row in rows
-        if len(row) == 4 and row[2] in names and _parse_state_name(row[1]) not in over
+        if len(row) == 4 and row[2] in names and _parse_state_name(row[1]) not in end_states
     ]
 
 

@@ -255,8 +255,8 @@ def _subtract_reserved_part(kind: PartitionNodeType, node: Record, limits: Recor
     memory = kind.memory - _parse_leading_number(node.get("MemSpecLimit", ""))
     ranks = max(1, min(kind.gpus[0].count if kind.gpus else 1, cpus))
     requested_cpus = cpus // ranks * ranks
-    most = int(limits.get("MaxMemPerNode", 0)) or int(limits.get("MaxMemPerCPU", 0)) * requested_cpus or memory
-    return replace(kind, cpus=cpus, memory=min(memory, most), limited_memory=most < memory)
+    max_memory = int(limits.get("MaxMemPerNode", 0)) or int(limits.get("MaxMemPerCPU", 0)) * requested_cpus or memory
+    return replace(kind, cpus=cpus, memory=min(memory, max_memory), limited_memory=max_memory < memory)
 
 
 def _expand_ranges(ranges: str) -> list[int]:
@@ -421,9 +421,9 @@ _DEFAULT_NODE_COUNTS = (2, 4, 8, 16)
 def suggest_nodes(partition: Partition) -> tuple[int, ...]:
     """Return the numbers of nodes to measure: powers of two within the partition's limits, and the least if they are few."""
     identical_nodes = partition.kinds[0].nodes if partition.kinds else 1
-    most = min(identical_nodes, partition.usable or 1)
+    max_nodes = min(identical_nodes, partition.usable or 1)
     least = partition.least_nodes
-    choices = tuple(nodes for nodes in _DEFAULT_NODE_COUNTS if least <= nodes <= most)
+    choices = tuple(nodes for nodes in _DEFAULT_NODE_COUNTS if least <= nodes <= max_nodes)
     if least > 1:
         return choices or (least,)
     return choices if len(choices) > 1 else (1, *choices)
@@ -469,10 +469,10 @@ def describe_partition(partition: Partition) -> str:
 
 def _describe_size(partition: Partition) -> str:
     kinds = " and ".join(_describe_node_type(kind) for kind in partition.kinds) or "no node can run jobs"
-    most = partition.most_nodes
-    at_most = f", at most {most} per job" if most is not None and most < partition.nodes else ""
+    max_nodes = partition.most_nodes
+    limit_text = f", at most {max_nodes} per job" if max_nodes is not None and max_nodes < partition.nodes else ""
     limit = "no time limit" if partition.minutes is None else f"at most {_describe_minutes(partition.minutes)}"
-    return f"{kinds}{at_most}, {limit}{'' if partition.up else ', not up'}"
+    return f"{kinds}{limit_text}, {limit}{'' if partition.up else ', not up'}"
 
 
 def _describe_node_type(kind: PartitionNodeType) -> str:

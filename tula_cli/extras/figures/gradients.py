@@ -60,8 +60,8 @@ def build_gradient_figures(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
     steps = curves[0].steps if len(curves) == 1 else None
     of_steps = {} if steps is None else {figure.key: figure for figure in _build_step_figures(steps, curves[0].name)}
     for quantity in EPOCH_QUANTITIES:
-        drawn = of_steps.pop(quantity.key, None)
-        yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs) if drawn is None else [drawn]
+        plotted = of_steps.pop(quantity.key, None)
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs) if plotted is None else [plotted]
     yield from _build_curvature_figure(curves)
     for quantity in CURVATURE_QUANTITIES:
         yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature)
@@ -94,12 +94,12 @@ def _add_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Seri
 def _build_curvature_figure(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
     """Yield the figure of the largest eigenvalue of the Hessian and of the gradient norm, if they were recorded."""
     named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
-    several = len({curve.name for curve in curves}) > 1
+    has_several_curves = len({curve.name for curve in curves}) > 1
     series = [
         line
         for name, path in named.items()
         for curve_name in dict.fromkeys(curve.name for curve in curves)
-        for line in make_mean_series([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {name}" if several else name)
+        for line in make_mean_series([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {name}" if has_several_curves else name)
     ]  # fmt: skip
     if series:
         scale = choose_scale((y for line in series for y in line.y), span=1)

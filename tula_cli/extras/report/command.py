@@ -142,10 +142,10 @@ def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator
     yield ""
     yield from (f"{fact.name}: {fact.value}" for fact in document.facts)
     yield ""
-    made = make_table(("section", "tables", "figures"), left=(0,))
+    table = make_table(("section", "tables", "figures"), left=(0,))
     for section in document.sections:
-        made.add_row(section.title, str(len(section.tables) or "-"), str(len(section.figures) or "-"))
-    yield made
+        table.add_row(section.title, str(len(section.tables) or "-"), str(len(section.figures) or "-"))
+    yield table
     yield from (f"{section.title}: {section.missing}" for section in document.sections if section.missing)
     yield ""
     if written:

@@ -56,9 +56,9 @@ def build_comparison_sections(report: CompareReport, curves: Sequence[TrainingCu
         tuple(tables),
         tuple(figure for metric in metrics for figure in _build_figure_by_batch(report, metric)),
     )
-    drawn = tuple(figure for metric in metrics for figure in _build_training_curves(report, metric, curves))
-    missing = "" if drawn else "no training of the comparison has finished an epoch yet. Run tula compare to continue"
-    yield Section("comparison_way", "Training curves", figures=drawn, missing=missing)
+    figures = tuple(figure for metric in metrics for figure in _build_training_curves(report, metric, curves))
+    missing = "" if figures else "no training of the comparison has finished an epoch yet. Run tula compare to continue"
+    yield Section("comparison_way", "Training curves", figures=figures, missing=missing)
     if diagnostics := tuple(_build_diagnostic_figures(curves)):
         yield Section("comparison_diagnostics", "Diagnostics", figures=diagnostics)
 

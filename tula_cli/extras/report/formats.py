@@ -116,10 +116,10 @@ def list_figure_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
         return
     yield ["series", figure.x_label, figure.y_label, "low", "high", "measured"]
     for series in figure.series:
-        for place, x in enumerate(series.x):
-            ends_of_point = [None if end is None else end[place] for end in (series.low, series.high)]
-            measured = None if series.measured is None else str(series.measured[place]).lower()
-            yield [series.name, format_x(x), series.y[place], *ends_of_point, measured]
+        for row_index, x in enumerate(series.x):
+            ends_of_point = [None if end is None else end[row_index] for end in (series.low, series.high)]
+            measured = None if series.measured is None else str(series.measured[row_index]).lower()
+            yield [series.name, format_x(x), series.y[row_index], *ends_of_point, measured]
     for mark in figure.marks:
         yield [f"{mark.kind}: {mark.text}", format_x(mark.x), mark.y, None, None, None]
 
@@ -210,7 +210,7 @@ class Latex:
         Letters missing in its standard fonts lose their accents; other unsupported characters become a question mark.
         """
         line = " ".join(text.split()).replace('"', "''")
-        return "".join(LATEX_ESCAPES.get(letter) or _make_ascii(letter) for letter in line)
+        return "".join(LATEX_ESCAPES.get(character) or _make_ascii(character) for character in line)
 
     def render_header(self, document: Document) -> str:
         title, made, question, answer = map(
@@ -238,7 +238,7 @@ class Latex:
         header, *rows = format_table(table)
         letters = "".join("l" if align == "left" else "r" for align in _list_alignments(table))
         size = r"\small" if len(header) < WIDE_TABLE else r"\scriptsize\setlength{\tabcolsep}{2pt}"
-        titles = [self._wrap_column_title(title, letter) for title, letter in zip(header, letters, strict=True)]
+        titles = [self._wrap_column_title(title, character) for title, character in zip(header, letters, strict=True)]
         lines = [titles, *([self.escape(cell) for cell in row] for row in rows)]
         first, *others = [rf"{' & '.join(line)} \\" for line in lines]
         caption = self.escape(" ".join(filter(None, [f"{table.title}.", _describe_table(table)])))
@@ -250,19 +250,21 @@ class Latex:
         end = [r"\end{tabular}", r"\end{table}"]
         return "\n".join([*begin, r"\hline", first, r"\hline", *others, r"\hline", *end])
 
-    def _wrap_column_title(self, title: str, letter: str) -> str:
+    def _wrap_column_title(self, title: str, character: str) -> str:
         """Return the title of a column, broken into short lines."""
         lines = textwrap.wrap(title, 10, break_long_words=False, break_on_hyphens=False)
         text = r"\\".join(map(self.escape, lines))
-        return rf"\begin{{tabular}}[b]{{@{{}}{letter}@{{}}}}{text}\end{{tabular}}" if len(lines) > 1 else text
+        return rf"\begin{{tabular}}[b]{{@{{}}{character}@{{}}}}{text}\end{{tabular}}" if len(lines) > 1 else text
 
     def render_figure_caption(self, figure: Figure) -> str:
         return rf"\noindent Figure \texttt{{{self.escape(figure.key)}}}"
 
 
-def _make_ascii(letter: str) -> str:
+def _make_ascii(character: str) -> str:
     return (
-        letter if letter.isascii() else unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
+        character
+        if character.isascii()
+        else unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode() or "?"
     )
 
 

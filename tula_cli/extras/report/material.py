@@ -144,13 +144,13 @@ class ReportData:
         """Why the choice has no models."""
         return self.unanswered or f"node type {self.choice.type if self.choice else ''} has no measurements"
 
-    def predict_configurations(self, places: Sequence[Config]) -> list[Prediction]:
+    def predict_configurations(self, configs: Sequence[Config]) -> list[Prediction]:
         """Predict configurations on the choice's node type and market; those without a prediction are left out."""
         measurements, choice = self.choice_measurements, self.choice
         if measurements is None or choice is None:
             return []
         estimator = measurements.estimator
-        startable = [place for place in places if not estimator.describe_why_not_startable(place)]
+        startable = [config for config in configs if not estimator.describe_why_not_startable(config)]
         rows = [estimator.predict_if_known(configuration, choice.market) for configuration in startable]
         return [row.model_copy(update={"type": measurements.type}) for row in rows if row is not None]
 

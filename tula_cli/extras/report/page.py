@@ -121,7 +121,7 @@ def render_page(document: Document) -> str:
         *_render_contents(document.sections),
         *_render_facts(document.facts),
         '<main id="main">',
-        *(part for place, section in enumerate(document.sections) for part in _render_section(section, place, numbers)),
+        *(part for index, section in enumerate(document.sections) for part in _render_section(section, index, numbers)),
         "</main>",
         f'<footer><p class="made">{escape_text(document.made)}</p></footer>',
     ]
@@ -152,14 +152,14 @@ def _render_head(document: Document) -> Iterator[str]:
 def _render_contents(sections: tuple[Section, ...]) -> Iterator[str]:
     if len(sections) > 1:
         yield '<nav aria-labelledby="contents"><h2 id="contents">Contents</h2><ul>'
-        for place, section in enumerate(sections):
-            yield f'<li><a href="#{_make_section_id(section, place)}">{escape_text(section.title)}</a></li>'
+        for index, section in enumerate(sections):
+            yield f'<li><a href="#{_make_section_id(section, index)}">{escape_text(section.title)}</a></li>'
         yield "</ul></nav>"
 
 
-def _make_section_id(section: Section, place: int) -> str:
+def _make_section_id(section: Section, index: int) -> str:
     """Return the id of a section, unique on the page."""
-    return f"section-{place + 1}-" + re.sub(r"[^a-z0-9]+", "-", section.key.lower()).strip("-")
+    return f"section-{index + 1}-" + re.sub(r"[^a-z0-9]+", "-", section.key.lower()).strip("-")
 
 
 def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
@@ -171,11 +171,11 @@ def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
         yield "</dl>"
 
 
-def _render_section(section: Section, place: int, numbers: Iterator[int]) -> Iterator[str]:
+def _render_section(section: Section, index: int, numbers: Iterator[int]) -> Iterator[str]:
     names = dict.fromkeys(series.name for figure in section.figures for series in figure.series)
     # a series has the same colour and marker in all figures of a section
     style_indices = {name: style_index for style_index, name in enumerate(names)}
-    anchor = _make_section_id(section, place)
+    anchor = _make_section_id(section, index)
     yield f'<section id="{anchor}" aria-labelledby="{anchor}-head"><h2 id="{anchor}-head">{escape_text(section.title)}</h2>'
     yield from (f"<p>{escape_text(words)}</p>" for words in section.text)
     if section.missing:
@@ -202,18 +202,21 @@ def _render_figure(figure: Figure, number: int, style_indices: Mapping[str, int]
     table = make_figure_numbers(figure)
     if table.rows:
         yield f"<details><summary>The numbers of this figure ({format_count(len(table.rows), 'row')})</summary>"
-        yield from _render_table(table, most=_MAX_ROWS)
+        yield from _render_table(table, max_rows=_MAX_ROWS)
         yield "</details>"
     yield "</figure>"
 
 
 def make_figure_numbers(figure: Figure) -> Table:
     """Return the data of a figure as a table, without empty columns."""
-    head, *rows = list_figure_rows(figure)
-    is_text = [any(isinstance(row[place], str) for row in rows) for place in range(len(head))]
+    header, *rows = list_figure_rows(figure)
+    is_text = [any(isinstance(row[column_index], str) for row in rows) for column_index in range(len(header))]
     fields = [
-        (Column(str(title), align="left" if is_text[place] else "right", digits=_SIGNIFICANT_DIGITS), itemgetter(place))
-        for place, title in enumerate(head)
+        (
+            Column(str(title), align="left" if is_text[column_index] else "right", digits=_SIGNIFICANT_DIGITS),
+            itemgetter(column_index),
+        )
+        for column_index, title in enumerate(header)
     ]
     return build_table(f"{figure.key}-numbers", f"{figure.title}: numbers", rows, fields)
 
@@ -221,19 +224,19 @@ def make_figure_numbers(figure: Figure) -> Table:
 # --- Tables
 
 
-def _render_table(table: Table, *, most: int | None = None) -> Iterator[str]:
-    """Yield a table; on a narrow screen each row is a card, except for the numbers of a figure, of which there are `most`."""
-    marked, cards = any(table.marks), most is None
+def _render_table(table: Table, *, max_rows: int | None = None) -> Iterator[str]:
+    """Yield a table; on a narrow screen each row is a card, except for the numbers of a figure, of which there are `max_rows`."""
+    marked, cards = any(table.marks), max_rows is None
     yield f'<div class="scroll{" cards" * cards}" role="region" tabindex="0" aria-label="{escape_text(table.title)}"><table>'
     yield _render_caption(table)
-    head = '<th scope="col" aria-label="mark"></th>' if marked else ""
-    yield f"<thead><tr>{head}{''.join(map(_render_head_cell, table.columns))}</tr></thead><tbody>"
-    for place, row in enumerate(table.rows[:most]):
-        mark = table.marks[place] if place < len(table.marks) else ""
+    header_cells = '<th scope="col" aria-label="mark"></th>' if marked else ""
+    yield f"<thead><tr>{header_cells}{''.join(map(_render_head_cell, table.columns))}</tr></thead><tbody>"
+    for index, row in enumerate(table.rows[:max_rows]):
+        mark = table.marks[index] if index < len(table.marks) else ""
         yield _render_row(table, row, mark, marked=marked, cards=cards)
     yield "</tbody></table>"
-    if most is not None and len(table.rows) > most:
-        yield f"<p>The first {most} of {len(table.rows)} rows.</p>"
+    if max_rows is not None and len(table.rows) > max_rows:
+        yield f"<p>The first {max_rows} of {len(table.rows)} rows.</p>"
     yield "</div>"
 
 

@@ -315,8 +315,8 @@ def build_scaling_section(material: ReportData) -> Section:
         _build_scaling_table(weak, "weak_scaling", f"Weak scaling: batch {local} per GPU", material, gpus),
     )
     studies = {f"batch {batch}": strong, f"local batch {local}": weak}
-    drawn = {name: study for name, study in studies.items() if len(study) > 1}
-    figures = (_build_throughput_figure(drawn, choice),) if drawn else ()
+    plotted = {name: study for name, study in studies.items() if len(study) > 1}
+    figures = (_build_throughput_figure(plotted, choice),) if plotted else ()
     return replace(section, text=tuple(text), tables=tables, figures=figures)
 
 
@@ -408,8 +408,8 @@ def _build_probe_table(run_material: RunReportData) -> Table:
     def of_measured(get_cell: Callable[[Measured], float | None]) -> Callable[[Measured | OutOfMemory | Failed], Cell]:
         return lambda result: get_cell(result) if isinstance(result, Measured) else None
 
-    def get_part(place: int) -> Callable[[Measured | OutOfMemory | Failed], Cell]:
-        return of_measured(lambda probe: convert_unit(_list_step_parts(probe)[place], 1000))
+    def get_part(index: int) -> Callable[[Measured | OutOfMemory | Failed], Cell]:
+        return of_measured(lambda probe: convert_unit(_list_step_parts(probe)[index], 1000))
 
     return build_table(
         run_material.name_key("probes"),
@@ -539,7 +539,7 @@ def _build_memory_figure(
 ) -> Figure:
     peaks = [model.compute_peak(size) for size in sizes]
     factor, unit = choose_bytes_unit([*peaks, *(probe.memory.peak for probe in probes)])
-    xs = tuple(float(place) for place in range(len(sizes)))
+    xs = tuple(float(position) for position in range(len(sizes)))
     series = []
     if model.by_component:
         memories = [model.compute_footprint(size).memory for size in sizes]
@@ -549,8 +549,8 @@ def _build_memory_figure(
     series.append(Series("peak, model", xs, tuple(peak * factor for peak in peaks), style="line"))
     at = sorted((float(sizes.index(probe.local_batch)), probe.memory.peak * factor) for probe in probes)
     if at:
-        places, measured_peaks = zip(*at, strict=True)
-        series.append(Series("peak, measured", places, measured_peaks, style="points", measured=(True,) * len(at)))
+        configs, measured_peaks = zip(*at, strict=True)
+        series.append(Series("peak, measured", configs, measured_peaks, style="points", measured=(True,) * len(at)))
     marks = (
         [Annotation(xs[sizes.index(chosen)], None, f"chosen: {chosen} per GPU", "choice")] if chosen in sizes else []
     )

@@ -60,12 +60,14 @@ def replace_invalid_xml_characters(text: str) -> str:
     return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
-def wrap_text(text: str, length: int = _LINE_LENGTH, *, most: int = 2) -> str:
-    """Wrap a text to at most `most` lines of `length` characters; a longer text ends in an ellipsis."""
-    if 3 * sum(letter.isupper() or not letter.isascii() for letter in text) > len(text):
+def wrap_text(text: str, length: int = _LINE_LENGTH, *, max_lines: int = 2) -> str:
+    """Wrap a text to at most `max_lines` lines of `length` characters; a longer text ends in an ellipsis."""
+    if 3 * sum(character.isupper() or not character.isascii() for character in text) > len(text):
         length = length // 2  # capitals and letters of other scripts are wider
     lines = textwrap.wrap(replace_invalid_xml_characters(text), max(length, 1))
-    return "\n".join(lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: length - 1]}…"])
+    return "\n".join(
+        lines if len(lines) <= max_lines else [*lines[: max_lines - 1], f"{lines[max_lines - 1][: length - 1]}…"]
+    )
 
 
 def format_tick(value: float) -> str:
@@ -350,8 +352,8 @@ def _draw_figure(figure: Figure, style_indices: Mapping[str, int], *, dpi: int =
     canvas = Canvas(figsize=(WIDTH / 72, PLOT_HEIGHT / 72), dpi=dpi, layout="constrained")
     axes = canvas.add_subplot()
     shown = [
-        (series, style_indices.get(series.name, place))
-        for place, series in enumerate(figure.series)
+        (series, style_indices.get(series.name, index))
+        for index, series in enumerate(figure.series)
         if not np.isnan(_convert_to_floats(series.y, figure.y_scale)).all()
     ]
     if not shown and figure.density is None:
@@ -368,8 +370,8 @@ def _draw_figure(figure: Figure, style_indices: Mapping[str, int], *, dpi: int =
     curves = [(series, style_index) for series, style_index in shown if series.style != "stacked"]
     # Curves over categories are shifted, so that their intervals do not overlap.
     step = min(0.08, 0.5 / len(shown)) if figure.x_scale == "category" and curves == shown != [] else 0.0
-    for place, (series, style_index) in enumerate(curves):
-        symbols.append(_draw_curve(axes, figure, series, style_index, shift=step * (place - (len(curves) - 1) / 2)))
+    for index, (series, style_index) in enumerate(curves):
+        symbols.append(_draw_curve(axes, figure, series, style_index, shift=step * (index - (len(curves) - 1) / 2)))
     symbols += _list_basis_symbols([series for series, _ in shown])
     only = len(symbols) == 1 and symbols[0].get_label() in ("", figure.title, figure.y_label)
     symbols += (marks := _draw_marks(axes, figure))
@@ -420,11 +422,13 @@ def _set_axes(axes: "Axes", figure: Figure) -> None:
             word.set(rotation=38, ha="right", rotation_mode="anchor")
 
 
-def _set_ticks(axis: Any, places: Sequence[float], labels: Sequence[str] | None = None) -> None:
+def _set_ticks(axis: Any, positions: Sequence[float], labels: Sequence[str] | None = None) -> None:
     from matplotlib.ticker import NullLocator
 
     axis.set_minor_locator(NullLocator())
-    axis.set_ticks(list(places), labels=[format_tick(place) for place in places] if labels is None else labels)
+    axis.set_ticks(
+        list(positions), labels=[format_tick(position) for position in positions] if labels is None else labels
+    )
 
 
 def _draw_legend(canvas: "Canvas", symbols: "Sequence[Artist]") -> int:

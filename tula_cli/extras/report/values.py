@@ -75,8 +75,8 @@ def describe_notes(names: Sequence[str]) -> str:
 def explain_notes(rows: Iterable[Sequence[str]]) -> str:
     """Explain the caveats of some rows as the end of a caption; empty if the rows have none."""
     kinds = {get_caveat_kind(name) for names in rows for name in names}
-    explained = {name: explanation for name, explanation in NOTE_DESCRIPTIONS.items() if name in kinds}
-    return "".join(f" {describe_notes([name]).capitalize()}: {text}." for name, text in explained.items())
+    explanations = {name: explanation for name, explanation in NOTE_DESCRIPTIONS.items() if name in kinds}
+    return "".join(f" {describe_notes([name]).capitalize()}: {text}." for name, text in explanations.items())
 
 
 def describe_nodes(row: Prediction) -> str:
@@ -117,9 +117,9 @@ def build_table(
         marks: one per row, or empty.
     """
     lines = [[get_cell(row) for _, get_cell in fields] for row in rows]
-    shown = [place for place in range(len(fields)) if any(line[place] not in (None, "") for line in lines)]
-    cells = tuple(tuple(line[place] for place in shown) for line in lines)
-    return Table(key, title, tuple(fields[place][0] for place in shown), cells, caption, tuple(marks))
+    shown = [index for index in range(len(fields)) if any(line[index] not in (None, "") for line in lines)]
+    cells = tuple(tuple(line[index] for index in shown) for line in lines)
+    return Table(key, title, tuple(fields[index][0] for index in shown), cells, caption, tuple(marks))
 
 
 # --- Rows of a training's metrics

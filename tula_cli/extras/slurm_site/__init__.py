@@ -27,12 +27,14 @@ class SlurmSite:
         return find_site_bill(spec, root, ask=self._ask or run_slurm_command)
 
     def check_balance(
-        self, spec: "JobSpec", bill: "SiteBill", *, nodes: int, hours: float | None, at_most: float | None
+        self, spec: "JobSpec", bill: "SiteBill", *, nodes: int, hours: float | None, max_hours: float | None
     ) -> "BalanceCheck":
         from tula_cli.extras.slurm_site.balance import check_balance
         from tula_cli.extras.slurm_site.bill import run_slurm_command
 
-        return check_balance(spec, bill, nodes=nodes, hours=hours, at_most=at_most, ask=self._ask or run_slurm_command)
+        return check_balance(
+            spec, bill, nodes=nodes, hours=hours, max_hours=max_hours, ask=self._ask or run_slurm_command
+        )
 
     def find_charge(self, task: "TrainTask", jobs: Sequence[str]) -> "SiteCharge | None":
         from tula_cli.extras.slurm_site.bill import make_site_charge, read_billed_jobs

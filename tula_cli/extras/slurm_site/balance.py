@@ -103,8 +103,8 @@ def parse_blocks(text: str) -> Iterator[dict[str, str]]:
             block = {}
         if block or re.match(r"(ClusterName|QOS)=", line):
             for field_text in line.split():
-                name, equals, value = field_text.partition("=")
-                if equals:
+                name, separator, value = field_text.partition("=")
+                if separator:
                     block.setdefault(name, value)
     if block:
         yield block
@@ -143,14 +143,14 @@ def compute_needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[
 
 
 def check_balance(
-    spec: JobSpec, bill: SiteBill, *, nodes: int, hours: float | None, at_most: float | None, ask: CommandRunner
+    spec: JobSpec, bill: SiteBill, *, nodes: int, hours: float | None, max_hours: float | None, ask: CommandRunner
 ) -> BalanceCheck:
     """Return whether the balance of an account covers a training.
 
     Args:
         bill: SLURM's billing of the job.
         hours: expected total duration of its jobs; None if there is no prediction.
-        at_most: the upper end of the 90 % interval of that duration; None if unknown.
+        max_hours: the upper end of the 90 % interval of that duration; None if unknown.
         ask: returns the output of a SLURM command.
     """
     balance = read_account_balance(spec, qos=bill.qos, ask=ask)
@@ -162,17 +162,17 @@ def check_balance(
             unknown="the duration is unknown because nothing was measured",
         )
     need = compute_needed_minutes(bill, nodes=nodes, hours=hours)
-    most = compute_needed_minutes(bill, nodes=nodes, hours=max(hours, at_most or 0.0))
-    tight = [limit for limit in balance.limits if most.get(limit.tres, 0.0) > 0]
+    max_minutes = compute_needed_minutes(bill, nodes=nodes, hours=max(hours, max_hours or 0.0))
+    tight = [limit for limit in balance.limits if max_minutes.get(limit.tres, 0.0) > 0]
     if not tight:
         return BalanceCheck(balance.account, balance.limits, _describe_missing_limit(balance), unknown=balance.unseen)
-    worst = min(tight, key=lambda limit: limit.remaining / most[limit.tres])
+    worst = min(tight, key=lambda limit: limit.remaining / max_minutes[limit.tres])
     return BalanceCheck(
         account=balance.account,
         limits=balance.limits,
         words=f"{_describe_limit(worst, spec)}; the training needs {_describe_need(worst, need, spec)}",
         lacking=_warn_insufficient_balance(worst, need, spec),
-        lacking_at_most=_warn_insufficient_balance(worst, most, spec),
+        lacking_at_most=_warn_insufficient_balance(worst, max_minutes, spec),
         unknown=balance.unseen,
     )
 

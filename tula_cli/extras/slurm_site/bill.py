@@ -38,7 +38,7 @@ _NUMBER_PATTERN = re.compile(r"^\d+$")
 def parse_config(text: str) -> dict[str, str]:
     """Return the settings in the output of `scontrol show config`, one per line."""
     rows = (line.partition("=") for line in text.splitlines())
-    return {name.strip(): value.strip() for name, equals, value in rows if equals}
+    return {name.strip(): value.strip() for name, separator, value in rows if separator}
 
 
 @dataclass(frozen=True)
@@ -325,20 +325,22 @@ def _list_bill_options(
 ) -> list[_BillOption]:
     name, text = partition["PartitionName"], partition.get("TRESBillingWeights", "")
     weights, count = parse_weights(text), parse_flags(config.get("PriorityFlags", ""))
-    of_job = list_requested_licenses(spec)
+    requested_licenses = list_requested_licenses(spec)
     options = []
     for node in nodes:
         if node.can_run(spec, name):
             tres = compute_allocated_tres(spec, node, partition, config)
-            alone = compute_billing(tres, weights, count)
-            job = compute_billing({**tres, **of_job}, weights, count) - alone
+            weighted_billing = compute_billing(tres, weights, count)
+            job = compute_billing({**tres, **requested_licenses}, weights, count) - weighted_billing
             how = {
                 "sum": "summed",
                 "max": "the largest (MAX_TRES)",
                 "max_gres": "the largest, and GRES (MAX_TRES_GRES)",
             }
             by = f"{text}, {how[count]}" if weights else "no TRESBillingWeights, so CPUs are billed"
-            options.append(_BillOption(name, alone, job, tres, f"{name}: {by}; per node: {_describe_tres(tres)}"))
+            options.append(
+                _BillOption(name, weighted_billing, job, tres, f"{name}: {by}; per node: {_describe_tres(tres)}")
+            )
     return options
 
 
@@ -446,15 +448,15 @@ def parse_billed_jobs(output: str) -> BilledJobs | None:
     jobs_states: dict[str, set[str]] = {}
     for id_, state, _, _ in rows:
         jobs_states.setdefault(id_, set()).add(state.split(" ")[0].rstrip("+"))
-    ran = [(seconds, billing) for seconds, billing in jobs if seconds]
+    billed_jobs = [(seconds, billing) for seconds, billing in jobs if seconds]
     return BilledJobs(
-        jobs=len(ran),
-        billing_hours=sum(seconds * billing for seconds, billing in ran) / 3600,
-        hours=sum(seconds for seconds, _ in ran) / 3600,
+        jobs=len(billed_jobs),
+        billing_hours=sum(seconds * billing for seconds, billing in billed_jobs) / 3600,
+        hours=sum(seconds for seconds, _ in billed_jobs) / 3600,
         open=any(
             state in _OPEN_STATES for states in jobs_states.values() for state in (states - {"REQUEUED"} or states)
         ),
-        billings=tuple(sorted({int(billing) for _, billing in ran})),
+        billings=tuple(sorted({int(billing) for _, billing in billed_jobs})),
     )
 
 

@@ -82,8 +82,8 @@ def compute_billing(tres: Tres, weights: Tres | None, count: BillingRule) -> flo
     if count == "sum":
         return sum(products.values())
     alternatives = {name for name in products if name in _NODE_TRES or (count == "max" and name.startswith("gres/"))}
-    most = max((products[name] for name in alternatives), default=0.0)
-    return max(0.0, most) + sum(value for name, value in products.items() if name not in alternatives)
+    max_product = max((products[name] for name in alternatives), default=0.0)
+    return max(0.0, max_product) + sum(value for name, value in products.items() if name not in alternatives)
 
 
 def truncate_billing(value: float) -> int:

@@ -170,10 +170,10 @@ def resolve_destination(export: Export, run: Run, *, environ: Mapping[str, str] 
     """
     folder = run.path.absolute() / FOLDER
     try:
-        place = strip_password(export.uri) if export.uri else _get_default_place(export.to, folder, environ)
+        uri = strip_password(export.uri) if export.uri else _get_default_place(export.to, folder, environ)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
-    return Destination(export.to, _make_absolute(export.to, place), export.project or run.job_name, folder)
+    return Destination(export.to, _make_absolute(export.to, uri), export.project or run.job_name, folder)
 
 
 def _get_default_place(to: str, folder: Path, environ: Mapping[str, str]) -> str:

@@ -99,8 +99,8 @@ class MlflowExporter:
         if run.parent is not None:
             tags["mlflow.parentRunId"] = run.parent
         began = round(1000 * run.started)
-        made = self.client.create_run(self.experiment, start_time=began, tags=tags, run_name=run.name)
-        return MlflowRun(self.client, made.info.run_id)
+        tracked = self.client.create_run(self.experiment, start_time=began, tags=tags, run_name=run.name)
+        return MlflowRun(self.client, tracked.info.run_id)
 
 
 exporter = MlflowExporter

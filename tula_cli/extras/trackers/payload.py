@@ -127,9 +127,9 @@ def _collect_recommendation_metrics(answer: Recommendation) -> dict[str, Any]:
 def _list_probe_numbers(probes: Iterable[Measured]) -> Iterator[tuple[str, Any]]:
     """Yield step time (seconds), samples per second and peak memory (bytes of one GPU) of each probe."""
     for probe in probes:
-        place, step = f"probes/{probe.id.removeprefix('probe-')}", compute_trimmed_mean(probe.step_times)
-        yield from ((f"{place}/step_time", step), (f"{place}/samples_per_second", probe.batch / step))
-        yield f"{place}/peak_memory", probe.memory.peak
+        prefix, step = f"probes/{probe.id.removeprefix('probe-')}", compute_trimmed_mean(probe.step_times)
+        yield from ((f"{prefix}/step_time", step), (f"{prefix}/samples_per_second", probe.batch / step))
+        yield f"{prefix}/peak_memory", probe.memory.peak
 
 
 # --- A training
@@ -221,8 +221,8 @@ def _list_end_numbers(training: TrainingRun) -> Iterator[tuple[str, Any]]:
         yield "energy/kwh", energy.kwh
     for evaluation in training.read_evaluations():
         weights = evaluation.weights if evaluation.weights in ("best", "last") else evaluation.key
-        place = f"{'test' if evaluation.test else 'eval'}/{weights}"
-        yield from ((f"{place}/{name}", value) for name, value in evaluation.metrics.items())
+        prefix = f"{'test' if evaluation.test else 'eval'}/{weights}"
+        yield from ((f"{prefix}/{name}", value) for name, value in evaluation.metrics.items())
 
 
 # --- Curves

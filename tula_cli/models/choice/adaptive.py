@@ -77,9 +77,9 @@ def choose_first_probes(
             then added: without it the hidden share of the synchronisation is unknown, and no interval is reliable.
     """
     sizes = sorted((nodes, tuple(batches)) for nodes, batches in by_nodes)
-    (fewest, batches), (most, their) = sizes[0], sizes[-1]
-    ends = [(fewest, batch) for batch in (batches[0], batches[len(batches) // 2], batches[-1])]
-    return list(dict.fromkeys([*ends, (most, their[0]), *([(most, their[-1])] if whole_steps else [])]))
+    (fewest_nodes, batches), (most_nodes, their) = sizes[0], sizes[-1]
+    ends = [(fewest_nodes, batch) for batch in (batches[0], batches[len(batches) // 2], batches[-1])]
+    return list(dict.fromkeys([*ends, (most_nodes, their[0]), *([(most_nodes, their[-1])] if whole_steps else [])]))
 
 
 def propose_probes(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float) -> Proposal:
@@ -163,8 +163,8 @@ class _Posterior:
         values, vectors = np.linalg.eigh(self.covariance)
         root = vectors * np.sqrt(np.maximum(values, 0.0))
         draws = np.random.default_rng(0).standard_normal((_POSTERIOR_SAMPLES, len(values)))
-        drawn: Floats = self.mean + draws @ root.T
-        return drawn
+        sampled: Floats = self.mean + draws @ root.T
+        return sampled
 
 
 @dataclass(frozen=True)

@@ -308,8 +308,8 @@ def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, 
 def _describe_interval(row: Prediction) -> str:
     if row.hours_low is None or row.hours_high is None:
         return ""
-    wide = ", too uncertain for a decision" * is_interval_too_wide(row.hours_low, row.hours_high)
-    return f"90 % interval: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{wide}."
+    width_warning = ", too uncertain for a decision" * is_interval_too_wide(row.hours_low, row.hours_high)
+    return f"90 % interval: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{width_warning}."
 
 
 def _describe_preference(

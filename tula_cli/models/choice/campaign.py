@@ -163,16 +163,16 @@ def describe_plan(
     planned_jobs: list[JobSummary] = []
     waves: list[Wave] = []
     for job in jobs:
-        of_job = [start for start in starts if start.option.row in job.rows]
-        trainings = [rows[start.option.row] for start in of_job]
-        waves += _join_waves(of_job, rows, job.job)
+        job_starts = [start for start in starts if start.option.row in job.rows]
+        trainings = [rows[start.option.row] for start in job_starts]
+        waves += _join_waves(job_starts, rows, job.job)
         planned_jobs.append(
             JobSummary(
                 job=job.job,
                 trainings=job.trainings,
                 batch=trainings[0].batch,
                 max_batch=job.max_batch,
-                end=compute_makespan(of_job),
+                end=compute_makespan(job_starts),
                 cost=sum(row.cost for row in trainings),
                 node_hours=sum(row.all_node_hours for row in trainings),
             )

@@ -100,8 +100,8 @@ def compute_share_of_steps(prediction: Prediction, share: float) -> float:
     if not smaller:
         return share
     early = sum(stage.steps * stage.batch for stage in prediction.stages)
-    late = (prediction.parts.steps - smaller) / prediction.step_time * prediction.batch
-    grown = early / (early + late)  # share of the epochs trained before the last stage
+    later_steps = (prediction.parts.steps - smaller) / prediction.step_time * prediction.batch
+    grown = early / (early + later_steps)  # share of the epochs trained before the last stage
     seconds = smaller * min(1.0, share / grown)
     if share > grown:
         seconds += (prediction.parts.steps - smaller) * (share - grown) / (1 - grown)

@@ -81,11 +81,11 @@ def list_candidates(
     """
     feasible, sizes = [], list_batches(min_batch, max_batch)
     for count in sorted(set(nodes)):
-        world, most = count * gpus_per_node, get_max_local_batch(max_local_batch, count)
+        world, max_local = count * gpus_per_node, get_max_local_batch(max_local_batch, count)
         for batch in sizes:
             if batch % (world * accumulate):
                 continue
-            if most is not None and batch // world > most:
+            if max_local is not None and batch // world > max_local:
                 continue
             feasible.append(Config(count, batch))
     return feasible

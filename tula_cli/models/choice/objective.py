@@ -125,14 +125,14 @@ def _extend_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     The chord of the extended curve falls by half a doubling per step.
     """
     inside = np.arange(x[0], x[-1] + 0.5)
-    beyond = np.arange(1, _EXTENSION_DOUBLINGS + 1)
+    doublings = np.arange(1, _EXTENSION_DOUBLINGS + 1)
     # Close to _BEYOND. Kneedle draws its chord to the lowest value of the curve, not to the last one.
     before = y.min() - y[0] + (len(inside) - 1 + 2 * _EXTENSION_DOUBLINGS) / 2
     return (
-        np.concatenate([x[0] - beyond[::-1], inside, inside[-1] + beyond]),
+        np.concatenate([x[0] - doublings[::-1], inside, inside[-1] + doublings]),
         np.concatenate(
             [
-                y[0] + beyond[::-1] * before / _EXTENSION_DOUBLINGS,
+                y[0] + doublings[::-1] * before / _EXTENSION_DOUBLINGS,
                 np.interp(inside, x, y),
                 np.full(_EXTENSION_DOUBLINGS, y[-1]),
             ]
@@ -215,15 +215,15 @@ def find_best_of_each_batch(rows: Candidates, quantity: Quantity) -> Ints:
     return indices
 
 
-def find_best_rows(rows: Candidates, quantity: Quantity, *, most: int) -> Ints:
-    """Return the indices of at most `most` rows, an equal number of the best at each batch, in their order."""
-    if len(rows) <= most:
+def find_best_rows(rows: Candidates, quantity: Quantity, *, max_rows: int) -> Ints:
+    """Return the indices of at most `max_rows` rows, an equal number of the best at each batch, in their order."""
+    if len(rows) <= max_rows:
         return np.arange(len(rows))
     order = _sort_rows(rows, quantity)
     by_batch = order[np.argsort(rows["batch"][order], kind="stable")]
     first = np.unique(rows["batch"][by_batch], return_index=True, return_inverse=True)
     rank = np.arange(len(rows)) - first[1][first[2]]
-    return np.sort(by_batch[rank < max(1, most // len(first[1]))])
+    return np.sort(by_batch[rank < max(1, max_rows // len(first[1]))])
 
 
 def describe_knee_shares(steps: StepTimeFit, line: Candidates, *, gpus_per_node: int, quantity: Quantity) -> str:
@@ -237,9 +237,11 @@ def describe_knee_shares(steps: StepTimeFit, line: Candidates, *, gpus_per_node:
     """
     if len(np.unique(line["batch"])) < MIN_BATCHES_FOR_KNEE:
         return ""
-    line = line.select_rows(find_best_rows(line, quantity, most=_MAX_ROWS_DRAWN))
-    drawn = steps.draw_samples(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
-    share_by_batch = count_knee_shares(line["batch"], drawn + np.log(line[quantity.column]) - np.log(line["step_time"]))
+    line = line.select_rows(find_best_rows(line, quantity, max_rows=_MAX_ROWS_DRAWN))
+    sampled = steps.draw_samples(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
+    share_by_batch = count_knee_shares(
+        line["batch"], sampled + np.log(line[quantity.column]) - np.log(line["step_time"])
+    )
     shares_in_words = ", ".join(
         f"{batch} in {100 * share:.0f} %" for batch, share in share_by_batch.items() if share >= _MIN_SHARE_NAMED
     )
@@ -363,8 +365,8 @@ def _compute_fitted_over_forecast(rows: Candidates) -> Floats:
 def _choose_without_knee(line: Sequence[Prediction], quantity: Quantity) -> tuple[Prediction, str]:
     best = min(_get_value(row, quantity) for row in line)
     chosen = next(row for row in line if _get_value(row, quantity) <= best * (1 + MAX_EXCESS_WITHOUT_KNEE))
-    few = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
-    why = few if len(line) < MIN_BATCHES_FOR_KNEE else _describe_curve_without_knee(line, quantity)
+    few_text = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
+    why = few_text if len(line) < MIN_BATCHES_FOR_KNEE else _describe_curve_without_knee(line, quantity)
     return (
         chosen,
         f"the smallest batch within {100 * MAX_EXCESS_WITHOUT_KNEE:.0f} % of the best, because {quantity.name} has no knee ({why})",

@@ -265,25 +265,27 @@ class ScriptLevelDetector:
         self._before: tuple[Heartbeat, int, float | None] | None = None  # previous heartbeat with its samples and epoch
 
     def detect_level_change(
-        self, beat: Heartbeat, gaps: Iterable[Mapping[str, Any]], *, samples: int, epoch: float | None
+        self, heartbeat: Heartbeat, gaps: Iterable[Mapping[str, Any]], *, samples: int, epoch: float | None
     ) -> Level | None:
         """Judge the steps since the previous call; return a change of level if they reveal one.
 
         Args:
-            beat: the newest heartbeat.
+            heartbeat: the newest heartbeat.
             gaps: rows of steps that included an evaluation, a save or a new epoch; they are left out.
             samples: of the whole training at that step.
             epoch: of the training at that step; None if unknown.
         """
-        previous, self._before = self._before, (beat, samples, epoch)
+        previous, self._before = self._before, (heartbeat, samples, epoch)
         if previous is None:
             return None
         previous_beat = previous[0]
-        extra_seconds = {row["step"]: row["seconds"] for row in gaps if previous_beat.step < row["step"] <= beat.step}
-        steps = beat.step - previous_beat.step - len(extra_seconds)
-        seconds = beat.stepped_at - previous_beat.stepped_at - sum(extra_seconds.values())
+        extra_seconds = {
+            row["step"]: row["seconds"] for row in gaps if previous_beat.step < row["step"] <= heartbeat.step
+        }
+        steps = heartbeat.step - previous_beat.step - len(extra_seconds)
+        seconds = heartbeat.stepped_at - previous_beat.stepped_at - sum(extra_seconds.values())
         if steps < 1 or seconds <= 0:
-            if beat.step == previous_beat.step:
+            if heartbeat.step == previous_beat.step:
                 self._before = previous  # no step was done: keep the start of the interval
             return None
         step_parts = StepParts(step=seconds / steps, data=None, compute=None, sync=None)

@@ -210,9 +210,9 @@ class GaussianProcess:
         return self._compute_covariance(at, at) - mapped @ mapped.T
 
     def _compute_covariance(self, left_positions: Floats, right_positions: Floats) -> Floats:
-        off = np.abs(left_positions[:, None] - right_positions[None, :])
-        smooth: Floats = self.sd**2 * np.exp(-0.5 * (off / self.length) ** 2)
-        return smooth + self.independent_sd**2 * (off < 1e-9)
+        distances = np.abs(left_positions[:, None] - right_positions[None, :])
+        smooth: Floats = self.sd**2 * np.exp(-0.5 * (distances / self.length) ** 2)
+        return smooth + self.independent_sd**2 * (distances < 1e-9)
 
 
 @dataclass(frozen=True)
@@ -228,16 +228,18 @@ class ResidualRows:
 
     def compute_covariance(self, others: "ResidualRows", priors: Priors) -> Floats:
         """Return the covariance of the local residuals between these rows and others, shape (n, m)."""
-        off = [
+        covariances = [
             np.subtract.outer(np.log(a), np.log(b))
             for a, b in ((self.batch, others.batch), (self.replicas, others.replicas), (self.gpus, others.gpus))
         ]
-        step = np.outer(self.by_step, others.by_step) * _compute_local_covariance(priors.local_step, *off)
-        compute = np.outer(self.by_compute, others.by_compute) * _compute_local_covariance(priors.local_compute, *off)
+        step = np.outer(self.by_step, others.by_step) * _compute_local_covariance(priors.local_step, *covariances)
+        compute = np.outer(self.by_compute, others.by_compute) * _compute_local_covariance(
+            priors.local_compute, *covariances
+        )
         return (
             step
             + compute
-            + np.outer(self.by_across, others.by_across) * _compute_local_covariance(priors.local_sync, *off)
+            + np.outer(self.by_across, others.by_across) * _compute_local_covariance(priors.local_sync, *covariances)
         )
 
     def compute_variance(self, priors: Priors) -> Floats:
@@ -249,8 +251,10 @@ class ResidualRows:
 
 
 def _compute_local_covariance(residual: LocalResidual, batch: Floats, replicas: Floats, gpus: Floats) -> Floats:
-    off = (batch / residual.batch) ** 2 + (replicas / residual.replicas) ** 2 + (gpus / residual.replicas) ** 2
-    return np.asarray(residual.sd**2 * np.exp(-0.5 * off))
+    squared_distances = (
+        (batch / residual.batch) ** 2 + (replicas / residual.replicas) ** 2 + (gpus / residual.replicas) ** 2
+    )
+    return np.asarray(residual.sd**2 * np.exp(-0.5 * squared_distances))
 
 
 # --- Formulas
@@ -330,7 +334,7 @@ class ReferenceFrame:
         across = ~points.is_single_gpu & ~points.is_within_node
         replicas = np.where(across, points.replicas, self.replicas)
         least = self.shape(np.array([self.replicas]))
-        fewest, most = self.gpus or (1.0, 1.0)
+        min_gpus, max_gpus = self.gpus or (1.0, 1.0)
         return FeaturePoints(
             points=points,
             frame=self,
@@ -338,8 +342,8 @@ class ReferenceFrame:
             log_batch=np.log(points.local_batch),
             log_replicas=np.log(replicas / self.replicas),
             log_shape=np.log(self.shape(replicas) / least),
-            log_gpus=np.log(points.sizes / fewest),
-            log_inner=np.log(points.sizes / most),
+            log_gpus=np.log(points.sizes / min_gpus),
+            log_inner=np.log(points.sizes / max_gpus),
             single=points.sizes == 1,
             u=self.u.compute_map(np.log(points.local_batch)),
             v=self.v.compute_map(np.log(replicas)) * across[:, None],
@@ -373,18 +377,18 @@ def evaluate_model(z: Floats, at: FeaturePoints) -> ModelEvaluation:
     frame, priors, parameter_count = at.frame, at.frame.priors, PARAMETERS
     theta, residuals = priors.means + priors.sds * z[:parameter_count], z[parameter_count:]
     u, v = residuals[: at.u.shape[1]], residuals[at.u.shape[1] :]
-    slope, floor, level, growth, inside, forward, exposed, shared, inner, crowded = theta[:, None]
+    slope, floor, level, growth, inside, forward, exposed, shared, within_node, floor_growth = theta[:, None]
     log_slope = frame.log_scale + slope + at.log_batch
-    log_floor = frame.log_scale + slope + floor + frame.log_batch + crowded * at.log_gpus
+    log_floor = frame.log_scale + slope + floor + frame.log_batch + floor_growth * at.log_gpus
     log_power = np.logaddexp(priors.q * log_slope, priors.q * log_floor)
     log_level = frame.log_scale + frame.log_batch + math.log(2) + level
     log_across = np.clip(
         log_level + growth * at.log_replicas + at.log_shape + shared * at.log_gpus + v @ at.v.T, -60.0, 60.0
     )
-    log_inside = np.clip(log_level + inside + inner * at.log_inner, -60.0, 60.0)
+    log_inside = np.clip(log_level + inside + within_node * at.log_inner, -60.0, 60.0)
     # If all nodes have the same size, synchronisation inside nodes is part of the level.
-    together = at.points.is_within_node if frame.gpus is None else ~at.points.is_single_gpu & ~at.single
-    log_across, log_inside = np.where(at.across, log_across, -np.inf), np.where(together, log_inside, -np.inf)
+    is_synchronised = at.points.is_within_node if frame.gpus is None else ~at.points.is_single_gpu & ~at.single
+    log_across, log_inside = np.where(at.across, log_across, -np.inf), np.where(is_synchronised, log_inside, -np.inf)
     floor_share = np.exp(priors.q * log_floor - log_power)  # share of the floor in the sum of q-th powers
     # Clipped, because rejected trial steps of the solver may be far off.
     phi = float(1 / (1 + np.exp(-np.clip(forward[0], -30.0, 30.0))))
@@ -606,8 +610,8 @@ class _FitData:
 
     @property
     def has_only_whole_steps(self) -> bool:
-        together = ~self.at.points.is_single_gpu
-        return bool(together.any()) and not bool(self.has_compute[together].any())
+        is_synchronised = ~self.at.points.is_single_gpu
+        return bool(is_synchronised.any()) and not bool(self.has_compute[is_synchronised].any())
 
     def compute_spread(self, values: ModelEvaluation, level: float) -> _Spread:
         """Return the covariance of the rows if the noise is `level` times that of other clusters."""
@@ -628,8 +632,8 @@ class _FitData:
     def compute_residuals(self, values: ModelEvaluation) -> tuple[Floats, Floats]:
         """Return the residuals of the rows, and the derivatives of the model's values for them."""
         has = self.has_compute
-        off = np.concatenate([self.log_step - values.log_step, (self.log_compute - values.log_compute)[has]])
-        return off, np.vstack([values.of_step, values.of_compute[has]])
+        residuals = np.concatenate([self.log_step - values.log_step, (self.log_compute - values.log_compute)[has]])
+        return residuals, np.vstack([values.of_step, values.of_compute[has]])
 
 
 @dataclass(frozen=True)
@@ -939,12 +943,12 @@ class _ReplicaScope:
         return "node" if self.across else "GPU"
 
     def make_points(self, nodes: Floats, gpus_per_node: Floats, local_batch: Floats) -> ConfigurationPoints:
-        alone = nodes * gpus_per_node == 1
+        is_single_gpu = nodes * gpus_per_node == 1
         return ConfigurationPoints(
             replicas=nodes if self.across else gpus_per_node,
             local_batch=local_batch,
-            is_single_gpu=alone,
-            is_within_node=(nodes == 1) & ~alone & self.across,
+            is_single_gpu=is_single_gpu,
+            is_within_node=(nodes == 1) & ~is_single_gpu & self.across,
             gpus=gpus_per_node if self.has_several_gpu_counts else None,
         )
 
@@ -1001,10 +1005,8 @@ class StepTimeFit:
         replicas, requested = self._replicas, nodes if self._scope.across else gpus_per_node
         if len(replicas) == 1 and requested not in replicas:
             return f"only one number of {self._scope.noun}s was measured, so the step time at other numbers is unknown"
-        if requested > MAX_EXTRAPOLATION * (most := max(replicas)):
-            return (
-                f"{requested} {self._scope.noun}s are more than {MAX_EXTRAPOLATION} times the {most} that were measured"
-            )
+        if requested > MAX_EXTRAPOLATION * (max_replicas := max(replicas)):
+            return f"{requested} {self._scope.noun}s are more than {MAX_EXTRAPOLATION} times the {max_replicas} that were measured"
         return ""
 
     @cached_property
@@ -1062,8 +1064,8 @@ class StepTimeFit:
         """Return posterior samples of ln step times, shape (count, n), without single-job noise; deterministic."""
         mean, covariance = self.model.predict_jointly(self.make_points(nodes, gpus_per_node, local_batch))
         values, vectors = np.linalg.eigh(covariance)
-        drawn = np.random.default_rng(0).standard_normal((count, len(mean)))
-        samples: Floats = mean + drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
+        sampled = np.random.default_rng(0).standard_normal((count, len(mean)))
+        samples: Floats = mean + sampled @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
         return samples
 
 
@@ -1133,8 +1135,8 @@ def _count_measurements(observations: Sequence[Observation]) -> int:
 
 def _find_separate_compute(observations: Iterable[Observation]) -> set[tuple[int, int, int]]:
     """Return the configurations whose compute was measured apart from their synchronisation."""
-    together = (o for o in observations if o.nodes * o.gpus_per_node > 1)
-    return {(o.nodes, o.gpus_per_node, o.local_batch) for o in together if o.compute_time > 0}
+    synchronised = (o for o in observations if o.nodes * o.gpus_per_node > 1)
+    return {(o.nodes, o.gpus_per_node, o.local_batch) for o in synchronised if o.compute_time > 0}
 
 
 def _count_parameters(observations: Sequence[Observation], scope: _ReplicaScope) -> int:
@@ -1163,9 +1165,9 @@ def _list_fit_warnings(observations: Sequence[Observation], seconds: Floats, res
     if falling:
         yield messages.step_time_falls_with_batch(pairs=falling)
     misses: dict[str, list[str]] = {}
-    for o, measured, off in zip(observations, seconds, residuals, strict=True):
-        if abs(off) > _MAX_RELATIVE_MISS:
-            times = f"{_format_duration(measured)} measured, {_format_duration(measured * (1 + off))} fitted"
+    for o, measured, residual in zip(observations, seconds, residuals, strict=True):
+        if abs(residual) > _MAX_RELATIVE_MISS:
+            times = f"{_format_duration(measured)} measured, {_format_duration(measured * (1 + residual))} fitted"
             misses.setdefault("probe" if o.doubt is None else "training", []).append(f"{o} ({times})")
     for kind, where in misses.items():
         yield messages.fit_misses(kind=kind, where=where)
@@ -1189,9 +1191,9 @@ def _describe_fit(
     ends = ConfigurationPoints(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False), fewest)
     compute = model.compute_parts(ends)[1]
     ranges = [_describe_range(compute, [f"local batch {batch:g}" for batch in batches])]
-    together = np.unique(points.replicas[~points.is_single_gpu])
-    if len(together):
-        counts = together[[0, -1]]
+    replica_counts = np.unique(points.replicas[~points.is_single_gpu])
+    if len(replica_counts):
+        counts = replica_counts[[0, -1]]
         inside = np.array([bool(points.is_within_node[points.replicas == count].all()) for count in counts])
         sync = model.compute_parts(
             ConfigurationPoints(counts, np.full(2, batches[0]), np.full(2, False), inside, most)
@@ -1200,13 +1202,15 @@ def _describe_fit(
         ranges.append(_describe_range(sync, [f"{format_count(round(count), scope.noun)}{of_gpus}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {100 * error:.1f} %"
     parts_text = ", overlapped with synchronisation ".join(ranges)
-    alone = ""
+    single_gpu_text = ""
     if len(model.members) > 1:
         by_steps = " only from the times of complete steps" * model.has_only_whole_steps
-        alone = f"{by_steps}, compute hides synchronisation with probability {100 * model.overlap_probability:.0f} %"
+        single_gpu_text = (
+            f"{by_steps}, compute hides synchronisation with probability {100 * model.overlap_probability:.0f} %"
+        )
     trained = sum(o.doubt is not None for o in observations)
     sources = format_count(len(points) - trained, "probe") + f" and {format_count(trained, 'training')}" * bool(trained)
-    return f"step = compute {parts_text} ({sources}{alone}, {quality})"
+    return f"step = compute {parts_text} ({sources}{single_gpu_text}, {quality})"
 
 
 def _describe_range(seconds: Floats, positions: Sequence[str]) -> str:

@@ -154,10 +154,10 @@ def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:
             ratios_by_name.setdefault(name, []).append(ratio)
     slow_ranks: list[Straggler] = []
     for name, ratios in ratios_by_name.items():
-        slow = [(ratio, waits) for ratio, waits in ratios if ratio >= MIN_STRAGGLER_RATIO]
+        slow = [(ratio, is_waiting) for ratio, is_waiting in ratios if ratio >= MIN_STRAGGLER_RATIO]
         if len(slow) >= max(_MIN_PROBES, math.ceil(_MIN_SLOW_SHARE * len(ratios))):
-            waits = sum(waits for _, waits in slow) > len(slow) / 2
-            slow_ranks.append(Straggler(name, median(ratio for ratio, _ in slow), len(slow), len(ratios), waits))
+            is_waiting = sum(is_waiting for _, is_waiting in slow) > len(slow) / 2
+            slow_ranks.append(Straggler(name, median(ratio for ratio, _ in slow), len(slow), len(ratios), is_waiting))
     return sorted(slow_ranks, key=lambda straggler: -straggler.factor)
 
 
@@ -173,9 +173,9 @@ def _compare_to_median(ranks: Sequence[RankStepTimes]) -> Mapping[str, tuple[flo
         by_name.setdefault(rank.host if len({r.host for r in ranks}) > 1 else f"rank {number}", []).append(rank)
     compute_by_name = {name: median(rank.compute for rank in paces) for name, paces in by_name.items()}
     waits = {name: median(rank.wait for rank in paces) for name, paces in by_name.items()}
-    usual, usual_wait = median_low(compute_by_name.values()), median_low(waits.values())
+    median_compute, median_wait = median_low(compute_by_name.values()), median_low(waits.values())
     return {
-        name: (seconds / usual, waits[name] - usual_wait > (seconds - usual) / 2)
+        name: (seconds / median_compute, waits[name] - median_wait > (seconds - median_compute) / 2)
         for name, seconds in compute_by_name.items()
     }
 
@@ -189,9 +189,9 @@ def warn_unexplained_waits(observations: Sequence[Observation], model: StepModel
     sizes = {(o.nodes, o.gpus_per_node) for o in observations if o.nodes * o.gpus_per_node > 1}
     if not sizes or model.noise <= NOISE:
         return []
-    most = max(sizes)
+    max_size = max(sizes)
     far = sorted(
-        (o for o in observations if (o.nodes, o.gpus_per_node) == most and math.isfinite(o.compute_time)),
+        (o for o in observations if (o.nodes, o.gpus_per_node) == max_size and math.isfinite(o.compute_time)),
         key=lambda o: o.local_batch,
     )
     if len(far) < 2:
@@ -202,7 +202,7 @@ def warn_unexplained_waits(observations: Sequence[Observation], model: StepModel
         return []
     return [
         messages.unexplained_waits(
-            nodes=most[0],
+            nodes=max_size[0],
             milliseconds=1e3 * grown,
             small_batch=small.local_batch,
             large_batch=large.local_batch,

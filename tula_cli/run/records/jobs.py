@@ -32,9 +32,9 @@ class Job(Record):
         """The scheduler's ids of all jobs of the chain."""
         return self.links or (self.scheduler_id,)
 
-    def get_nodes(self, link: str) -> int:
+    def get_nodes(self, chain_job: str) -> int:
         """Return the number of nodes that a job of the chain requests."""
-        return dict(zip(self.links, self.link_nodes, strict=False)).get(link, self.nodes)
+        return dict(zip(self.links, self.link_nodes, strict=False)).get(chain_job, self.nodes)
 
 
 class Attempt(Record):

@@ -293,14 +293,16 @@ class TrainTask(BaseTask):
         """Return this task on the nodes of `size`, with fallbacks whose batch can be divided among the GPUs of each size."""
         parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
         divisor = math.lcm(*(count * parts for count in self.node_counts))
-        ladder = tuple(rung for rung in size.ladder if rung.batch <= self.batch and rung.batch % divisor == 0)
+        ladder = tuple(
+            fallback for fallback in size.ladder if fallback.batch <= self.batch and fallback.batch % divisor == 0
+        )
         if not ladder or ladder[0].batch != self.batch:
             ladder = (Rung(batch=self.batch), *ladder)
         resized = self.model_copy(update={"nodes": size.nodes, "ladder": ladder})
         if get_workload(self.spec).describe_accumulation_conflict():
             return resized
-        whole, most = resized.micro_batch, min(size.micro_batch, self.max_micro_batch or size.micro_batch)
-        splits = next(n for n in range(1, whole + 1) if whole % n == 0 and whole // n <= most)
+        whole, max_micro_batch = resized.micro_batch, min(size.micro_batch, self.max_micro_batch or size.micro_batch)
+        splits = next(n for n in range(1, whole + 1) if whole % n == 0 and whole // n <= max_micro_batch)
         return resized.model_copy(update={"splits": splits})
 
     def with_usable_sizes(self) -> "TrainTask":

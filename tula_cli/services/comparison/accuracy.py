@@ -219,23 +219,26 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
         jobs: status of the run's jobs, for cells that are not finished.
     """
     states, snapshot = {job.id: job for job in jobs}, run.read_snapshot()
-    took = compute_mean_hours_by_row(snapshot, comparison)
-    hours = {row: estimate_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
+    measured_hours = compute_mean_hours_by_row(snapshot, comparison)
+    hours = {
+        row: estimate_hours(row, measured_hours, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}
+    }
     spec = run.spec
-    standing = rounds.compute_comparison_state(snapshot, comparison, spec, hours=hours)
+    comparison_state = rounds.compute_comparison_state(snapshot, comparison, spec, hours=hours)
     cells = [
         _make_cell_report(snapshot.get_training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
-        for cell in standing.wanted
+        for cell in comparison_state.wanted
     ]
     columns = _list_metric_names(cells, spec)
     metric = columns[0]
     full, short = (
         [report for report in cells if bool(report.cell.short) is statistic_name] for statistic_name in (False, True)
     )
-    rows = [_mark_dropped(row, standing.reasons) for row in _compare_with_reference(_group_rows(full), metric)]
+    rows = [_mark_dropped(row, comparison_state.reasons) for row in _compare_with_reference(_group_rows(full), metric)]
     second = {(row.method, row.batch) for row in rows}
     first_round = [
-        row if (row.method, row.batch) in second else _mark_dropped(row, standing.reasons) for row in _group_rows(short)
+        row if (row.method, row.batch) in second else _mark_dropped(row, comparison_state.reasons)
+        for row in _group_rows(short)
     ]
     table = CompareReport(
         rows=tuple(rows),
@@ -243,11 +246,11 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
         columns=columns,
         reference_batch=spec.train.reference_batch,
         nodes=comparison.nodes,
-        total=standing.max_trainings,
+        total=comparison_state.max_trainings,
         finished=sum(cell.finished for cell in cells),
-        hours_left=sum_hours([*(c.cell for c in cells if not c.finished), *standing.undecided], hours),
+        hours_left=sum_hours([*(c.cell for c in cells if not c.finished), *comparison_state.undecided], hours),
         warnings=(*_list_comparison_warnings([*rows, *first_round], metric), *snapshot.training_warnings),
-        undecided=len(standing.undecided),
+        undecided=len(comparison_state.undecided),
         first_round=tuple(first_round),
         epochs=next((report.cell.short for report in short), None),
     )

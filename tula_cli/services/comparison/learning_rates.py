@@ -115,12 +115,12 @@ def prepare_rate_search(
     spec = run.spec
     nodes = compare.choose_default_nodes(run) if nodes is None else nodes
     divisor = compute_batch_divisor(spec, nodes)
-    of_script = None if spec.script is None else _require_branchable(run, spec.script, divisor)
+    size_and_interval = None if spec.script is None else _require_branchable(run, spec.script, divisor)
     (batch,) = compare.list_default_batches(run) if batch is None else (batch,)
     rate_search.require_searchable(spec, batch)
     training = train.plan_training(run, nodes=nodes, batch=batch, inspect=inspect)
     yield from map(WarningEvent, training.code.warnings)
-    size, save_every = of_script or (train.find_dataset_size(run, inspect), 0)
+    size, save_every = size_and_interval or (train.find_dataset_size(run, inspect), 0)
     others = rate_search.list_other_batches(spec, batch, divisor=divisor, dataset_size=size) if near_batches else ()
     plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
     if plan.share > EXPENSIVE_SHARE:

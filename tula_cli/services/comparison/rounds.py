@@ -92,11 +92,11 @@ def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> TrainingO
     summary = training.read_summary()
     if summary is None:
         return None if training.find_diverged_attempt() is None else TrainingOutcome(cell, None)
-    of_script = next(iter(get_workload(spec).reported_metrics), "")
-    metric = of_script or ("top1" if "top1" in summary.metrics else "loss")
-    value = summary.metrics.get("eval_loss" if metric == "loss" and not of_script else metric)
-    if value is None or (not of_script and "eval_loss" not in summary.metrics):  # a missing value was not finite
-        return TrainingOutcome(cell, None, of_script)
+    script_metric = next(iter(get_workload(spec).reported_metrics), "")
+    metric = script_metric or ("top1" if "top1" in summary.metrics else "loss")
+    value = summary.metrics.get("eval_loss" if metric == "loss" and not script_metric else metric)
+    if value is None or (not script_metric and "eval_loss" not in summary.metrics):  # a missing value was not finite
+        return TrainingOutcome(cell, None, script_metric)
     loss = value if is_lower_better(metric) else -value
     return TrainingOutcome(cell, loss, metric, summary.metrics.get("eval_loss", 0.0))
 
@@ -132,21 +132,31 @@ def compute_comparison_state(
         return ComparisonState(comparison.cells)
     outcomes = {cell.signature: read_outcome(run, cell, spec) for cell in comparison.cells}
     outcomes_by_signature = {signature: result for signature, result in outcomes.items() if result is not None}
-    standings = [
+    comparison_states = [
         _decide_trainings_at_batch(
             comparison, batch, outcomes_by_signature, {*outcomes_by_signature, *failed}, hours or {}
         )
         for batch in sorted(batches)
     ]
-    wanted_signatures = {cell.signature for standing in standings for cell in standing.wanted} | set(
-        outcomes_by_signature
-    )
+    wanted_signatures = {
+        cell.signature for comparison_state in comparison_states for cell in comparison_state.wanted
+    } | set(outcomes_by_signature)
     wanted_signatures |= {cell.signature for cell in comparison.cells if cell.reference or cell.batch not in batches}
     missing = {(cell.method, cell.batch) for cell in comparison.cells if cell.signature not in wanted_signatures}
     return ComparisonState(
         tuple(cell for cell in comparison.cells if cell.signature in wanted_signatures),
-        tuple(cell for standing in standings for cell in standing.undecided if cell.signature not in wanted_signatures),
-        {row: why for standing in standings for row, why in standing.reasons.items() if row in missing},
+        tuple(
+            cell
+            for comparison_state in comparison_states
+            for cell in comparison_state.undecided
+            if cell.signature not in wanted_signatures
+        ),
+        {
+            row: why
+            for comparison_state in comparison_states
+            for row, why in comparison_state.reasons.items()
+            if row in missing
+        },
     )
 
 

@@ -173,17 +173,17 @@ def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, subm
             one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=submission.inspect)
             yield from export_while_waiting(run, None, one_by_one)
             return
-        tried: set[str] = set()
+        failed_signatures: set[str] = set()
         while plan.missing:
             jobs = yield from _submit_missing_trainings(run, plan, launcher, submission)
             if not submission.should_wait(run.spec):
                 if plan.state.undecided:
                     yield Note("when these trainings have finished, run the same command again to start the next round")
                 return
-            together = trainings.wait_for_cells(run, plan, launcher, jobs)
-            yield from export_while_waiting(run, None, together)
-            tried |= {cell.signature for cell in plan.missing}
-            plan = trainings.update_plan(run, plan, tried)
+            waiting = trainings.wait_for_cells(run, plan, launcher, jobs)
+            yield from export_while_waiting(run, None, waiting)
+            failed_signatures |= {cell.signature for cell in plan.missing}
+            plan = trainings.update_plan(run, plan, failed_signatures)
     except KeyboardInterrupt:
         hint = f"run the same command to follow them; tula cancel {words.quote_path(run.path)} stops them"
         message = "interrupted; finished trainings are kept, and running ones continue"

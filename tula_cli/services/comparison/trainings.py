@@ -71,29 +71,29 @@ def train_cells_one_by_one(
         JobFailed: the first trainings have all failed.
     """
     inspect = functools.partial(inspect_once, inspect, {})
-    missing, failed, tried = list(plan.missing), 0, set[str]()
+    missing, failed, attempted = list(plan.missing), 0, set[str]()
     ended_before = len(plan.state.wanted) - len(missing)
     while missing:
         hours = _reestimate_hours(run, plan)
         expected = sum_hours(missing[:1], hours)
         cell = missing.pop(0)
-        tried.add(cell.signature)
+        attempted.add(cell.signature)
         other_hours = sum_hours((*missing, *plan.state.undecided), hours)
         job, submitted = submit_cell(run, cell, launcher, inspect=inspect), clock()
-        finished = ended_before + len(tried) - 1 - failed
+        finished = ended_before + len(attempted) - 1 - failed
         describe = _make_progress_factory(plan)
         for run_status in waiting.watch_jobs(run, launcher, [job]):
-            waits = _describe_waiting(run_status, job) if clock() - submitted > START_SECONDS else ""
+            waiting_text = _describe_waiting(run_status, job) if clock() - submitted > START_SECONDS else ""
             remaining = _estimate_remaining_seconds(run_status, job, expected, other_hours)
-            yield describe(finished, failed, cell, run_status.training, remaining, running=1, waits=waits)
+            yield describe(finished, failed, cell, run_status.training, remaining, running=1, waits=waiting_text)
         problem = _describe_failure(run, cell)
         failed += bool(problem)
-        if failed == MAX_FIRST_FAILURES and failed == len(tried) + ended_before:
+        if failed == MAX_FIRST_FAILURES and failed == len(attempted) + ended_before:
             raise JobFailed(
                 f"the first {failed} trainings have all failed: {problem}", "read their output with tula logs"
             )
         if plan.comparison.has_rounds:
-            plan = update_plan(run, plan, tried)
+            plan = update_plan(run, plan, attempted)
             missing = list(plan.missing)
             other_hours = sum_hours((*missing, *plan.state.undecided), _reestimate_hours(run, plan))
         yield _make_progress_factory(plan)(
@@ -109,15 +109,15 @@ def train_cells_one_by_one(
             return
 
 
-def update_plan(run: Run, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
+def update_plan(run: Run, plan: ComparePlan, attempted: Collection[str]) -> ComparePlan:
     """Return the plan updated with the trainings that have ended since, without those that this call has tried."""
     unfinished = [cell for cell in plan.comparison.cells if not is_cell_ended(run, cell)]
-    failed = {cell.signature for cell in unfinished} & set(tried)
-    standing = rounds.compute_comparison_state(
+    failed = {cell.signature for cell in unfinished} & set(attempted)
+    comparison_state = rounds.compute_comparison_state(
         run, plan.comparison, plan.spec, failed=failed, hours=_reestimate_hours(run, plan)
     )
-    missing = tuple(cell for cell in standing.wanted if cell in unfinished and cell.signature not in tried)
-    return dataclasses.replace(plan, state=standing, missing=missing)
+    missing = tuple(cell for cell in comparison_state.wanted if cell in unfinished and cell.signature not in attempted)
+    return dataclasses.replace(plan, state=comparison_state, missing=missing)
 
 
 def _make_progress_factory(plan: ComparePlan) -> Callable[..., ComparisonProgress]:

@@ -64,9 +64,9 @@ class AgsHooks:
         self._loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._target = ""  # "gradient" or "update"; empty before binding
         self._step: Any | None = None  # context manager of the AGS step while the script's optimizer takes its step
-        self._taken = 0
-        self._without = 0  # steps since the last one with AGS
-        self._refreshes = 0
+        self._steps_taken = 0
+        self._steps_without_ags = 0  # steps since the last one with AGS
+        self._refresh_count = 0
         self._last_report: dict[str, Any] = {}
         self._totals = {"steps": 0.0, "scaled": 0.0, "mean": 0.0}
 
@@ -184,13 +184,13 @@ class AgsHooks:
         settings, library = self.settings, importlib.import_module(AGS_PACKAGE_NAME)
         if not self.plan.training:  # the last steps of a probe have no reductions, as planned
             warnings.simplefilter("ignore", library.MissedRefreshWarning)
-        made = library.configure_ags({**settings["settings"], "apply_to": target})
+        wrapped = library.configure_ags({**settings["settings"], "apply_to": target})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", library.IdentityWarning)  # reported as a note instead
             return library.TulaOptimizer(
                 base,
                 model=model,
-                **made,
+                **wrapped,
                 exclude=() if settings["settings"].get("parameters") == "all" else None,
                 **{name: settings[name] for name in ("b_large", "b_small", "available", "steps_per_epoch", "seed")},
             )
@@ -236,7 +236,7 @@ class AgsHooks:
 
     def _check_loop(self) -> None:
         assert self.tula is not None
-        if self.rounds > 1 and self._taken < REDUCTION_STEPS_COUNTED:
+        if self.rounds > 1 and self._steps_taken < REDUCTION_STEPS_COUNTED:
             self.fail(
                 f"the script reduces its gradients {self.rounds} times per step, so the gradient of a single rank is not available:"
                 " accumulate within no_sync() of DistributedDataParallel"
@@ -262,13 +262,13 @@ class AgsHooks:
             with no_grad():
                 self._step.__exit__(None, None, None)
         self._step, self.rounds = None, 0
-        self._taken += 1
-        refreshed = self.tula.factors.n_refresh > self._refreshes or not self._refreshes_each_step
-        self._refreshes = self.tula.factors.n_refresh
-        self._without = 0 if refreshed else self._without + 1
-        if self._without > (MAX_STEPS_WITHOUT_AGS if self._refreshes else MAX_INITIAL_STEPS_WITHOUT_AGS):
+        self._steps_taken += 1
+        refreshed = self.tula.factors.n_refresh > self._refresh_count or not self._refreshes_each_step
+        self._refresh_count = self.tula.factors.n_refresh
+        self._steps_without_ags = 0 if refreshed else self._steps_without_ags + 1
+        if self._steps_without_ags > (MAX_STEPS_WITHOUT_AGS if self._refresh_count else MAX_INITIAL_STEPS_WITHOUT_AGS):
             self.fail(
-                f"no gradient came through the script's DistributedDataParallel in {self._without} steps: check whether the script calls the wrapped module directly or reduces gradients without DistributedDataParallel"
+                f"no gradient came through the script's DistributedDataParallel in {self._steps_without_ags} steps: check whether the script calls the wrapped module directly or reduces gradients without DistributedDataParallel"
             )
 
     @property
@@ -278,12 +278,12 @@ class AgsHooks:
 
     def _unscale_gradients(self, optimizer: Any) -> None:
         if self.tula is None:
-            self._without += 1
-            if self._without >= MAX_INITIAL_STEPS_WITHOUT_AGS:
+            self._steps_without_ags += 1
+            if self._steps_without_ags >= MAX_INITIAL_STEPS_WITHOUT_AGS:
                 self.fail(self._describe_missing_call())
         elif optimizer is not self.tula and count_elements(optimizer) >= count_elements(self.tula.base):
-            self._without += 1
-            if self._without > (MAX_STEPS_WITHOUT_AGS if self._taken else REDUCTION_STEPS_COUNTED):
+            self._steps_without_ags += 1
+            if self._steps_without_ags > (MAX_STEPS_WITHOUT_AGS if self._steps_taken else REDUCTION_STEPS_COUNTED):
                 self.fail(
                     f"AGS scales the optimizer {get_full_name(self.tula.base)}, but the script steps"
                     f" {get_full_name(optimizer)}, which has at least as many parameters"
@@ -322,7 +322,7 @@ class AgsHooks:
             CannotScaleError: always.
         """
         self.failed = CannotScaleError(f"train.method ags: {why}{OTHER_METHODS_HINT}")
-        write_failure(self.plan, self.failed, step=self._taken, where="method")
+        write_failure(self.plan, self.failed, step=self._steps_taken, where="method")
         raise self.failed
 
     # --- State and reports
@@ -347,7 +347,7 @@ class AgsHooks:
             self.tula.load_ags_state_dict(state)
         except ValueError as error:
             self.fail(f"{error}: it was saved by another version of tula")
-        self._refreshes = self.tula.factors.n_refresh
+        self._refresh_count = self.tula.factors.n_refresh
 
     def pop_notes(self) -> Iterator[str]:
         """Yield the pending notes, each once."""
@@ -369,13 +369,13 @@ class AgsHooks:
         totals["scaled"] += now["scaled"] * steps
         totals["mean"] += now["mean"] * steps
         count = max(1.0, totals["steps"])
-        so_far = {
+        step_totals = {
             "apply_to": self._target,
             "steps": totals["steps"],
             "scaled": totals["scaled"] / count,
             "mean": totals["mean"] / count,
         }
-        self._last_report = {"ags": {**now, "so_far": so_far}}
+        self._last_report = {"ags": {**now, "so_far": step_totals}}
         return self._last_report
 
 
@@ -459,11 +459,11 @@ def _hook_skipped_steps(ags: Callable[[], AgsHooks]) -> None:
 
     @functools.wraps(step)
     def stepping(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-        mine = ags()
-        before = mine._taken
+        hooks = ags()
+        before = hooks._steps_taken
         done = step(self, optimizer, *arguments, **named)
-        if mine.tula is not None and optimizer is mine.tula.base and mine._taken == before:
-            mine.discard_skipped_step()
+        if hooks.tula is not None and optimizer is hooks.tula.base and hooks._steps_taken == before:
+            hooks.discard_skipped_step()
         return done
 
     scaler.step = stepping  # type: ignore[attr-defined]

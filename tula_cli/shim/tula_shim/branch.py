@@ -10,14 +10,14 @@ class BranchSteps:
     """The steps of a branch, or of the training up to the checkpoint from which branches start.
 
     Args:
-        wanted: section branch of the plan.
+        plan_section: section branch of the plan.
     """
 
-    def __init__(self, wanted: dict[str, Any]) -> None:
+    def __init__(self, plan_section: dict[str, Any]) -> None:
         # None: the training up to the checkpoint, with unchanged learning rate.
-        self.steps: int | None = wanted["steps"]
-        self.norms = int(wanted["norms"])  # number of first steps whose gradient norms are recorded
-        self._factor = float(wanted["factor"])
+        self.steps: int | None = plan_section["steps"]
+        self.norms = int(plan_section["norms"])  # number of first steps whose gradient norms are recorded
+        self._factor = float(plan_section["factor"])
         self._losses: list[Any] = []
         self._rates: dict[int, Any] = {}  # id of a parameter group -> its learning rate before scaling
 

@@ -65,7 +65,7 @@ def saved(path: str) -> None:
     _stop_after_save(recorder)
 
 
-def _stop_after_save(mine: Any) -> None:
-    wanted, mine.asked_to = mine.asked_to, ""
-    if wanted == "stop":
-        stop(mine, "saved")
+def _stop_after_save(recorder: Any) -> None:
+    action, recorder.asked_to = recorder.asked_to, ""
+    if action == "stop":
+        stop(recorder, "saved")

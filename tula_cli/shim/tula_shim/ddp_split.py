@@ -127,14 +127,14 @@ class DdpSplit:
         local, reduced = (torch.stack(parts).sum() / scale**2 for parts in (self._local, self._reduced))
         self.norms.append((local, reduced))
 
-    def wrap_hook(self, inner: Inner) -> Inner:
-        """Return a communication hook that wraps `inner`, and records gradient norms while they are watched."""
+    def wrap_hook(self, wrapped: Inner) -> Inner:
+        """Return a communication hook that calls `wrapped`, and records gradient norms while they are watched."""
         import torch
 
         def square(tensor: Any) -> Any:
             return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32).square()
 
-        @functools.wraps(inner)
+        @functools.wraps(wrapped)
         def hook(state: Any, bucket: Any) -> Any:
             if self._watching == "local":
                 self.note = (
@@ -142,7 +142,7 @@ class DdpSplit:
                 )
                 self.local = False
             if self._watching != "norms":
-                return inner(state, bucket)
+                return wrapped(state, bucket)
             self._local.append(square(bucket.buffer()))
             self._rounds += bool(bucket.is_last())
 
@@ -152,7 +152,7 @@ class DdpSplit:
                 self._reduced.append(square(tensor))
                 return tensor
 
-            return inner(state, bucket).then(reduced)
+            return wrapped(state, bucket).then(reduced)
 
         return hook
 

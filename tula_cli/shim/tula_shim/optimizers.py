@@ -140,8 +140,8 @@ def find_scheduler(optimizer: Any) -> Any | None:
         for candidate in gc.get_objects()
         if issubclass(type(candidate), module.LRScheduler) and _changes_optimizer(candidate, optimizer)
     ]
-    inner = {id(part) for outer in schedulers for part in vars(outer).get("_schedulers") or ()}
-    return next((scheduler for scheduler in reversed(schedulers) if id(scheduler) not in inner), None)
+    wrapped_ids = {id(part) for outer in schedulers for part in vars(outer).get("_schedulers") or ()}
+    return next((scheduler for scheduler in reversed(schedulers) if id(scheduler) not in wrapped_ids), None)
 
 
 def _changes_optimizer(scheduler: Any, optimizer: Any) -> bool:

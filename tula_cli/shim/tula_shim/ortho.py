@@ -191,6 +191,6 @@ def find_module(optimizer: Any) -> Any:
         and "_parameters" in vars(instance)
         and any(id(parameter) in updated for parameter in instance.parameters())
     ]
-    inner = {id(child) for module in modules for child in module.modules() if child is not module}
-    roots = [module for module in modules if id(module) not in inner]
+    child_ids = {id(child) for module in modules for child in module.modules() if child is not module}
+    roots = [module for module in modules if id(module) not in child_ids]
     return roots[0] if len(roots) == 1 else nn.ModuleList(roots)

@@ -57,9 +57,9 @@ def stop(recorder: Recorder, why: str) -> None:
 def wait_for_ranks(folder: Path, world: int, patience: float = PEER_RESULT_TIMEOUT_SECONDS) -> bool:
     """Wait until all ranks have written; return whether they have. Lists the folder, because NFS caches missing
     files."""
-    wanted = {f"result-{rank}.json" for rank in range(world)}
+    expected_files = {f"result-{rank}.json" for rank in range(world)}
     deadline, pause = time.monotonic() + patience, MIN_POLL_SECONDS
-    while not wanted <= {path.name for path in folder.iterdir()}:
+    while not expected_files <= {path.name for path in folder.iterdir()}:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             return False
@@ -103,11 +103,11 @@ def list_descendants(pid: int) -> list[int]:
                 state, parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
                 if state != "Z":
                     children.setdefault(int(parent), []).append(int(entry.name))
-    pids, ahead = [], [pid]
-    while ahead:
-        below = children.get(ahead.pop(), [])
+    pids, pending = [], [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
         pids += below
-        ahead += below
+        pending += below
     return pids
 
 

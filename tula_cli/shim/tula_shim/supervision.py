@@ -228,9 +228,9 @@ class StepKiller:
         self._write()
 
     def _kill(self) -> None:
-        deadline, settled = time.time() + CHECKPOINT_TIMEOUT_SECONDS, float(self.wanted.get("settled", 2.0))
-        while time.time() - self._get_checkpoint_write_time() < settled and time.time() < deadline:
-            time.sleep(settled / 20)
+        deadline, stable_seconds = time.time() + CHECKPOINT_TIMEOUT_SECONDS, float(self.wanted.get("settled", 2.0))
+        while time.time() - self._get_checkpoint_write_time() < stable_seconds and time.time() < deadline:
+            time.sleep(stable_seconds / 20)
         assert self._checkpoint is not None
         self._checkpoint["killed"] = True
         self._write()

@@ -117,8 +117,8 @@ class _TrainingCommandFinder:
             SpecError: the program is started in a loop, a branch or a function.
         """
         first = pipeline[0]
-        for inner in first.inside:
-            words = list(inner.program)
+        for nested_command in first.inside:
+            words = list(nested_command.program)
             while words and words[0].raw in ("do", "then", "else", "elif", "!", "{", "(", "if", "while", "for"):
                 words.pop(0)
             if is_program_start(words) or has_launcher(words):

@@ -145,14 +145,14 @@ def find_launcher(words: Sequence[ShellWord], known_facts: KnownFacts) -> Launch
     remaining_words, left_out = _strip_prefix(words)
     if not remaining_words:
         raise SpecError("the command is empty", _COMPLETE_COMMAND_HINT)
-    place = _find_start_index(remaining_words)
+    index = _find_start_index(remaining_words)
     if (
         remaining_words[0].name not in _WRAPPERS
-        and remaining_words[place].name not in _LAUNCHERS
+        and remaining_words[index].name not in _LAUNCHERS
         and not known_facts.starts_ranks
     ):
-        place = 0  # the words may belong to a program that starts its processes itself
-    wrapper, remaining_words = remaining_words[:place], remaining_words[place:]
+        index = 0  # the words may belong to a program that starts its processes itself
+    wrapper, remaining_words = remaining_words[:index], remaining_words[index:]
     inner = _find_inner_command(remaining_words) if remaining_words[0].name in _SHELLS else None
     launch = (
         find_launcher(inner, known_facts)
@@ -180,7 +180,7 @@ def has_launcher(words: Sequence[ShellWord]) -> bool:
 
 def _strip_prefix(words: Sequence[ShellWord]) -> tuple[list[ShellWord], list[str]]:
     """Return a command without prefixes such as `time`, `nohup` and `tula observe --`, and the removed words."""
-    size = next((place for place, word in enumerate(words) if word.name not in _DROPPED_PREFIXES), len(words))
+    size = next((index for index, word in enumerate(words) if word.name not in _DROPPED_PREFIXES), len(words))
     texts = [word.text for word in words]
     if [word.name for word in words[size : size + 2]] == ["tula", "observe"] and "--" in texts:
         size = texts.index("--") + 1
@@ -200,13 +200,13 @@ def _starts_program(word: ShellWord) -> bool:
 
 def _find_start_index(words: Sequence[ShellWord]) -> int:
     """Return the index at which a program starts, else 0; of two adjacent names the first is an argument."""
-    starts = [place for place, word in enumerate(words) if _starts_program(word)]
-    for place in starts:
+    starts = [index for index, word in enumerate(words) if _starts_program(word)]
+    for index in starts:
         is_argument = (
-            place + 1 in starts and not words[place + 1].text.endswith(SCRIPT_SUFFIXES) and words[place].name != "srun"
+            index + 1 in starts and not words[index + 1].text.endswith(SCRIPT_SUFFIXES) and words[index].name != "srun"
         )
-        if place == 0 or not is_argument:
-            return place
+        if index == 0 or not is_argument:
+            return index
     return 0
 
 
@@ -249,28 +249,28 @@ def _parse_unwrapped_launch(words: Sequence[ShellWord], known_facts: KnownFacts)
         return _parse_launch(launcher, start, words[size:], known_facts)
     if _PYTHON_PATTERN.fullmatch(first.name):
         return _parse_python_launch(words, known_facts)
-    size = next((place for place, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
+    size = next((index for index, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
     return _make_launch_without_launcher(
         Launch(tuple(words[:size]), tuple(words[size:])), known_facts, is_script=first.text.endswith(".py")
     )
 
 
 def _parse_python_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> Launch:
-    place = 1
-    while place < len(words) and words[place].text.startswith("-") and words[place].text not in ("-m", "-c", "-"):
-        place += 2 if words[place].text in ("-W", "-X") else 1
-    if words[place : place + 1] and words[place].text in ("-m", "-c"):
-        place += 1
-    if place >= len(words):
+    index = 1
+    while index < len(words) and words[index].text.startswith("-") and words[index].text not in ("-m", "-c", "-"):
+        index += 2 if words[index].text in ("-W", "-X") else 1
+    if words[index : index + 1] and words[index].text in ("-m", "-c"):
+        index += 1
+    if index >= len(words):
         raise SpecError("the command has a launcher but no script", _COMPLETE_COMMAND_HINT)
-    name = words[place].name
+    name = words[index].name
     if (launcher := _LAUNCHERS.get(name)) and launcher is not _SRUN:
-        start = words[: place + 1] if launcher is _ACCELERATE else words[: place - (words[place - 1].text == "-m")]
-        return _parse_launch(launcher, start, words[place + 1 :], known_facts)
-    if words[place - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
+        start = words[: index + 1] if launcher is _ACCELERATE else words[: index - (words[index - 1].text == "-m")]
+        return _parse_launch(launcher, start, words[index + 1 :], known_facts)
+    if words[index - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
         raise SpecError(f"{name} is a launcher that tula does not support", _PROCESS_COUNT_HINT)
     return _make_launch_without_launcher(
-        Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known_facts, is_script=True
+        Launch(tuple(words[: index + 1]), tuple(words[index + 1 :])), known_facts, is_script=True
     )
 
 
@@ -295,10 +295,10 @@ def parse_count_option(option: Option | None, key: str, known_facts: KnownFacts,
         return known_facts.gpus
     written = option.written if option else missing
     flag = re.split(r"[ =]", written.removeprefix("srun's "))[0]
-    equals = "=" if "=" in written and " " not in written else " "
+    separator = "=" if "=" in written and " " not in written else " "
     raise UnknownFact(
         f"the number of {key} is not in the command: {written}{'' if option else ' is not given'}",
-        f"write the number, as in {flag}{equals}4",
+        f"write the number, as in {flag}{separator}4",
         key=key,
         question=f"how many {key} does the command start ({written})?",
     )
@@ -459,8 +459,10 @@ def _parse_srun_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> L
             "start the container in the command, for example: apptainer exec image.sif python train.py",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
-    several = (_parse_number(each or tasks) or known_facts.tasks_per_node) > 1
-    launch = replace(find_launcher(remaining_words, replace(known_facts, starts_ranks=several)), slurm=options)
+    has_several_tasks = (_parse_number(each or tasks) or known_facts.tasks_per_node) > 1
+    launch = replace(
+        find_launcher(remaining_words, replace(known_facts, starts_ranks=has_several_tasks)), slurm=options
+    )
     machines = parse_count_option(nodes, NODES_QUESTION, known_facts) if nodes else known_facts.nodes or launch.nodes
     if launch.launcher:  # the launcher starts the processes, and srun starts the launcher once per node
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
@@ -528,12 +530,18 @@ def _make_launch_without_launcher(launch: Launch, known_facts: KnownFacts, *, is
         return _make_lightning_launch(launch, trainer, known_facts)
     if known_facts.starts_ranks:
         return launch
-    several = next((option for option in given if _may_name_several_gpus(option)), None)
+    several_gpus_option = next((option for option in given if _may_name_several_gpus(option)), None)
     flag = next((word.raw for word in launch.arguments if _SEVERAL_PROCESSES_PATTERN.fullmatch(word.text)), "")
-    if several and ("{gpus_per_node=" in several.value.text or name == "yolo"):
-        each = parse_count_option(several, PROCESSES_QUESTION, known_facts)
-    elif several or flag or not is_script:
-        words = [*launch.program, *launch.arguments][:2] if not is_script else several.words if several else ()
+    if several_gpus_option and ("{gpus_per_node=" in several_gpus_option.value.text or name == "yolo"):
+        each = parse_count_option(several_gpus_option, PROCESSES_QUESTION, known_facts)
+    elif several_gpus_option or flag or not is_script:
+        words = (
+            [*launch.program, *launch.arguments][:2]
+            if not is_script
+            else several_gpus_option.words
+            if several_gpus_option
+            else ()
+        )
         each = _ask_processes(
             " ".join(word.raw for word in words) or flag,
             _PROCESS_COUNT_HINT if is_script else _INNER_COMMAND_HINT,
@@ -541,7 +549,9 @@ def _make_launch_without_launcher(launch: Launch, known_facts: KnownFacts, *, is
         )
     else:
         return launch
-    return _set_process_counts(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
+    return _set_process_counts(
+        replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several_gpus_option
+    )
 
 
 def _may_name_several_gpus(option: Option) -> bool:

@@ -164,8 +164,8 @@ class _OptionReplacer:
             option for option in options if option.place >= self.variables or _find_option_role(option) not in given
         ]
         flags = {option.place + len(option.words) - 1: option.label for option in options}
-        for place, word in enumerate(words):
-            self._record_placeholders(word, flags.get(place, word.raw))
+        for index, word in enumerate(words):
+            self._record_placeholders(word, flags.get(index, word.raw))
         values = []
         for option, placeholder in [*self._list_batch_options(options), *self._list_other_options(options)]:
             self.flags[option.label] = placeholder

@@ -168,9 +168,9 @@ class Script(Section):
     @model_validator(mode="after")
     def _check_placeholder_values(self) -> "Script":
         placeholders = self.placeholders
-        if self.launch == "node" and (of_rank := sorted(placeholders & RANK_PLACEHOLDERS)):
+        if self.launch == "node" and (rank_placeholders := sorted(placeholders & RANK_PLACEHOLDERS)):
             raise ValueError(
-                f"command: {{{of_rank[0]}}} differs between the processes of a node, but with script.launch: node tula starts only one process per node. Remove the placeholder, or set script.launch: rank"
+                f"command: {{{rank_placeholders[0]}}} differs between the processes of a node, but with script.launch: node tula starts only one process per node. Remove the placeholder, or set script.launch: rank"
             )
         for name, value in (("lr", self.reference.lr), ("epochs", self.length.epochs)):
             if name in placeholders and value is None:
@@ -232,14 +232,14 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the content has a setting that would not reach the script.
     """
-    if foreign := [name for name in TULA_LOOP_SECTIONS if content.get(name) is not None]:
+    if loop_sections := [name for name in TULA_LOOP_SECTIONS if content.get(name) is not None]:
         rest = "have no effect with section script, because the script builds its model and data itself; remove these sections"
         rest = (
             rest
-            if foreign[1:]
+            if loop_sections[1:]
             else "has no effect with section script, because the script builds its model and data itself; remove this section"
         )
-        raise ValueError(f"{', '.join(foreign)} {rest}")
+        raise ValueError(f"{', '.join(loop_sections)} {rest}")
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
     if unknown := sorted(key for key in train.keys() - SCRIPT_TRAIN_KEYS if not advise_key(f"train.{key}")):
         raise ValueError(

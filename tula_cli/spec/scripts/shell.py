@@ -217,9 +217,9 @@ class _Scanner:
                 text, part = self._read_double_quoted()
                 texts[-1], unknown = texts[-1] + text, unknown or part
             elif kind == "array":
-                inner = _Scanner(written[1:-1], self.variables, self.arrays)
+                scanner = _Scanner(written[1:-1], self.variables, self.arrays)
                 name = self.text[start : piece.start() - 1]
-                self.arrays[name] = [word for command in inner.read_commands() for word in command.words]
+                self.arrays[name] = [word for command in scanner.read_commands() for word in command.words]
                 unknown = unknown or written
             elif kind == "escaped" and self._match(_LINE_END):
                 line = self.text.count("\n", 0, piece.start()) + 1
@@ -320,20 +320,20 @@ class Option:
 
 def read_options(words: Sequence[ShellWord]) -> list[Option]:
     """Return the options of a script that have values, in order."""
-    options, place = [], 0
-    while place < len(words):
-        word, after = words[place], words[place + 1] if place + 1 < len(words) else None
-        flag, equals, value = word.text.partition("=")
+    options, index = [], 0
+    while index < len(words):
+        word, after = words[index], words[index + 1] if index + 1 < len(words) else None
+        flag, separator, value = word.text.partition("=")
         option = None
-        if equals and (word.text.startswith("-") or _PAIR_PATTERN.match(word.text)):
-            option = Option((word,), f"{flag}=", replace(word, text=value), place)
+        if separator and (word.text.startswith("-") or _PAIR_PATTERN.match(word.text)):
+            option = Option((word,), f"{flag}=", replace(word, text=value), index)
         elif match := _ATTACHED_NUMBER_PATTERN.fullmatch(word.text):
-            option = Option((word,), match[1], replace(word, text=match[2]), place)
+            option = Option((word,), match[1], replace(word, text=match[2]), index)
         elif after is not None and (_YACS_KEY.fullmatch(word.text) or _takes_value(word.text, after.text)):
-            option = Option((word, after), f"{word.text} ", after, place)
+            option = Option((word, after), f"{word.text} ", after, index)
         if option is not None:
             options.append(option)
-        place += len(option.words) if option else 1
+        index += len(option.words) if option else 1
     return options
 
 
@@ -378,17 +378,17 @@ def split_launcher_options(
         attached: one-letter options whose value may follow without a space, in addition to numbers after any letter.
     """
     options: list[Option] = []
-    place = 0
-    while place < len(words) and words[place].text.startswith("-") and words[place].text != "--":
-        word, behind = words[place], words[place + 1 : place + 2]
-        flag, equals, value = word.text.partition("=")
+    index = 0
+    while index < len(words) and words[index].text.startswith("-") and words[index].text != "--":
+        word, behind = words[index], words[index + 1 : index + 2]
+        flag, separator, value = word.text.partition("=")
         size = 1
         match = re.fullmatch(r"(-[A-Za-z])([^-=].*)", word.text)  # -n4, -pgpu
         if match and (match[2][0].isdigit() or match[1][1] in attached):
-            flag, equals, value = match[1], "=", match[2]
+            flag, separator, value = match[1], "=", match[2]
         name = flag.lstrip("-").replace("-", "_")
         if (
-            not equals
+            not separator
             and behind
             and name not in _VALUELESS_FLAGS
             and not is_option(behind[0].text)
@@ -396,6 +396,6 @@ def split_launcher_options(
         ):
             size, value = 2, behind[0].text
         given = behind[0] if size == 2 else replace(word, text=value)
-        options.append(Option(tuple(words[place : place + size]), f"{flag}{equals or ' '}", given, place, name))
-        place += size
-    return options, list(words[place + (words[place : place + 1] == [ShellWord("--", "--")]) :])
+        options.append(Option(tuple(words[index : index + size]), f"{flag}{separator or ' '}", given, index, name))
+        index += size
+    return options, list(words[index + (words[index : index + 1] == [ShellWord("--", "--")]) :])

@@ -72,8 +72,8 @@ def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, from_use
     )
 
 
-def allocate_batch(batch: Any, *, samples: int, to: int, from_user: bool = False) -> Any:
-    """Return uninitialised tensors for `to` samples, shaped like those of `batch`, which has `samples`.
+def allocate_batch(batch: Any, *, samples: int, target_samples: int, from_user: bool = False) -> Any:
+    """Return uninitialised tensors for `target_samples` samples, shaped like those of `batch`, which has `samples`.
 
     Raises:
         SpecError: the first dimension of a tensor is not the samples.
@@ -89,7 +89,7 @@ def allocate_batch(batch: Any, *, samples: int, to: int, from_user: bool = False
             return leaf
         if len(leaf) != samples:
             raise _describe_wrong_first_dimension(path, leaf, samples)
-        return torch.empty((to, *leaf.shape[1:]), dtype=leaf.dtype)
+        return torch.empty((target_samples, *leaf.shape[1:]), dtype=leaf.dtype)
 
     return tree_map_with_path(
         allocate_leaf, batch, is_leaf=_make_sample_list_predicate(batch, samples, from_user=from_user)
@@ -109,8 +109,8 @@ def describe_tree(tree: Any) -> str:
     if isinstance(tree, tuple) and hasattr(tree, "_asdict"):
         return describe_tree(tree._asdict())
     if isinstance(tree, tuple | list):
-        most = 4
-        return f"({', '.join([*map(describe_tree, tree[:most]), *(['...'] if len(tree) > most else [])])})"
+        max_items = 4
+        return f"({', '.join([*map(describe_tree, tree[:max_items]), *(['...'] if len(tree) > max_items else [])])})"
     return type(tree).__name__
 
 
@@ -374,8 +374,10 @@ class ModelCall:
         fields = list_named_entries(inputs[0])
         if fields is not None:
             return self._make_call_arguments(fields, inputs[0])
-        several = isinstance(inputs[0], tuple | list) and (self.takes.accepts_any_number or self.takes.positional > 1)
-        return (tuple(inputs[0]) if several else (inputs[0],)), {}
+        has_several_inputs = isinstance(inputs[0], tuple | list) and (
+            self.takes.accepts_any_number or self.takes.positional > 1
+        )
+        return (tuple(inputs[0]) if has_several_inputs else (inputs[0],)), {}
 
     def get_target(self, batch: Any) -> Any:
         """Return the target of a batch; None if it has none."""
@@ -402,8 +404,10 @@ class ModelCall:
 
     def _is_input_target_pair(self, batch: Any) -> bool:
         """Return whether this is the usual (input, target), which needs no further inspection."""
-        alone = len(self.takes.required) <= 1
-        return alone and type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[0], torch.Tensor)
+        takes_one_input = len(self.takes.required) <= 1
+        return (
+            takes_one_input and type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[0], torch.Tensor)
+        )
 
     def _names_any_parameter(self, fields: Mapping[str, Any]) -> bool:
         return any(key in self.takes.names for key in fields)

@@ -47,7 +47,7 @@ def download_dataset(spec: JobSpec) -> None:
     if name not in DOWNLOADABLE:
         raise SpecError(
             f"dataset.download: tula cannot download {name}",
-            SOURCES.get(name, "remove dataset.download"),
+            DATASET_SOURCES.get(name, "remove dataset.download"),
         )
     root = _get_data_folder(spec)
     root.mkdir(parents=True, exist_ok=True)
@@ -144,8 +144,8 @@ def _check_classes(samples: Any, datasets: Datasets) -> None:
         and isinstance(test_classes, list | tuple)
         and list(training_classes) != list(test_classes)
     ):
-        if odd := ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]):
-            raise SpecError(f"dataset.test and the training set have different classes: {odd}")
+        if unmatched := ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]):
+            raise SpecError(f"dataset.test and the training set have different classes: {unmatched}")
         raise SpecError("dataset.test lists the classes in another order than the training set")
     count = _find_classes(samples)
     if None not in (count, datasets.classes) and count != datasets.classes:
@@ -176,7 +176,7 @@ def find_dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], 
     """
     if is_import_string(name):
         return _build_imported_split
-    return load_by_name(name, BUILTINS, kind="dataset")  # type: ignore[no-any-return]
+    return load_by_name(name, BUILTIN_DATASETS, kind="dataset")  # type: ignore[no-any-return]
 
 
 Split = tuple[Samples, Samples, int | None]
@@ -248,8 +248,8 @@ def _build_image_folder_split(spec: JobSpec, train: Transform, evaluate: Transfo
     samples = _construct_torchvision(spec, root=str(folders[0]), transform=train)
     held_out = _construct_torchvision(spec, root=str(folders[1]), transform=evaluate)
     if samples.classes != held_out.classes:
-        odd = sorted(set(samples.classes) ^ set(held_out.classes))
-        raise SpecError(f"{folders[0]} and {folders[1]} have different classes: {', '.join(odd[:5])}")
+        unmatched = sorted(set(samples.classes) ^ set(held_out.classes))
+        raise SpecError(f"{folders[0]} and {folders[1]} have different classes: {', '.join(unmatched[:5])}")
     if official:
         return samples, held_out, len(samples.classes)
     return *_build_stratified_split(spec, samples, held_out, samples.targets), len(samples.classes)
@@ -269,7 +269,7 @@ def _construct_torchvision(spec: JobSpec, **given: Any) -> Any:
 def _make_missing_files_error(spec: JobSpec, folder: Path, *, reason: str = "") -> SpecError:
     name = spec.dataset.name
     why = f": {reason}" if folder.is_dir() and reason else ""
-    hint = SOURCES.get(name, "set dataset.download: true, or set dataset.root to its folder")
+    hint = DATASET_SOURCES.get(name, "set dataset.download: true, or set dataset.root to its folder")
     if spec.dataset.download and name in DOWNLOADABLE:
         hint = "the download is incomplete: remove the folder, and download again on a machine with internet access"
     return SpecError(f"dataset {name} is not in {folder.absolute()}{why}", hint)
@@ -406,7 +406,7 @@ def split_indices_by_class(labels: Sequence[int], *, fraction: float) -> tuple[l
     return [index for index in range(len(array)) if index not in chosen], sorted(held_out)
 
 
-BUILTINS: dict[str, Callable[[JobSpec, Transform, Transform], Split]] = {
+BUILTIN_DATASETS: dict[str, Callable[[JobSpec, Transform, Transform], Split]] = {
     "CIFAR10": _make_official_split_builder("train", True, False),
     "CIFAR100": _make_official_split_builder("train", True, False),
     "Caltech101": _build_caltech_split,
@@ -420,7 +420,7 @@ BUILTINS: dict[str, Callable[[JobSpec, Transform, Transform], Split]] = {
 
 DOWNLOADABLE = ("CIFAR10", "CIFAR100", "Caltech101", "Caltech256")
 
-SOURCES = {
+DATASET_SOURCES = {
     "ImageNet": "get ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz from "
     "https://image-net.org and set dataset.root to their folder",
     "ImageFolder": "set dataset.root to a folder with one sub-folder per class, or to one with train/ and val/ of this kind",

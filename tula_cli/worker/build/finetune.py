@@ -165,7 +165,7 @@ def describe_frozen(model: nn.Module, patterns: Sequence[str]) -> str:
     if not patterns:
         return ""
     sizes = [(p.requires_grad, p.numel()) for p in model.parameters()]
-    trained, still = (sum(size for trains, size in sizes if trains is wanted) for wanted in (True, False))
+    trained, still = (sum(size for trains, size in sizes if trains is is_trained) for is_trained in (True, False))
     norms = sum(isinstance(module, FrozenStatistics) for module in model.modules())
     statistics = f"; the statistics of {norms} BatchNorm layers are kept" * bool(norms)
     return f"frozen: {still} of {still + trained} parameters ({', '.join(patterns)}){statistics}"

@@ -29,12 +29,12 @@ from tula_cli.worker.build.samples import StreamedDataset, count_samples
 from tula_cli.worker.seeding import compute_stable_seed, seed_generators
 
 _SAMPLER_SEED = 0x5341  # part of the seed, so that a sampler's random numbers differ from the job's others
-Key = tuple[int, int]
+SampleKey = tuple[int, int]
 """(epoch, index): augmentation is seeded by both."""
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainingPosition:
     """The progress of a run. It is measured in samples, because batch and world size may change at any position."""
 
     epoch: int = 0  # epochs completed
@@ -42,10 +42,10 @@ class Position:
     samples: int = 0  # samples trained since the start
     steps: int = 0  # optimizer steps since the start
 
-    def advance(self, batch: int) -> Position:
+    def advance(self, batch: int) -> TrainingPosition:
         return replace(self, done=self.done + batch, samples=self.samples + batch, steps=self.steps + 1)
 
-    def start_next_epoch(self) -> Position:
+    def start_next_epoch(self) -> TrainingPosition:
         return replace(self, epoch=self.epoch + 1, done=0)
 
 
@@ -54,7 +54,7 @@ def make_epoch_permutation(size: int, *, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(compute_stable_seed(seed, epoch)))
 
 
-class MicroBatchSampler(Sampler[list[Key]]):
+class MicroBatchSampler(Sampler[list[SampleKey]]):
     """One rank's micro-batches from a position to the last epoch, without a gap between epochs.
 
     Global batch k of an epoch is permutation[done + k B : done + (k + 1) B]; rank r takes every world-th of it. Never
@@ -77,14 +77,14 @@ class MicroBatchSampler(Sampler[list[Key]]):
         world: int,
         seed: int,
         epochs: int,
-        start: Position,
+        start: TrainingPosition,
         order: Callable[[int], torch.Tensor | None] = lambda _: None,
     ) -> None:
         self.size, self.ramp, self.parts = size, ramp, parts
         self.rank, self.world = rank, world
         self.seed, self.epochs, self.start, self.own_order = seed, epochs, start, order
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SampleKey]]:
         for epoch in range(self.start.epoch, self.epochs):
             user_order = self.own_order(epoch)
             order = make_epoch_permutation(self.size, seed=self.seed, epoch=epoch) if user_order is None else user_order
@@ -247,7 +247,7 @@ def _make_worker_options(dataset: Dataset[Any] | StreamedDataset, workers: int, 
 
 
 def build_fixed_loader(
-    dataset: Dataset[Any], keys: list[Key], *, batch: int, workers: int, collate: Collate | None = None
+    dataset: Dataset[Any], keys: list[SampleKey], *, batch: int, workers: int, collate: Collate | None = None
 ) -> DataLoader[Any]:
     """Return a loader of exactly these training samples, in this order; the process's random state is unchanged."""
     return DataLoader(

@@ -108,7 +108,7 @@ def _list_checkpointed_modules(group: nn.Sequential | nn.ModuleList) -> Iterator
             yield _CheckpointedChain(group, cuts)
         return
     for member in members:
-        if isinstance(member, nn.Sequential | nn.ModuleList) and any(_is_composite(inner) for inner in member):
+        if isinstance(member, nn.Sequential | nn.ModuleList) and any(_is_composite(child) for child in member):
             yield from _list_checkpointed_modules(member)
         elif _is_composite(member) and not isinstance(member, nn.ModuleList | nn.ModuleDict):
             yield member

@@ -82,7 +82,7 @@ class StreamedDataset:
             yield number, item
 
 
-Order = Callable[[Any, int], torch.Tensor]
+SampleOrder = Callable[[Any, int], torch.Tensor]
 Samples = torch.utils.data.Dataset[Any]  # has a length; returns a sample by integer index
 
 
@@ -104,7 +104,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         order: (samples, epoch) -> indices of the epoch, the same number in each; None: all samples, shuffled.
     """
 
-    def __init__(self, samples: Samples, *, seed: int, order: Order | None = None) -> None:
+    def __init__(self, samples: Samples, *, seed: int, order: SampleOrder | None = None) -> None:
         self.samples = samples
         self.seed = seed
         self.own_order = order

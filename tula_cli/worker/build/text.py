@@ -119,17 +119,23 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[TextFragmentDataset
     for name, text in _list_source_files():
         if "/" in name:
             packages.setdefault(name.partition("/")[0], []).append((name, text))
-    several = {name: files for name, files in packages.items() if len(files) > 1}  # one file to train, one held out
-    largest = sorted(several, key=lambda name: (-sum(len(text) for _, text in several[name]), name))[:classes]
+    multi_file_packages = {
+        name: files for name, files in packages.items() if len(files) > 1
+    }  # one file to train, one held out
+    largest = sorted(
+        multi_file_packages, key=lambda name: (-sum(len(text) for _, text in multi_file_packages[name]), name)
+    )[:classes]
     if len(largest) < classes or classes < 2:
         raise SpecError(
-            f"dataset.args.classes must be between 2 and {len(several)} (the number of standard-library packages with more than"
+            f"dataset.args.classes must be between 2 and {len(multi_file_packages)} (the number of standard-library packages with more than"
             f" one file), got {classes}"
         )
     splits: tuple[tuple[list[bytes], list[int]], ...] = (([], []), ([], []))
     for label, name in enumerate(sorted(largest)):
         for (texts, labels), files in zip(
-            splits, _hold_out_files(_read_bytes(several[name], size), spec.dataset.eval_fraction), strict=True
+            splits,
+            _hold_out_files(_read_bytes(multi_file_packages[name], size), spec.dataset.eval_fraction),
+            strict=True,
         ):
             new = [fragment for text in files for fragment in _split_lines(text, length)]
             texts += new

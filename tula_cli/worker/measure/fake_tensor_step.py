@@ -297,7 +297,10 @@ class FakeStep:
     def make_batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
         return allocate_batch(
-            self.sample, samples=SAMPLES_IN_FAKE_BATCH, to=size, from_user=self.spec.dataset.collate_fn is not None
+            self.sample,
+            samples=SAMPLES_IN_FAKE_BATCH,
+            target_samples=size,
+            from_user=self.spec.dataset.collate_fn is not None,
         )
 
     def measure(self, micro_batch: int) -> Components:
@@ -323,10 +326,10 @@ class FakeStep:
 
     def _measure_allocator_margin(self, micro_batch: int) -> float:
         peak = self.measure(micro_batch).peak
-        for room in ALLOCATOR_MARGINS:
-            usage = self._replay(micro_batch, capacity=round(room * peak))
+        for margin in ALLOCATOR_MARGINS:
+            usage = self._replay(micro_batch, capacity=round(margin * peak))
             if usage.fits and not usage.flushes:
-                return room
+                return margin
         return ALLOCATOR_MARGINS[-1]
 
     def _replay(self, micro_batch: int, *, capacity: int | None = None) -> AllocatorPeaks:

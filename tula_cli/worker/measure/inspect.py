@@ -67,11 +67,11 @@ def estimate_footprints(fake_step: FakeStep, *, largest: int = MICRO_BATCHES[-1]
     """
     below = [size for size in MICRO_BATCHES if size < largest]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
-    accumulate, room = fake_step.spec.train.accumulate, fake_step.compute_allocator_margin()
+    accumulate, margin = fake_step.spec.train.accumulate, fake_step.compute_allocator_margin()
     gathered = _count_gathered_bytes(fake_step.model) if fake_step.spec.train.sharded else 0
     components = {size * accumulate: _add_unattributed_bytes(fake_step.measure(size), gathered) for size in sizes}
     return tuple(
-        Footprint(local_batch=b, memory=memory, room=round(room * memory.peak)) for b, memory in components.items()
+        Footprint(local_batch=b, memory=memory, room=round(margin * memory.peak)) for b, memory in components.items()
     )
 
 
@@ -218,8 +218,8 @@ def _inspect_evaluation(spec: JobSpec, datasets: Datasets) -> list[str]:
     Raises:
         SpecError: the test set cannot be built, or its classes are not those that are trained.
     """
-    several = max(spec.search.nodes) * spec.cluster.gpus_per_node > 1
-    metrics = metrics_told(spec.train) if several else []
+    has_several_ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node > 1
+    metrics = metrics_told(spec.train) if has_several_ranks else []
     if spec.dataset.test is not None:
         metrics.append(f"test set of tula evaluate: {len(build_test_dataset(spec, datasets))} samples")
     return metrics

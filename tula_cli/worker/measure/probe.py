@@ -32,7 +32,7 @@ from tula_cli.spec.sections import MIN_TIMED_STEPS, Search
 from tula_cli.worker import device, environment
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.batches import TokenCounter, list_tensors, make_batch, slice_batch
-from tula_cli.worker.build.loaders import Position
+from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.device import get_gpu_uuid
 from tula_cli.worker.energy import EnergyMeter, open_nvml_device
@@ -76,10 +76,13 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
         return 0
     if missing > 0:
         return min(MIN_TIMED_STEPS, missing)
-    few = min(MIN_TIMED_STEPS, len(times) // 2)
-    if few < 2:
+    window_size = min(MIN_TIMED_STEPS, len(times) // 2)
+    if window_size < 2:
         return MIN_TIMED_STEPS
-    newest, previous = statistics.median(times[-few:]), statistics.median(times[-2 * few : -few])
+    newest, previous = (
+        statistics.median(times[-window_size:]),
+        statistics.median(times[-2 * window_size : -window_size]),
+    )
     return 0 if abs(newest - previous) <= MAX_RELATIVE_DIFFERENCE * previous else MIN_TIMED_STEPS
 
 
@@ -270,7 +273,7 @@ MIN_BATCHES_LOADED = 4
 
 
 def measure_breakdown(
-    trainer: Trainer, stream: Generator[Step, None, None], *, steps: int, norms: int, room: int | None
+    trainer: Trainer, stream: Generator[Step, None, None], *, steps: int, norms: int, free_bytes: int | None
 ) -> dict[str, Any]:
     """Return the measurements that need additional steps, by their field names in a result.
 
@@ -279,15 +282,17 @@ def measure_breakdown(
     Args:
         steps: number of steps of each timing.
         norms: maximum number of steps whose gradient norms are recorded.
-        room: bytes of GPU memory that the probe has left free; None if there is no limit.
+        free_bytes: bytes of GPU memory that the probe has left free; None if there is no limit.
     """
     with use_zero_learning_rate(trainer):
         breakdown: dict[str, Any] = {
             "cached_time": _measure_cached_batch_time(trainer, steps),
             "sync_time": _measure_synchronisation_time(trainer, stream, steps),
         }
-    breakdown["gradients"] = _measure_gradient_stats(trainer, stream, norms=norms, room=room)
-    breakdown["compute_time"], breakdown["ranks"] = _measure_local_step_time(trainer, stream, steps, room=room)
+    breakdown["gradients"] = _measure_gradient_stats(trainer, stream, norms=norms, free_bytes=free_bytes)
+    breakdown["compute_time"], breakdown["ranks"] = _measure_local_step_time(
+        trainer, stream, steps, free_bytes=free_bytes
+    )
     stream.close()  # also stops its loader processes
     breakdown["loader_time"], breakdown["tokens"] = measure_loader_time(trainer)
     return breakdown
@@ -341,7 +346,9 @@ def measure_loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
     return seconds, tokens and Tokens(length=tokens[0], real=tokens[1])
 
 
-def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: int, room: int | None) -> GradientStats:
+def _measure_gradient_stats(
+    trainer: Trainer, stream: Iterator[Step], *, norms: int, free_bytes: int | None
+) -> GradientStats:
     """Return the gradient norms of further steps; of half batches if the model is sharded or no probe of the search has
     two ranks.
 
@@ -358,7 +365,7 @@ def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: 
         return summarize_gradient_norms(recorder.gather_pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
     if too_small:
         return summarize_gradient_norms([], local_batch=trainer.local_batch, batch=trainer.batch)
-    fits = not replicated or room is None or room >= _MEMORY_MARGIN * count_half_batch_bytes(trainer)
+    fits = not replicated or free_bytes is None or free_bytes >= _MEMORY_MARGIN * count_half_batch_bytes(trainer)
     if fits:
         _run_steps(
             trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(measure_half_batch_norms(trainer))
@@ -383,16 +390,18 @@ def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], coun
 
 
 def _measure_local_step_time(
-    trainer: Trainer, stream: Iterator[Step], count: int, *, room: int | None
+    trainer: Trainer, stream: Iterator[Step], count: int, *, free_bytes: int | None
 ) -> tuple[float | None, tuple[RankStepTimes, ...]]:
     """Return the seconds of a step without synchronisation, the slowest rank's and each rank's; (None, ()) for a
     sharded model that cannot run without communication or does not fit a GPU as a whole.
 
     Args:
-        room: bytes of GPU memory that the probe has left free; None if there is no limit.
+        free_bytes: bytes of GPU memory that the probe has left free; None if there is no limit.
     """
     trainer.synchronise = False
-    independent = trainer.parallel.make_local_context(lambda needed: room is None or room >= _MEMORY_MARGIN * needed)
+    independent = trainer.parallel.make_local_context(
+        lambda needed: free_bytes is None or free_bytes >= _MEMORY_MARGIN * needed
+    )
     if independent is None:
         return None, ()
     with independent:
@@ -522,9 +531,11 @@ def measure_probe(
         memory = _measure_peak_components(trainer, meter)  # measured before steps that a training does not take
         retries = int(ranks.max(meter.count_allocator_retries()))
     capacity = worker_measure_meter.get_memory_capacity(ranks, task.spec.cluster.memory_per_gpu)
-    room = None if capacity is None else capacity - memory.reserved - memory.libraries
+    free_bytes = None if capacity is None else capacity - memory.reserved - memory.libraries
     steps = ranks.broadcast(count_steps_for_median(window.steps, trainer.spec.search) if ranks.is_first else 0)
-    breakdown = measure_breakdown(trainer, stream, steps=steps, norms=min(MAX_NORM_STEPS, len(window.steps)), room=room)
+    breakdown = measure_breakdown(
+        trainer, stream, steps=steps, norms=min(MAX_NORM_STEPS, len(window.steps)), free_bytes=free_bytes
+    )
     if retries:
         message = f"counted as out of memory: the batch fits only because PyTorch's allocator flushed its cache {retries} times"
         return OutOfMemory(**make_probe_identity(task, local_batch), assumed=False, message=message)
@@ -633,7 +644,7 @@ def repeat_steps(trainer: Trainer) -> Generator[Step, None, None]:
     """Yield the loop's steps, starting over if a small dataset is used up before the probe has finished."""
     while True:
         yield from worker_train_loop.run_steps(trainer)
-        trainer.position = Position()
+        trainer.position = TrainingPosition()
 
 
 def _measure_refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[float]) -> float:

@@ -13,7 +13,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches import BatchSizes
 from tula_cli.worker.build.finetune import Parameters
-from tula_cli.worker.build.loaders import Position
+from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.parallel.sharding import Parallel
 from tula_cli.worker.ranks import Ranks
@@ -30,7 +30,7 @@ class Loop(Protocol):
     optimizer: torch.optim.Optimizer  # the optimizer returned by `wrap`
     scaler: torch.amp.GradScaler
     sizes: BatchSizes
-    position: Position
+    position: TrainingPosition
     apart: bool  # whether the replicas differ (post-local SGD between two averages)
 
     @property

@@ -34,7 +34,7 @@ class PostLocal(Plain):
         """Average gradients over the ranks until the switch, and not afterwards."""
         if loop.ranks.world > 1:
             assert isinstance(loop.parallel, Replicated), "the spec refuses polo on shares"
-            set_gradient_synchronisation(loop.parallel, wanted=not self.is_local(loop))
+            set_gradient_synchronisation(loop.parallel, enabled=not self.is_local(loop))
 
     def after_step(self, loop: Loop) -> None:
         """Average the replicas if due; they differ after a local step until they are averaged."""
@@ -73,11 +73,11 @@ class PostLocal(Plain):
         return []
 
 
-def set_gradient_synchronisation(ddp: DistributedDataParallel, *, wanted: bool) -> None:
+def set_gradient_synchronisation(ddp: DistributedDataParallel, *, enabled: bool) -> None:
     """Make DDP average gradients and broadcast rank 0's buffers, as by default, or neither."""
-    get_or_register_reduction_hook(ddp).local = not wanted
+    get_or_register_reduction_hook(ddp).local = not enabled
     # torch names this attribute broadcast_buffers up to 2.12, and warns of that name in later versions
-    setattr(ddp, "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers", wanted)
+    setattr(ddp, "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers", enabled)
 
 
 def is_average_due(done: int, *, batch: int, end: int) -> bool:

@@ -70,8 +70,8 @@ class ScheduleFree(Plain):
 
 def _switch_weights(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
     """Switch the parameters to the trained or to the evaluated weights."""
-    turn: Any = optimizer  # torch's base class has no train() and eval()
-    turn.train() if training else turn.eval()
+    schedule_free: Any = optimizer  # torch's base class has no train() and eval()
+    schedule_free.train() if training else schedule_free.eval()
 
 
 def _use_trained_parameters(loop: Loop) -> list[torch.nn.Parameter]:

@@ -31,7 +31,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker import messages
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import build_datasets
-from tula_cli.worker.build.loaders import Position, make_epoch_permutation
+from tula_cli.worker.build.loaders import TrainingPosition, make_epoch_permutation
 from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
@@ -61,7 +61,7 @@ _HOLDOUT_SEED_EPOCH = -1
 class MetricsLogger(Protocol):
     """Adds a row to the training's metrics."""
 
-    def __call__(self, kind: str, position: Position, epoch: float, **values: Any) -> None: ...
+    def __call__(self, kind: str, position: TrainingPosition, epoch: float, **values: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class BranchContext:
 
     def build_branch_trainer(self, task: TrainTask, arm: Arm, length: int) -> Trainer:
         """Return a new trainer at the point where the arms branch, for a branch of `length` samples at the batch of `task`."""
-        position, size = Position(**self.start["position"]), self.size
+        position, size = TrainingPosition(**self.start["position"]), self.size
         passed = position.epoch * size + position.done
         stages = plan_stages_of_branch(task.spec, arm, batch=task.batch, start=passed, length=length)
         trainer = _build_arm_trainer(self, make_task_of_arm(task, arm, stages))
@@ -262,7 +262,7 @@ def run_tuning(
     """
     newest = checkpoint.load_newest_on_all_ranks(run, task.signature, ranks)
     assert newest is not None
-    position = Position(**newest["position"])
+    position = TrainingPosition(**newest["position"])
     context = BranchContext(
         task=task,
         ranks=ranks,
@@ -319,7 +319,7 @@ def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datase
     )
 
 
-def _load_record(context: BranchContext, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
+def _load_record(context: BranchContext, run: RunDir, position: TrainingPosition, arms: tuple[Arm, ...]) -> Tuning:
     """Return the record of this tuning; one of another batch, checkpoint or set of arms is discarded."""
     task = context.task
     fresh = Tuning(

@@ -20,7 +20,7 @@ from tula_cli.models.loss_level import LossLevel
 from tula_cli.run.damage import is_complete_archive
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import remove_path, wait_until_listed, write_atomic
-from tula_cli.worker.build.loaders import Position
+from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.parallel import sharded_checkpoint
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
@@ -173,9 +173,9 @@ def _update_links_and_remove_old(
         for older_checkpoint in run.get_training(signature).list_checkpoints()
         if older_checkpoint <= path
     ][:CHECKPOINTS_KEPT]
-    retained = {*newest, _read_link_target(folder / "best"), _read_link_target(folder / "last")}
+    kept = {*newest, _read_link_target(folder / "best"), _read_link_target(folder / "last")}
     for older_checkpoint in run.get_training(signature).list_checkpoints():
-        if older_checkpoint not in retained and int(older_checkpoint.stem) not in keep:
+        if older_checkpoint not in kept and int(older_checkpoint.stem) not in keep:
             remove_path(older_checkpoint)
 
 
@@ -286,7 +286,7 @@ def restore_checkpoint(trainer: Trainer, content: dict[str, Any]) -> dict[str, f
     Raises:
         TulaError: the checkpoint does not fit the model.
     """
-    trainer.move_to(Position(**content["position"]))  # first, as the state depends on the batch of the position
+    trainer.move_to(TrainingPosition(**content["position"]))  # first, as the state depends on the batch of the position
     if "folder" in content:
         _load_sharded(trainer, content)
     else:

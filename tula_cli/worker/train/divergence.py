@@ -16,7 +16,7 @@ from tula_cli.models.loss_level import compute_max_spike_steps
 from tula_cli.optim.sharding import get_local_shard
 from tula_cli.spec.job import compute_lr_scale
 from tula_cli.words import format_number
-from tula_cli.worker.build.loaders import Position
+from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.train.loop import Step, Trainer
 
 MIN_LOSS_SCALE = 1e-4
@@ -31,7 +31,7 @@ class DivergenceDetector:
     """Checks the losses, and before a checkpoint is saved also the weights, of one training on this rank."""
 
     trainer: Trainer
-    losses: list[tuple[Position, int, torch.Tensor]] = field(
+    losses: list[tuple[TrainingPosition, int, torch.Tensor]] = field(
         default_factory=list
     )  # position, batch and loss of the steps since the last check, on the device
     judged: int = 0  # number of `losses` already added to the loss level by rank 0
@@ -104,16 +104,16 @@ class DivergenceDetector:
         scaler = self.trainer.scaler
         return scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE
 
-    def _describe_position(self, at: Position) -> str:
+    def _describe_position(self, at: TrainingPosition) -> str:
         epoch = at.epoch + at.done / len(self.trainer.datasets.train)
         return f"epoch {epoch:.2f}, step {at.steps}, {at.samples} samples"
 
 
-def _list_loss_values(steps: list[tuple[Position, int, torch.Tensor]]) -> list[float]:
+def _list_loss_values(steps: list[tuple[TrainingPosition, int, torch.Tensor]]) -> list[float]:
     return torch.stack([loss for *_, loss in steps]).tolist() if steps else []
 
 
-def _find_first_non_finite(losses: list[tuple[Position, int, torch.Tensor]]) -> float:
+def _find_first_non_finite(losses: list[tuple[TrainingPosition, int, torch.Tensor]]) -> float:
     """Return the number of the first step whose loss is not finite; infinity if there is none."""
     values = zip(losses, _list_loss_values(losses), strict=True)
     return next((float(at.steps) for (at, *_), loss in values if not math.isfinite(loss)), math.inf)

@@ -279,7 +279,7 @@ class Evaluator:
             dist.broadcast(buffer, src=0)
         trainer.parallel.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=trainer.ranks.device)
-        common, most, batches_done = self.count_batches(trainer.ranks.world - 1), self.count_batches(0), 0
+        common, most_batches, batches_done = self.count_batches(trainer.ranks.world - 1), self.count_batches(0), 0
         self.user_metrics.reset()
         newest: Any = None
         for index, batch in enumerate(self.loader):
@@ -290,7 +290,7 @@ class Evaluator:
             newest = batch
             if index < common:
                 after_batch()
-        for _ in range(batches_done, min(most, max_batches or most)):
+        for _ in range(batches_done, min(most_batches, max_batches or most_batches)):
             self._join_extra_batch(newest)
             self.user_metrics.update(None)
         trainer.parallel.release_gathered_parameters()
@@ -332,9 +332,9 @@ class Evaluator:
     def _score_batch(self, batch: Any, count: int) -> torch.Tensor:
         """Return sums over a batch of `count` samples: loss, top-1 hits, top-5 hits, samples, and samples of language models."""
         trainer = self.trainer
-        odd = count != trainer.largest_micro_batch  # not compiled for the shape of a smaller last batch
+        is_smaller = count != trainer.largest_micro_batch  # not compiled for the shape of a smaller last batch
         with (
-            disable_compilation(trainer.spec.train) if odd else contextlib.nullcontext(),
+            disable_compilation(trainer.spec.train) if is_smaller else contextlib.nullcontext(),
             make_autocast_context(trainer),
         ):
             outputs = trainer.call.compute_outputs(trainer.parallel.module, batch)

@@ -62,8 +62,10 @@ def measure_gradient_noise(
         trainer.parallel.train()
         for _ in range(count // size):
             pairs.append(_measure_group(trainer, itertools.islice(stream, size), after_batch))
-    together = trainer.parallel.count_samples_of_gradient(trainer.micro_batch)
-    stats = summarize_gradient_norms(_average_over_ranks(trainer, pairs), local_batch=together, batch=size * together)
+    samples_of_gradient = trainer.parallel.count_samples_of_gradient(trainer.micro_batch)
+    stats = summarize_gradient_norms(
+        _average_over_ranks(trainer, pairs), local_batch=samples_of_gradient, batch=size * samples_of_gradient
+    )
     noise = estimate_noise_scale([stats])
     interval = {} if noise is None else {"scale": noise.scale, "low": noise.low, "high": noise.high}
     return {"stats": stats.model_dump(mode="json"), **interval, "seconds": time.monotonic() - began}

@@ -61,9 +61,9 @@ class HangWatch:
     def watch_steps(self, steps: Iterator["Step"]) -> Iterator["Step"]:
         """Yield the steps; work of the caller between two steps (evaluating, saving) may take any time."""
         thread = threading.Thread(target=self._watch, args=(threading.get_ident(),), name="hang-watch", daemon=True)
-        usual = threading.stack_size(_STACK)
+        default_stack_size = threading.stack_size(_STACK)
         thread.start()
-        threading.stack_size(usual)
+        threading.stack_size(default_stack_size)
         try:
             for number in range(sys.maxsize):
                 self._step, began = number, time.monotonic()

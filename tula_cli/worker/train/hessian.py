@@ -139,9 +139,9 @@ def measure_curvature(trainer: Trainer, *, samples: int, after_product: Callable
 
 
 def run_lanczos(
-    product: Product, start: Tensor, *, tolerance: float = EIGENVALUE_TOLERANCE, most: int = MAX_ITERATIONS
+    product: Product, start: Tensor, *, tolerance: float = EIGENVALUE_TOLERANCE, max_iterations: int = MAX_ITERATIONS
 ) -> Extremes:
-    """Return both ends of the spectrum of a symmetric operator, with at most `most` products.
+    """Return both ends of the spectrum of a symmetric operator, with at most `max_iterations` products.
 
     A residual |Hv - rv| is no stopping criterion: it is small near any eigenvalue, also an inner one. Therefore the
     bound for a random start is used: after k products neither end is missed by more than `compute_missed_share_bound`
@@ -153,7 +153,7 @@ def run_lanczos(
         product: v -> H v, flat; its result is changed.
         start: drawn from a normal distribution.
         tolerance: bound on the error, relative to the largest magnitude, at which the iteration stops.
-        most: the maximum number of products.
+        max_iterations: the maximum number of products.
     """
     rounding = 10 * torch.finfo(start.dtype).eps
     size, vector, previous, beta = len(start), start / torch.linalg.vector_norm(start), torch.zeros_like(start), 0.0
@@ -170,7 +170,7 @@ def run_lanczos(
         magnitude = max(abs(smallest), abs(largest))
         exhausted = beta <= rounding * magnitude
         error = rounding * magnitude if exhausted else _compute_error_bound(count, size, largest - smallest)
-        if (converged := error <= tolerance * magnitude) or count == most:
+        if (converged := error <= tolerance * magnitude) or count == max_iterations:
             return Extremes(largest, smallest, error, count, converged)
         previous, vector = vector, image.div_(beta)
         off_diagonal.append(beta)
@@ -279,8 +279,8 @@ class LossSurface:
 
     @property
     def _dtype(self) -> torch.dtype:
-        wide = any(p.dtype is torch.float64 for p in self.parameters)
-        return torch.float64 if wide else torch.float32
+        is_float64 = any(p.dtype is torch.float64 for p in self.parameters)
+        return torch.float64 if is_float64 else torch.float32
 
     def _make_zeros(self) -> Tensor:
         size = sum(p.numel() for p in self.parameters)

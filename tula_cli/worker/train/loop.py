@@ -23,7 +23,7 @@ from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches import BatchSizes, LossFunction, ModelCall, slice_batch
 from tula_cli.worker.build.compiled import compile_model, disable_compilation
 from tula_cli.worker.build.finetune import make_parameter_groups
-from tula_cli.worker.build.loaders import MicroBatchSampler, Position, build_train_loader
+from tula_cli.worker.build.loaders import MicroBatchSampler, TrainingPosition, build_train_loader
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.device import Clock, Mark, move_to_device, should_use_channels_last, to_channels_last
@@ -72,7 +72,7 @@ class Trainer:
     lr_ratios: Sequence[float]  # ratio of each parameter group's learning rate to the spec's
     beta2s_at: Mapping[int, Sequence[float]]  # batch -> beta2 of each group; empty: unchanged
     channels_last: bool = False  # whether images and convolution weights are in channels-last format
-    position: Position = field(default_factory=Position)
+    position: TrainingPosition = field(default_factory=TrainingPosition)
     losses: LossLevel = field(default_factory=LossLevel)  # level of the losses up to `position`, on rank 0
     refresh_each_epoch: bool = True
     until: int | None = None  # epoch at whose end `run_steps` stops; None: the spec's last
@@ -105,7 +105,7 @@ class Trainer:
         """The beta2 of each parameter group in the coming step; empty: beta2 is not changed."""
         return self.beta2s_at[self.batch]
 
-    def move_to(self, position: Position) -> None:
+    def move_to(self, position: TrainingPosition) -> None:
         """Move to a position; if its batch differs from the current one, the method is updated."""
         previous_batch, self.position = self.batch, position
         if self.batch != previous_batch:

@@ -98,7 +98,7 @@ class Training:
         """Write the possible splits for the supervisor, before a step can run out of memory on any rank."""
         if self.first:
             task = self.context.task
-            batches = [rung.batch for rung in task.ladder]
+            batches = [fallback.batch for fallback in task.ladder]
             splits = list_micro_batch_splits(
                 self.trainer,
                 batches,
@@ -195,8 +195,8 @@ class Training:
             Preempted: the ranks stop.
         """
         following, epochs = self.task.next_stage, self.task.spec.train.epochs
-        over = self.trainer.position.epoch == epochs  # stages that are never reached are placed at the end
-        if following is not None and self.trainer.batch >= following.batch and not over:
+        is_past_end = self.trainer.position.epoch == epochs  # stages that are never reached are placed at the end
+        if following is not None and self.trainer.batch >= following.batch and not is_past_end:
             raise Preempted("stage_end")
 
     @property

@@ -34,7 +34,7 @@ from tula_cli.words import (
 )
 from tula_cli.worker import environment, messages
 from tula_cli.worker.build.batches import TokenCounter
-from tula_cli.worker.build.loaders import Position
+from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.build.norms import count_batch_norm_micro_batches
 from tula_cli.worker.build.samples import StreamedDataset
 from tula_cli.worker.train.diagnostics import Diagnostics
@@ -54,11 +54,11 @@ class StepRecordFile:
     """The file of steps of one training; used on rank 0 alone.
 
     Args:
-        most: number of rows beyond which neighbouring rows are joined.
+        max_rows: number of rows beyond which neighbouring rows are joined.
     """
 
-    def __init__(self, training: TrainingRun, *, most: int = MAX_ROWS_UNJOINED) -> None:
-        self.training, self.most = training, most
+    def __init__(self, training: TrainingRun, *, max_rows: int = MAX_ROWS_UNJOINED) -> None:
+        self.training, self.most = training, max_rows
         self.count = 0  # number of rows in the file
         self.width = 1  # steps per new row
         self.complete_rows: list[StepRow] = []  # full rows that are not yet written
@@ -114,7 +114,9 @@ class StepRecordFile:
             return any(first <= mark < after for mark in marks)
 
         self.width *= 2
-        self._rewrite(join_adjacent_rows(self.training.read_step_rows(), most=self.width, must_stay_apart=are_apart))
+        self._rewrite(
+            join_adjacent_rows(self.training.read_step_rows(), max_rows=self.width, must_stay_apart=are_apart)
+        )
 
     def _rewrite(self, rows: Sequence[StepRow]) -> None:
         write_atomic(self.training.steps_path, format_rows(rows))
@@ -153,18 +155,18 @@ class MetricsFile:
     def _drop_later_rows(self) -> None:
         if not self.path.exists():
             return
-        retained: list[bytes] = []
+        kept_lines: list[bytes] = []
         damaged: list[bytes] = []  # damaged rows since the last kept row
         with open_file(self.path) as file:
             for line in read_lines(file):
                 if not is_complete_row(line):
                     damaged.append(line.strip(b"\0\n") + b"\n")
                 elif json.loads(line).get("samples", 0) <= self.samples:
-                    retained += [*damaged, line]
+                    kept_lines += [*damaged, line]
                     damaged.clear()
-        write_atomic(self.path, b"".join(retained))
+        write_atomic(self.path, b"".join(kept_lines))
 
-    def add(self, kind: str, position: Position, epoch: float, **values: Any) -> None:
+    def add(self, kind: str, position: TrainingPosition, epoch: float, **values: Any) -> None:
         if not self.first:
             return
         row = {
@@ -558,13 +560,13 @@ def list_ineffective_settings(trainer: Trainer) -> list[Diagnostic]:
 def _warn_small_norm_batches(trainer: Trainer) -> list[Diagnostic]:
     """Warn about stages of the ramp that leave BatchNorm few samples."""
     sizes, world = trainer.sizes, trainer.ranks.world
-    over = count_batch_norm_micro_batches(trainer.parallel.module, world=world)
+    micro_batch_count = count_batch_norm_micro_batches(trainer.parallel.module, world=world)
     samples = {
-        stage.batch: over * stage.batch // (world * sizes.parts[stage.batch])
+        stage.batch: micro_batch_count * stage.batch // (world * sizes.parts[stage.batch])
         for stage in sizes.ramp.stages[:-1]
         if stage.batch <= sizes.largest
     }
-    few = {batch: count for batch, count in samples.items() if over and count < MIN_NORMALISED}
-    if not few:
+    small_batches = {batch: count for batch, count in samples.items() if micro_batch_count and count < MIN_NORMALISED}
+    if not small_batches:
         return []
-    return [messages.small_norm_batches(samples=few)]
+    return [messages.small_norm_batches(samples=small_batches)]

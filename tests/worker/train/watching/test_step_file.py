@@ -114,7 +114,7 @@ def test_following_a_step_does_not_wait_for_the_device(method: dict[str, Any], a
 
 def test_a_long_training_is_thinned_out_and_no_step_is_lost(tmp_path: Path) -> None:
     training = TrainingRun(tmp_path, "ab12cd34")
-    file = StepRecordFile(training, most=40)
+    file = StepRecordFile(training, max_rows=40)
     for first in range(0, 1000, 7):
         file.add(steps(min(7, 1000 - first), start=first), close=first % 49 == 0)
         assert len(training.read_step_rows()) == file.count <= 40
@@ -127,13 +127,13 @@ def test_a_long_training_is_thinned_out_and_no_step_is_lost(tmp_path: Path) -> N
 
 def test_no_row_has_steps_from_both_sides_of_a_checkpoint(tmp_path: Path) -> None:
     training = TrainingRun(tmp_path, "ab12cd34")
-    file = StepRecordFile(training, most=10)
+    file = StepRecordFile(training, max_rows=10)
     for first in range(0, 60, 5):
         file.add(steps(5, start=first), close=True)
         if first in (20, 35, 50):
             write_atomic(training.get_checkpoint_path(8 * (first + 5)), b"")
     for path in training.list_checkpoints():
-        again = StepRecordFile(training, most=10)
+        again = StepRecordFile(training, max_rows=10)
         again.resume(int(path.stem))
         result = training.read_steps()
         assert 8 * sum(result.steps) == result.samples[-1] == int(path.stem)
@@ -161,7 +161,7 @@ def test_metrics_cut_the_rows_also_where_nobody_adds_any(alone: Ranks, run: RunD
 def test_a_training_that_is_thinned_out_goes_on_where_it_was(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_log, "StepRecordFile", functools.partial(StepRecordFile, most=4))
+    monkeypatch.setattr(training_log, "StepRecordFile", functools.partial(StepRecordFile, max_rows=4))
     task, ending = train_task(job(PLAIN)), job(PLAIN, ends_after=EPOCH + 40)
     with pytest.raises(Interrupted):
         run_training(train_task(ending, signature=task.signature), run, alone, build_datasets(ending))

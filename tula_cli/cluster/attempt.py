@@ -235,7 +235,9 @@ class RunningAttempt:
             if (stuck := self._monitor.find_reason_to_kill()) is not None:
                 group.kill()
                 return stuck
-            if failed_at is None and (failed or (is_due and self.run.has_failure(self.task.id, self.attempt.number))):
+            if failed_at is None and (
+                failed or (is_due and self.run.list_failed_ranks(self.task.id, self.attempt.number))
+            ):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE_SECONDS:
                 return self._end_waiting_ranks(group)

@@ -13,11 +13,7 @@ from tula_cli.host.failures import describe_advice
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.tasks import (
-    ProbeTask,
-    Task,
-    TrainTask,
-)
+from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import MIN_AUTO_WORKERS
 

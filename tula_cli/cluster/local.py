@@ -39,9 +39,7 @@ class LocalLauncher:
 
     def render_script(self, run: RunDir, task: Task) -> str:
         """Return a description of the processes that a job on this machine starts."""
-        from tula_cli.cluster.rank_programs import (
-            make_rank_program,  # imported here because only a dry run needs it
-        )
+        from tula_cli.cluster.rank_programs import make_rank_program  # imported here because only a dry run needs it
 
         world = task.ranks
         description = f"{task.job} in {run.path.name}: {format_count(world, 'rank')} on this machine"

@@ -15,13 +15,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, TimeParts
 from tula_cli.run.records.results import Summary, TrainResult
-from tula_cli.run.records.tasks import (
-    ProbeTask,
-    Task,
-    TrainTask,
-    make_probe_id,
-    make_probe_identity,
-)
+from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask, make_probe_id, make_probe_identity
 from tula_cli.run.training_run import TrainingRun
 
 

@@ -663,8 +663,7 @@ def _parse_exception(block: str) -> list[_TracebackException]:
 
 def find_device_fault(message: str) -> FaultName | None:
     """Return the fault of a node or a device that a message reports; None if it reports none that is known."""
-    return next((name for name, patterns in _FAULT_PATTERNS.items() if _matches_any(patterns, message)), None)
-
-
-def _matches_any(patterns: Iterable[str], text: str) -> bool:
-    return any(re.search(pattern, text, re.MULTILINE) for pattern in patterns)
+    for name, patterns in _FAULT_PATTERNS.items():
+        if any(re.search(pattern, message, re.MULTILINE) for pattern in patterns):
+            return name
+    return None

@@ -62,7 +62,8 @@ def find_named_address() -> str | None:
         addresses = [
             str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         ]
-        return next((address for address in _sort_ipv4_first(addresses) if _is_reachable_address(address)), None)
+        ipv4_first = sorted(addresses, key=lambda address: ":" in address)
+        return next((address for address in ipv4_first if _is_reachable_address(address)), None)
     return None
 
 
@@ -118,10 +119,6 @@ def _is_reachable_address(address: str) -> bool:
         probe.bind((address, 0))
         return True
     return False
-
-
-def _sort_ipv4_first(addresses: list[str]) -> list[str]:
-    return sorted(addresses, key=lambda address: ":" in address)
 
 
 def _list_outside_addresses() -> Iterator[str]:

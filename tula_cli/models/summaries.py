@@ -69,7 +69,7 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
 
 
 def _summarize_overlap(model: OverlapFit, name: str, share: str) -> RegressionSummary:
-    names, result = model.coordinates, model.make_regression_result()
+    names, result = model.coordinates, model.fitted.regression
     about = (
         "the step-time model at its most probable parameters, by generalised least squares: one row per step time and, if"
         f" measured, per compute time, and {format_count(len(names), 'row')} for the priors. Each value is the number of prior"

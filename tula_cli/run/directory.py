@@ -301,9 +301,6 @@ class RunDir:
                 failures += [failure] if (failure := read_record(path, Failure)) else []
         return sorted(failures, key=lambda failure: failure.failed_at)
 
-    def has_failure(self, task_id: str, attempt: int) -> bool:
-        return bool(self.list_failed_ranks(task_id, attempt))
-
     def list_failed_ranks(self, task_id: str, attempt: int) -> list[int]:
         """Return the ranks of an attempt with a recorded failure."""
         paths = list_files(self.path / "failures", f"{task_id}.{attempt:03d}.*.json")

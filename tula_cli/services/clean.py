@@ -16,13 +16,7 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.errors import CannotWrite, NotYours, TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run import format as run_format
-from tula_cli.run.clean import (
-    CleanPolicy,
-    RemovableEntry,
-    list_removable_files,
-    measure_size_and_time,
-    remove_file,
-)
+from tula_cli.run.clean import CleanPolicy, RemovableEntry, list_removable_files, measure_size_and_time, remove_file
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.snapshot import Snapshot

@@ -7,7 +7,7 @@ train`, it resumes, continues after an out-of-memory error and can be attached t
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -170,7 +170,7 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
         price=describe_price(spec.pricing),
         first=plan_cell(run, missing[0], inspect) if missing else None,
         warnings=(
-            *_list_distinct(warning for p in plans.values() for warning in p.code.warnings),
+            *{warning.text: warning for p in plans.values() for warning in p.code.warnings}.values(),  # each once
             *(messages.duplicate_row(row=row, twin=twin) for row, twin in first_row_by_duplicate.items()),
             *_warn_ineffective_methods(spec, grid),
         ),
@@ -231,11 +231,6 @@ def explain_unsupported_method(spec: JobSpec, method: str) -> str:
         if spec.script is None:
             raise
         return "; ".join(problem.message for problem in error.problems) or error.message
-
-
-def _list_distinct(warnings: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """Yield each warning once; its values need not be hashable."""
-    return iter({warning.text: warning for warning in warnings}.values())
 
 
 def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]:

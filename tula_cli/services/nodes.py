@@ -15,15 +15,7 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import Site
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.errors import (
-    Interruption,
-    JobFailed,
-    OutOfMemoryAtMinimum,
-    Pending,
-    SchedulerError,
-    SpecError,
-    TulaError,
-)
+from tula_cli.errors import Interruption, JobFailed, OutOfMemoryAtMinimum, Pending, SchedulerError, SpecError, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import get_only_run, save_runs

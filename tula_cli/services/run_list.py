@@ -99,9 +99,7 @@ def _read_job_names(run: Path) -> dict[str, str]:
     if known is not None:
         with contextlib.suppress(KeyError, TypeError, AttributeError):  # damaged record: read the YAML instead
             return _select_names(known.spec)
-    from tula_cli.run.directory import (
-        RunDir,
-    )  # the job file was edited by hand: validate it as other commands do
+    from tula_cli.run.directory import RunDir  # the job file was edited by hand: validate it as other commands do
 
     return _select_names(RunDir(run).read_spec().model_dump())
 

@@ -150,13 +150,8 @@ def get_job_status(
         node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,
         links=_list_chain_job_statuses(job, newest),
         hopeless=state == "queued" and scheduler.hopeless,
-        compared=_describe_compared_cell(snapshot, newest),
+        compared=snapshot.compared_cells.get(newest.signature, "") if isinstance(newest, TrainTask) else "",
     )
-
-
-def _describe_compared_cell(files_snapshot: Snapshot, task: JobTask) -> str:
-    """Return method, batch and seed of a training of the run's comparison; empty for other tasks."""
-    return files_snapshot.compared_cells.get(task.signature, "") if isinstance(task, TrainTask) else ""
 
 
 def _list_chain_job_statuses(job: Job, task: JobTask) -> tuple[ChainJobStatus, ...]:

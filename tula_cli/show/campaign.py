@@ -5,13 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.query import QUANTITIES
 from tula_cli.show.tables import describe_cost, make_table
-from tula_cli.words import (
-    choose_time_unit,
-    format_count,
-    format_duration,
-    format_interval_of_hours,
-    format_number,
-)
+from tula_cli.words import choose_time_unit, format_count, format_duration, format_interval_of_hours, format_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -101,8 +101,9 @@ def render_comparison(compare_report: "CompareReport") -> Iterator["RenderableTy
         if compare_report.complete or compare_report.hours_left is None
         else f", about {format_duration(3600 * compare_report.hours_left)} left with one training at a time"
     )
+    moment_words = "last and best reported value" if compare_report.has_script_metrics else "after the last epoch"
     yield (
-        f"mean ± standard deviation over n seeds, {describe_moment(compare_report)}; gap: {describe_gap_meaning(compare_report)} relative to lbt at batch"
+        f"mean ± standard deviation over n seeds, {moment_words}; gap: {describe_gap_meaning(compare_report)} relative to lbt at batch"
         f" {compare_report.reference_batch}; recovered: share of lbt's gap at the same batch that the method recovers (-: this gap is"
         " within noise, or unknown because there is one seed or no lbt)"
     )
@@ -113,11 +114,6 @@ def list_column_headings(compare_report: "CompareReport") -> tuple[str, ...]:
     if compare_report.has_script_metrics:
         return tuple(metric.replace("best_", "best ", 1) for metric in compare_report.columns)
     return tuple({"top1": "top-1 (%)", "top5": "top-5 (%)"}.get(metric, metric) for metric in compare_report.columns)
-
-
-def describe_moment(compare_report: "CompareReport") -> str:
-    """Describe at which point of the training the metrics were taken."""
-    return "last and best reported value" if compare_report.has_script_metrics else "after the last epoch"
 
 
 def describe_gap_meaning(compare_report: "CompareReport") -> str:
@@ -138,14 +134,9 @@ def choose_metric_digits(compare_report: "CompareReport", metric: str) -> int:
     return max(0, 3 - math.floor(math.log10(largest))) if largest else 2
 
 
-def choose_time_column(compare_report: "CompareReport") -> tuple[float, str]:
-    """Return the unit of the time column: its size in seconds and its name."""
-    return choose_time_unit(3600 * max((row.hours or 0.0 for row in compare_report.rows), default=0.0))
-
-
 def make_comparison_table(compare_report: "CompareReport", rows: "Sequence[ComparisonRow]") -> "Table":
     """Build the table of a comparison, with one row per method and batch."""
-    divisor, unit = choose_time_column(compare_report)
+    divisor, unit = choose_time_unit(3600 * max((row.hours or 0.0 for row in compare_report.rows), default=0.0))
     shown = [row for row in rows if row.cells]
     table = make_table(
         (

@@ -3,12 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import (
-    describe_measured_trainings,
-    describe_row,
-    get_configuration_key,
-    make_table,
-)
+from tula_cli.show.tables import describe_measured_trainings, describe_row, get_configuration_key, make_table
 from tula_cli.words import (
     choose_size_unit,
     choose_time_unit,

@@ -126,7 +126,8 @@ def make_json_schema(kind: Kind) -> Schema:
             "allOf": [{"$ref": f"#/$defs/{key.title()}"}],
         }
     required = schema.pop("required")
-    for name in _merge_sections(schema if kind == "site" else _remove_requirements(schema, NODE_TYPE_SECTIONS), parts):
+    of_node_types = {"properties": {key: schema["properties"][key] for key in NODE_TYPE_SECTIONS}}
+    for name in _merge_sections(schema if kind == "site" else of_node_types, parts):
         parts[name].pop("required", None)
     if kind == "job":
         schema |= _require_keys(required, parts)
@@ -165,10 +166,6 @@ def _simplify_value(value: Any) -> None:
             value["additionalProperties"] = False
         for item in value.values():
             _simplify_value(item)
-
-
-def _remove_requirements(root: Schema, keys: tuple[str, ...]) -> Schema:
-    return {"properties": {key: root["properties"][key] for key in keys}}
 
 
 def _merge_sections(root: Schema, parts: Schema) -> set[str]:

@@ -7,14 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tula_cli.spec.kinds import (
-    OneLineText,
-    Positive,
-    Section,
-    check_word,
-    convert_to_typed_text,
-    require_one_line,
-)
+from tula_cli.spec.kinds import OneLineText, Positive, Section, check_word, convert_to_typed_text, require_one_line
 
 _SBATCH_SETTINGS = {
     "job-name": "name (the name of the job)",

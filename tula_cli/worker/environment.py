@@ -34,10 +34,8 @@ def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environ
     """
     cuda = ranks.device.type == "cuda"
     hardware = get_gpu_name(ranks.device) if cuda else read_processor_name()
-    rank_hardware = [
-        json.loads(text)
-        for text in ranks.gather(json.dumps([platform.node(), hardware, _read_driver_of_device(ranks)]))
-    ]
+    driver = read_driver_version() if cuda else ""
+    rank_hardware = [json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, driver]))]
     nodes = _group_hardware_by_host(rank_hardware)
     return Environment(
         hosts=tuple(node.name for node in nodes),
@@ -57,10 +55,6 @@ def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environ
         variables=select_recorded_variables(os.environ),
         workers=workers,
     )
-
-
-def _read_driver_of_device(ranks: Ranks) -> str:
-    return read_driver_version() if ranks.device.type == "cuda" else ""
 
 
 def _group_hardware_by_host(rank_hardware: Iterable[tuple[str, str, str]]) -> tuple[Host, ...]:

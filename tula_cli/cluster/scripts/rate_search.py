@@ -21,7 +21,6 @@ from tula_cli.cluster.scripts.start import (
     ScriptProcess,
     ScriptProgram,
     get_learning_rate,
-    get_script,
     list_placeholder_values,
     make_script_failure,
 )
@@ -168,7 +167,7 @@ class ScriptRateSearch(ScriptProgram):
         return list_placeholder_values(self.task.spec, process, batch=batch, out=out, run=run, workers=0)
 
     def _find_newest_checkpoint(self, out: Path, batch: int) -> Path | None:
-        resume = get_script(self.task.spec).resume
+        resume = self.script.resume
         assert resume is not None
         values, workdir = self._list_path_values(out, batch), Path(self.task.workdir)
         return checkpoints.find_newest_checkpoint(resume, values, workdir=workdir, since=0.0)[0]

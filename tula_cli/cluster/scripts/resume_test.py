@@ -220,7 +220,7 @@ class ResumeTest(ScriptProgram):
             out=str(out),
             seconds=max(MIN_START_SECONDS, TIME_SHARES[phase] * remaining),
         )
-        resume = get_script(self.task.spec).resume
+        resume = self.script.resume
         assert resume is not None
         checkpoint, _ = checkpoints.find_newest_checkpoint(
             resume, self.get_placeholder_values(start), workdir=Path(self.task.workdir), since=0.0
@@ -229,7 +229,7 @@ class ResumeTest(ScriptProgram):
 
     def _choose_first_length(self) -> Length:
         """Return the length of the first start: shortened if the command takes a length and saves early."""
-        script = get_script(self.task.spec)
+        script = self.script
         if not self._is_length_known:
             return script.length
         if script.length.epochs is not None:
@@ -243,11 +243,11 @@ class ResumeTest(ScriptProgram):
 
     @property
     def _is_length_known(self) -> bool:
-        return bool({"epochs", "steps", "samples"} & set(find_placeholders(get_script(self.task.spec).command)))
+        return bool({"epochs", "steps", "samples"} & set(find_placeholders(self.script.command)))
 
     def _repeat_beginning(self, begins: Sequence[ObservedStart], remaining: float) -> tuple[Length, int] | None:
         """Return length and batch of another first start (shorter, longer, or with less memory), or None."""
-        last_begin, full_length = begins[-1], get_script(self.task.spec).length
+        last_begin, full_length = begins[-1], self.script.length
         if last_begin.ended == "failed":
             half = last_begin.batch // 2
             fits = last_begin.outcome == "device_oom" and half > 0 and self._is_divisible(half, self.task.first_nodes)
@@ -309,7 +309,7 @@ class ResumeTest(ScriptProgram):
     def _observe_start(self, start: PlannedStart, command: LeaderCommand, failure: Failure | None) -> ObservedStart:
         attempt, world = self.get_attempt(command), command.ranks
         killed, rows = attempt.read_kill(), [row for row in attempt.read_rows(0) if row["kind"] == "row"]
-        declared_size, observed_size = get_script(self.task.spec).dataset_size, killed and killed.dataset
+        declared_size, observed_size = self.script.dataset_size, killed and killed.dataset
         size = (
             observed_size or self.run.read_snapshot().measured_dataset_size
             if declared_size == "auto"
@@ -351,7 +351,7 @@ class ResumeTest(ScriptProgram):
         """Return the record with its verdict, and remove the files of the script."""
         shutil.rmtree(self.files.get_folder(self.task.id), ignore_errors=True)
         begin = next(start for start in reversed(record.starts) if start.phase == "begin")
-        lr_placeholders = {"lr", "lr_factor"} & get_script(self.task.spec).placeholders
+        lr_placeholders = {"lr", "lr_factor"} & self.script.placeholders
         spec, half = self.task.spec, begin.batch // 2
         ratio = compute_lr_scale(spec, half) / compute_lr_scale(spec, begin.batch) if lr_placeholders and half else None
         judgement = judge_resume_test(record.starts, lr_ratio=ratio)

@@ -24,13 +24,7 @@ from tula_cli.cluster.scripts.checkpoints import (
 )
 from tula_cli.cluster.scripts.methods import NEVER_REFRESH_STEPS, summarize_scaling
 from tula_cli.cluster.scripts.metrics import find_last_and_best, read_metrics
-from tula_cli.cluster.scripts.start import (
-    ScriptProcess,
-    ScriptProgram,
-    get_learning_rate,
-    get_script,
-    list_placeholder_values,
-)
+from tula_cli.cluster.scripts.start import ScriptProcess, ScriptProgram, get_learning_rate, list_placeholder_values
 from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import JobFailed
 from tula_cli.host.leftovers import find_processes_with_variable
@@ -74,9 +68,8 @@ class TrainingMonitor(ScriptMonitor):
     program: "ScriptTraining"
     leads: bool = False
     _next_row: float = 0.0
-    _next_print: float = words.compute_seconds_to_next_progress_line(
-        0.0
-    )  # seconds after the start of the next progress line
+    # seconds after the start of the next progress line
+    _next_print: float = words.compute_seconds_to_next_progress_line(0.0)
     _next_epoch: float = 0.0  # epoch at whose start a progress line is printed earlier
     _next_checkpoint_check: float = 0.0
     _began: float = field(default_factory=time.monotonic)
@@ -287,7 +280,7 @@ class ScriptTraining(ScriptProgram):
     @property
     def resume_settings(self) -> Resume | None:
         """How the script resumes: as in the spec, else as observed when it resumed by itself; None if not."""
-        configured, pattern = get_script(self.task.spec).resume, self.training.read_script_saves().resumes_from
+        configured, pattern = self.script.resume, self.training.read_script_saves().resumes_from
         return Resume(checkpoint=pattern, batch="same") if configured is None and pattern else configured
 
     @property
@@ -345,12 +338,10 @@ class ScriptTraining(ScriptProgram):
     @property
     def dataset_size(self) -> int | None:
         """Samples per epoch: as in the spec, else as seen by probes or first steps of the training; or None."""
-        known_size = get_script(self.task.spec).known_dataset_size or self._measured_size
-        return (
-            claims.find_dataset_size(self._first_rank_results)
-            if known_size is None and self._first_rank_results
-            else known_size
-        )
+        known_size = self.script.known_dataset_size or self._measured_size
+        if known_size is None and self._first_rank_results:
+            return claims.find_dataset_size(self._first_rank_results)
+        return known_size
 
     @cached_property
     def _measured_size(self) -> int | None:
@@ -373,7 +364,7 @@ class ScriptTraining(ScriptProgram):
         """Samples trained per epoch: the dataset, less samples that the loader drops, plus those that it repeats."""
         size, observed = self.dataset_size, claims.count_epoch_samples(self._first_rank_results)
         by_loader = claims.find_dataset_size(self._first_rank_results) if self._first_rank_results else None
-        if get_script(self.task.spec).length.epochs is None or observed is None or by_loader != size:
+        if self.script.length.epochs is None or observed is None or by_loader != size:
             return size  # a loader of a part of the dataset does not show the length of an epoch
         return observed
 
@@ -381,7 +372,7 @@ class ScriptTraining(ScriptProgram):
     def total_samples(self) -> int | None:
         """Samples of the whole training; None if unknown."""
         size = self.epoch_samples
-        return None if size is None else count_script_samples(get_script(self.task.spec), size)
+        return None if size is None else count_script_samples(self.script, size)
 
     def get_start_position(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and steps from which an attempt starts; 0 unless it resumes."""
@@ -398,14 +389,11 @@ class ScriptTraining(ScriptProgram):
 
         The samples in the checkpoint are those that the earlier attempt had trained when it was written.
         """
-        earlier = [
-            earlier_attempt
-            for earlier_attempt in self.training.read_attempts()
-            if (earlier_attempt.task, earlier_attempt.number) != (command.task, command.attempt)
-        ]
-        if get_script(self.task.spec).resume is not None or command.checkpoint or not earlier:
+        attempts = self.training.read_attempts()
+        earlier = [other for other in attempts if (other.task, other.number) != (command.task, command.attempt)]
+        if self.script.resume is not None or command.checkpoint or not earlier:
             return
-        first_start = min(earlier_attempt.started_at for earlier_attempt in earlier)
+        first_start = min(other.started_at for other in earlier)
         loads = [
             row for row in attempt.read_loaded_files(0) if first_start <= row["written"] < _get_plan_write_time(attempt)
         ]
@@ -413,10 +401,7 @@ class ScriptTraining(ScriptProgram):
             return
         newest = max(loads, key=lambda row: float(row["written"]))
         path, written = Path(newest["path"]), float(newest["written"])
-        writer = max(
-            (earlier_attempt for earlier_attempt in earlier if earlier_attempt.started_at <= written),
-            key=lambda earlier_attempt: earlier_attempt.started_at,
-        )
+        writer = max((other for other in earlier if other.started_at <= written), key=lambda other: other.started_at)
         steps, counted = _find_position_at(ScriptAttempt(self.run.path, writer.task, writer.number), written)
         samples, batch = (
             steps * self.task.batch if counted is None else round(counted * self.world_size),
@@ -433,7 +418,7 @@ class ScriptTraining(ScriptProgram):
             f"the script resumed by itself from {path.name}, so counting continues at {samples} samples;"
             f' to declare this in the job file, set script.resume: {{checkpoint: "{pattern}"}}'
         )
-        self._add_row("warning", samples, message=message)
+        self._add_warning(samples, message)
 
     def _make_glob_for_siblings(self, path: Path) -> str:
         """Return the pattern of checkpoints similar to this one, with * for its numbers."""
@@ -447,19 +432,17 @@ class ScriptTraining(ScriptProgram):
     def _progress(self) -> ScriptProgress | None:
         """The newest recorded checkpoint, if the script may resume from it with this batch."""
         progress = self.training.read_script_progress()
-        return (
-            progress
-            if progress is not None and (progress.batch == self.task.batch or self._resumes_at_any_batch)
-            else None
-        )
+        if progress is not None and (progress.batch == self.task.batch or self._resumes_at_any_batch):
+            return progress
+        return None
 
     def record_start(self, command: LeaderCommand) -> None:
         """Record the start of an attempt, with warnings about its checkpoints."""
-        if self.allowed_resume_batch == "none" and get_script(self.task.spec).resume is not None:
+        if self.allowed_resume_batch == "none" and self.script.resume is not None:
             message = "according to the resume test, the script cannot resume from its own checkpoint, so it starts from the beginning after each interruption"
-            self._add_row("warning", 0, message=message)
+            self._add_warning(0, message)
         for message in self._describe_damaged_checkpoints():
-            self._add_row("warning", self.get_start_position(command)[0], message=message)
+            self._add_warning(self.get_start_position(command)[0], message)
         lr = get_learning_rate(self.task.spec, self.task.batch)
         self._add_row(
             "start", self.get_start_position(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr
@@ -488,7 +471,7 @@ class ScriptTraining(ScriptProgram):
         if after == 0:
             self.detect_resume_by_script(attempt, command)
         for note in attempt.read_notes(0) if after == 0 else ():
-            self._add_row("warning", self.get_start_position(command)[0], message=note)
+            self._add_warning(self.get_start_position(command)[0], note)
         row = attempt.read_newest_row(0)
         samples, steps = self._find_reached_position(command, heartbeat.step, heartbeat.samples)
         batch = (heartbeat.step_samples or 0) * self.world_size or self.task.batch
@@ -527,7 +510,7 @@ class ScriptTraining(ScriptProgram):
             f" {self.task.batch}, for which step time, cost and learning rate were predicted. Check whether the script"
             " accumulates more or increases its batch after its first steps."
         )
-        self._add_row("warning", samples, message=message)
+        self._add_warning(samples, message)
         return changed
 
     def check_step_time(self, pace: "ScriptLevelDetector", attempt: ScriptAttempt, command: LeaderCommand) -> None:
@@ -689,7 +672,7 @@ class ScriptTraining(ScriptProgram):
             return None
         self._use_older_checkpoint(progress, older)
         message = f"{failure.description}; skipped {Path(progress.checkpoint).name}; trying the previous checkpoint {older.name}"
-        self._add_row("warning", progress.samples, message=message)
+        self._add_warning(progress.samples, message)
         return Failure(outcome="unknown", message=message, rank=failure.rank, host=failure.host)
 
     def _use_older_checkpoint(self, progress: ScriptProgress, older: Path) -> None:
@@ -744,7 +727,7 @@ class ScriptTraining(ScriptProgram):
             self._add_warning(samples, f"the script ended after {samples} samples instead of {total}: {check}")
 
     def _write_result(self, samples: int, steps: int, seconds: float | None) -> None:
-        script, task = get_script(self.task.spec), self.task
+        script, task = self.script, self.task
         attempts = self.training.read_attempts()
         logs = [self.run.get_log_path(attempt.task, attempt.number) for attempt in attempts]
         rows = read_metrics(script, logs)

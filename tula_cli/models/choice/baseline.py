@@ -24,13 +24,7 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import MAX_NOISE_SCALE
 from tula_cli.models.time.noise import Z90
 from tula_cli.query import QUANTITIES, Objective
-from tula_cli.run.records.recommendations import (
-    Accuracy,
-    Change,
-    Headline,
-    Prediction,
-    RiskBasis,
-)
+from tula_cli.run.records.recommendations import Accuracy, Change, Headline, Prediction, RiskBasis
 from tula_cli.run.records.results import Summary
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.workload import get_workload

@@ -515,10 +515,6 @@ class OverlapFit:
         """ln of the probability density of the probes, up to a constant that is equal for all fits to them."""
         return self.fitted.log_evidence
 
-    def make_regression_result(self) -> "RegressionResultsWrapper":
-        """Return the final generalised least squares as a statsmodels result; `coordinates` names its parameters."""
-        return self.fitted.regression
-
     @property
     def coordinates(self) -> tuple[str, ...]:
         """Names of the fitted coordinates: parameters, and residuals of compute and of synchronisation."""
@@ -682,7 +678,7 @@ class _LinearisedFit:
 
     @cached_property
     def regression(self) -> "RegressionResultsWrapper":
-        """Generalised least squares of the linearised model by statsmodels.
+        """Generalised least squares of the linearised model by statsmodels; `Overlap.coordinates` names its parameters.
 
         The priors are further rows, one per coordinate.
         """

@@ -101,7 +101,7 @@ def train_cells_one_by_one(
             failed,
             None,
             None,
-            _convert_hours_to_seconds(other_hours),
+            None if other_hours is None else 3600 * other_hours,
             ended=cell,
             problem=problem,
         )
@@ -153,10 +153,6 @@ def _estimate_remaining_seconds(
     if training_seconds is None and expected is not None:
         training_seconds = max(0.0, 3600 * expected - elapsed)
     return None if training_seconds is None or other_hours is None else training_seconds + 3600 * other_hours
-
-
-def _convert_hours_to_seconds(hours: float | None) -> float | None:
-    return None if hours is None else 3600 * hours
 
 
 def _describe_failure(run: Run, cell: Cell) -> str:

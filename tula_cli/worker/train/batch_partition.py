@@ -10,10 +10,7 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import LoopTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches import BatchSizes
-from tula_cli.worker.build.norms import (
-    count_batch_norm_micro_batches,
-    list_micro_batch_limits,
-)
+from tula_cli.worker.build.norms import count_batch_norm_micro_batches, list_micro_batch_limits
 from tula_cli.worker.methods.plain import Configuration, Loop
 from tula_cli.worker.methods.table import get_method
 

@@ -1,13 +1,13 @@
-"""What many candidates cost `tula recommend`: CPU seconds and peak memory, beside those of an ordinary answer.
+"""CPU time and peak memory of `tula recommend` with many candidates, compared with an ordinary number.
 
     python benchmarks/candidates.py [--counts 1000 20000 100000] [--method lbt] [--spot] [--all] [--repeat 3] [--json]
 
-For each count a run with so many feasible configurations is made in a temporary folder: nine probes, and numbers of nodes that
-divide every one of 25 batches (few numbers do, so the largest batches and clusters are beyond any that there are). Then `tula
-recommend` is run on it as a process of its own, and on an ordinary grid of 32. With --spot there are spot nodes as well,
-on which each configuration is forecast too. --method is the training method: with the default, lbt, the batch is
-constant; with ramp it grows, and each configuration has stages of its own. With --all every candidate is told, as JSON, and written into results.csv. CPU seconds, user and system, are the least of some repetitions; memory is
-the peak resident one.
+For each count, a run with this number of feasible configurations is created in a temporary folder: nine probes, and numbers of
+nodes that divide each of 25 batches (few numbers do, so the largest batches and clusters are larger than any real ones). Then
+`tula recommend` runs on it in a separate process, and on an ordinary grid of 32. With --spot there are also spot nodes, and each
+configuration is also predicted on these. --method is the training method: with the default, lbt, the batch is constant; with
+ramp it grows, and each configuration has stages. With --all, all candidates are printed as JSON and written to results.csv. CPU
+seconds (user and system) are the minimum of the repetitions; memory is peak resident memory.
 """
 
 import argparse
@@ -28,33 +28,33 @@ from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.spec.load import validate_job
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDINARY = 32
-BATCHES = 25
+ORDINARY_COUNT = 32
+BATCH_COUNT = 25
 MIB = 2**20
-# Divides by 5376 numbers, and 2^24 times it is still a 64-bit integer.
-SMALLEST = 2**6 * 3**3 * 5**2 * 7 * 11 * 13 * 17 * 19 * 23
-WATCH = """
+# It has 5376 divisors, and 2^24 times its value fits into a 64-bit integer.
+SMALLEST_BATCH = 2**6 * 3**3 * 5**2 * 7 * 11 * 13 * 17 * 19 * 23
+MEASURE_CODE = """
 import json, resource, subprocess, sys
 done = subprocess.run(sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(json.dumps([done.returncode, done.stdout, used.ru_utime + used.ru_stime, used.ru_maxrss]))
 """
-"""Of a small process between: the peak of a process holds that of the one that it was forked from, which may be a large one."""
-SPOT = {"discount": 0.6, "interruptions_per_day": 0.5}
+"""Runs in a small process, because the peak of a process includes that of the process it was forked from, which may be large."""
+SPOT_PRICING = {"discount": 0.6, "interruptions_per_day": 0.5}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one answer cost."""
+    """The cost of one `tula recommend`."""
 
     candidates: int
-    cpu: float  # seconds
-    memory: float  # MB, at its peak
+    cpu: float  # in seconds
+    memory: float  # peak, in MB
 
 
 def main() -> None:
-    options = _options()
-    # What is written here need not outlive a crash, and syncing takes time.
+    options = _parse_arguments()
+    # The files need not survive a crash, and syncing takes time.
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "fsync"):
         costs = [
             measure(
@@ -63,7 +63,12 @@ def main() -> None:
             for count in options.counts
         ]
         ordinary = measure(
-            Path(folder), ORDINARY, method=options.method, spot=options.spot, every=options.all, repeat=options.repeat
+            Path(folder),
+            ORDINARY_COUNT,
+            method=options.method,
+            spot=options.spot,
+            every=options.all,
+            repeat=options.repeat,
         )
     if options.json:
         print(json.dumps([asdict(cost) for cost in (ordinary, *costs)]))
@@ -73,7 +78,7 @@ def main() -> None:
         print(f"{cost.candidates:10}{cost.cpu:9.2f}{cost.cpu - ordinary.cpu:9.2f}{cost.memory:9.0f}")
 
 
-def _options() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counts", type=int, nargs="+", default=[1000, 20_000, 100_000])
     parser.add_argument("--method", default="lbt")
@@ -85,23 +90,23 @@ def _options() -> argparse.Namespace:
 
 
 def measure(root: Path, count: int, *, method: str = "lbt", spot: bool, every: bool, repeat: int) -> Cost:
-    """Return what the cheapest of some answers cost.
+    """Return the lowest cost over some repetitions.
 
     Args:
-        root: folder of the run that is made for it.
-        count: candidates; beyond an ordinary grid the next multiple of 25.
+        root: folder of the run, which is created.
+        count: candidates; above an ordinary grid, the next multiple of 25.
         method: training method.
         spot: whether there are spot nodes.
-        every: whether every candidate is told and written.
-        repeat: answers.
+        every: whether all candidates are printed and written.
+        repeat: number of repetitions.
     """
     run = make_run(root / f"{count}", count, method=method, spot=spot)
-    results = [recommended(run, every=every) for _ in range(repeat)]
+    results = [measure_recommendation(run, every=every) for _ in range(repeat)]
     return min(results, key=lambda cost: cost.cpu)
 
 
-def recommended(run: RunDir, *, every: bool) -> Cost:
-    """Return what one answer costs, as a process of its own.
+def measure_recommendation(run: RunDir, *, every: bool) -> Cost:
+    """Return the cost of one recommendation in a separate process.
 
     Raises:
         CalledProcessError: it failed.
@@ -116,7 +121,7 @@ def recommended(run: RunDir, *, every: bool) -> Cost:
         *(["--all", "--json"] if every else []),
     ]
     watched = subprocess.run(
-        [sys.executable, "-c", WATCH, *command],
+        [sys.executable, "-c", MEASURE_CODE, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         check=True,
@@ -130,10 +135,10 @@ def recommended(run: RunDir, *, every: bool) -> Cost:
 
 
 def make_run(root: Path, count: int, *, method: str = "lbt", spot: bool) -> RunDir:
-    """Return a run with so many feasible configurations and nine probes."""
-    few = count <= ORDINARY
-    nodes = [1, 2, 4, 8] if few else _nodes(-(-count // BATCHES))
-    smallest, batches = (64, 8) if few else (SMALLEST, BATCHES)
+    """Return a run with `count` feasible configurations and nine probes."""
+    few = count <= ORDINARY_COUNT
+    nodes = [1, 2, 4, 8] if few else _node_counts(-(-count // BATCH_COUNT))
+    smallest, batches = (64, 8) if few else (SMALLEST_BATCH, BATCH_COUNT)
     spec = validate_job(
         {
             "name": "candidates",
@@ -141,7 +146,7 @@ def make_run(root: Path, count: int, *, method: str = "lbt", spot: bool) -> RunD
             "dataset": {"name": "digits"},
             "optimizer": {"lr": 0.1},
             "train": {"epochs": 10, "method": method},
-            "pricing": {"price": 2.0, **({"spot": SPOT} if spot else {})},
+            "pricing": {"price": 2.0, **({"spot": SPOT_PRICING} if spot else {})},
             "search": {
                 "nodes": nodes,
                 "min_batch": smallest,
@@ -155,19 +160,19 @@ def make_run(root: Path, count: int, *, method: str = "lbt", spot: bool) -> RunD
     sizes = [smallest * 2**k for k in (0, batches // 2, batches - 1)]
     for there in (nodes[0], nodes[len(nodes) // 2], nodes[-1]):
         for batch in sizes:
-            run.write_result(probe(there, batch // there, scale=smallest))
+            run.write_result(make_probe(there, batch // there, scale=smallest))
     return run
 
 
-def _nodes(count: int) -> list[int]:
-    divisors = list_divisors(SMALLEST)
+def _node_counts(count: int) -> list[int]:
+    divisors = list_divisors(SMALLEST_BATCH)
     if count > len(divisors):
-        raise SystemExit(f"at most {len(divisors) * BATCHES} candidates")
+        raise SystemExit(f"at most {len(divisors) * BATCH_COUNT} candidates")
     return divisors[:count]
 
 
-def probe(nodes: int, local_batch: int, *, scale: int) -> Measured:
-    """Return a probe whose step takes a tenth of a second for so many samples, and as long to synchronise."""
+def make_probe(nodes: int, local_batch: int, *, scale: int) -> Measured:
+    """Return a probe whose step computes a tenth of a second per `scale` samples and synchronises for the same time."""
     compute, sync = 0.05 + 0.1 * local_batch / scale, 0.1 * (1 - 1 / nodes)
     return Measured(
         id=make_probe_id(nodes, local_batch),

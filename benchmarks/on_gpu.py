@@ -1,21 +1,20 @@
-"""What only a GPU can show, in stages of at most five minutes, the ones worth most first.
+"""Measurements that need a GPU, in stages of at most five minutes, the most useful first.
 
     python benchmarks/on_gpu.py [--stages env,quickstart] [--budget SECONDS] [--out DIR] [--done FILE] [--data DIR]
-    python benchmarks/on_gpu.py --device cpu --tiny       a dry run of the same program, without a GPU
-    python benchmarks/on_gpu.py --prepare DIR             estimates of memory, made where there is no GPU to wait
+    python benchmarks/on_gpu.py --device cpu --tiny       a dry run of the same program without a GPU
+    python benchmarks/on_gpu.py --prepare DIR             compute the memory estimates in advance, without a GPU
 
-DIR/results.json is written anew after each stage:
+DIR/results.json is written after each stage:
 
     {stage: {"status": ok | fail | timeout | skipped, "seconds", "pass", "why", "data", "judged", "device", "tiny", "code"}}
 
-`ok` says that it was measured, `pass` that what was measured is as it should be; `why` tells what is not. The same command
-goes on: a stage that is ok in --done (by default DIR/results.json) on the same device is not measured again, unless
---again. Nothing starts that usually takes longer than what is left of the budget, and with the budget it ends. Beside it
-stand log.txt, what the stages wrote, and runs.tgz, the small files of their runs.
+`ok` means that the stage was measured, `pass` that all its checks hold; `why` names the checks that fail. The same command
+continues an interrupted call: a stage that is ok in --done (default DIR/results.json) on the same device is not measured again,
+unless --again is set. A stage whose typical duration exceeds the rest of the budget does not start, and a running stage is
+terminated when the budget is used up. log.txt has the output of the stages, and runs.tgz the small files of their runs.
 
-Each stage is a process in a session of its own; when its time is over it is ended with all that it has started. No setting
-of the card is touched. The exit code is 0 where every stage that was asked for is ok and, as far as this device can judge,
-has passed.
+Each stage is a process in a separate session; at its time limit, it is terminated with all its child processes. No setting of the
+GPU is changed. The exit code is 0 if each requested stage is ok and has passed all checks that are possible on this device.
 """
 
 import argparse
@@ -39,39 +38,39 @@ from typing import IO, Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FOLDERS = (HERE, HERE / "operations", HERE / "overhead", HERE / "table1", ROOT)
-"""Where the stages import from; tula need not be installed."""
+"""Import paths of the stages; tula need not be installed."""
 sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
-NEEDED = (
+REQUIRED_MODULES = (
     "torch", "torchvision", "sklearn", "pydantic", "typer", "rich", "yaml", "numpy", "pandas", "statsmodels", "kneed",
     "submitit",
 )  # fmt: skip
-"""Modules that tula and its quickstart import; all that are missing are told at once, before a card's time is spent."""
-if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+"""Modules imported by tula and its quickstart; all missing ones are reported before GPU time is used."""
+if missing := [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]:
     raise SystemExit(f"{sys.executable} lacks {', '.join(missing)}: pip install '{ROOT}[torch,nvml,schedulefree]'")
 
-from gpu.plan import STAGES, Row  # noqa: E402
-from gpu.stage import MARK, SLOWER  # noqa: E402
+from gpu.plan import STAGES, StagePlan  # noqa: E402
+from gpu.stage import CPU_TIME_FACTOR, STAGE_VARIABLE  # noqa: E402
 
 from tula_cli.errors import TulaError  # noqa: E402
 from tula_cli.host.devices import has_gpu  # noqa: E402
 from tula_cli.host.leftovers import find_processes_with_variable  # noqa: E402
 from tula_cli.run.files import write_atomic  # noqa: E402
 
-LARGEST_FILE, LARGEST_ARCHIVE = 2**20, 15 * 2**20  # bytes, of runs.tgz
-POLL = 0.1  # seconds
+MAX_FILE_BYTES, MAX_ARCHIVE_BYTES = 2**20, 15 * 2**20  # bytes; of runs.tgz
+POLL_SECONDS = 0.1  # seconds
 Entry = dict[str, Any]
 
 
 @dataclass
 class Results:
-    """What there is of each stage, on the disk at any time."""
+    """The results of all stages; the file on disk is always current."""
 
     path: Path
     entries: dict[str, Entry]
 
     @classmethod
     def begin(cls, path: Path, earlier: Path) -> "Results":
-        """Go on from earlier results, where there are any.
+        """Read earlier results, if there are any.
 
         Raises:
             SystemExit: they cannot be read.
@@ -90,7 +89,7 @@ class Results:
         return (entry.get("status"), entry.get("device"), entry.get("tiny")) == ("ok", device, tiny)
 
     def put(self, name: str, entry: Entry) -> None:
-        """Keep what became of a stage; that it was left out takes the place of nothing that was measured."""
+        """Store the result of a stage; `skipped` does not replace a measured result."""
         if entry["status"] != "skipped" or name not in self.entries:
             self.entries[name] = entry
         ordered = {key: self.entries[key] for key in STAGES if key in self.entries}
@@ -98,8 +97,8 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What every stage of a call has in common."""
+class CallSettings:
+    """Settings of a call that are common to all stages."""
 
     device: str
     tiny: bool
@@ -110,11 +109,11 @@ class Setting:
 
     @property
     def slower(self) -> float:
-        """By what the seconds of a stage are stretched here."""
-        return 1.0 if self.device == "cuda" else SLOWER
+        """Factor of time limits on this device."""
+        return 1.0 if self.device == "cuda" else CPU_TIME_FACTOR
 
-    def limit(self, row: Row) -> float:
-        """Return the seconds that a stage may take."""
+    def limit(self, row: StagePlan) -> float:
+        """Return the time limit of a stage in seconds."""
         return self.slower * row.limit
 
     def entry(self, status: str, why: str, *, seconds: float = 0.0, told: Entry | None = None) -> Entry:
@@ -133,8 +132,8 @@ class Setting:
         }
 
 
-def run(row: Row, setting: Setting) -> Entry:
-    """Measure one stage in a process of its own."""
+def run_stage(row: StagePlan, setting: CallSettings) -> Entry:
+    """Measure one stage in a separate process."""
     folder = setting.work / row.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stage.json").unlink(missing_ok=True)
@@ -147,7 +146,7 @@ def run(row: Row, setting: Setting) -> Entry:
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env=environment(mark),
+        env=make_environment(mark),
         stdin=subprocess.DEVNULL,
         stdout=setting.log,
         stderr=subprocess.STDOUT,
@@ -158,100 +157,102 @@ def run(row: Row, setting: Setting) -> Entry:
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        end(process, mark)
+        terminate(process, mark)
     seconds = time.monotonic() - began
     with contextlib.suppress(OSError, ValueError):
         data = json.loads((folder / "stage.json").read_text(encoding="utf-8"))
-        return judged(code, data, seconds, row=row, setting=setting, start=start)
-    return setting.entry("fail", f"it told nothing: {last_line(setting.log, start)}", seconds=seconds)
+        return make_entry(code, data, seconds, row=row, setting=setting, start=start)
+    return setting.entry("fail", f"it told nothing: {read_last_line(setting.log, start)}", seconds=seconds)
 
 
-def judged(code: int | None, told: Entry, seconds: float, *, row: Row, setting: Setting, start: int) -> Entry:
+def make_entry(
+    code: int | None, told: Entry, seconds: float, *, row: StagePlan, setting: CallSettings, start: int
+) -> Entry:
     if code is None:
         return setting.entry("timeout", f"ended after {setting.limit(row):.0f} s", seconds=seconds, told=told)
     if code:
-        why = f"exit code {code}: {last_line(setting.log, start)}"
+        why = f"exit code {code}: {read_last_line(setting.log, start)}"
         return setting.entry("fail", why, seconds=seconds, told=told)
     return setting.entry("ok", "", seconds=seconds, told=told)
 
 
-def environment(mark: str) -> dict[str, str]:
-    """Return the environment of a stage: its mark, and where it imports from."""
+def make_environment(mark: str) -> dict[str, str]:
+    """Return the environment of a stage: its mark and its import paths."""
     path = [*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, MARK: mark, "PYTHONPATH": os.pathsep.join(path)}
+    return {**os.environ, STAGE_VARIABLE: mark, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def end(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """End a stage and everything it has started, in whatever session that is by now."""
+def terminate(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    """Terminate a stage and all processes that it started, in any session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for _ in range(50):
-        remaining = [pid for pid, theirs in find_processes_with_variable(MARK).items() if theirs == mark]
+        remaining = [pid for pid, theirs in find_processes_with_variable(STAGE_VARIABLE).items() if theirs == mark]
         for pid in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if not remaining:
             return
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
 
 
-def last_line(log: IO[bytes], start: int) -> str:
-    """Return the last line that a stage wrote."""
+def read_last_line(log: IO[bytes], start: int) -> str:
+    """Return the last line of a stage's output."""
     with open(log.name, "rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").strip().splitlines()
     return lines[-1].strip()[:500] if lines else "no output"
 
 
-def work_through(
+def run_stages(
     stages: Sequence[str],
     results: Results,
     *,
     budget: float,
     again: bool,
-    setting: Setting,
-    one: Callable[[Row, Setting], Entry] = run,
+    setting: CallSettings,
+    one: Callable[[StagePlan, CallSettings], Entry] = run_stage,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Measure what is missing, as far as the budget goes. Seconds."""
+    """Measure missing stages within the budget. Seconds."""
     ends = clock() + budget
     for name in stages:
         row = STAGES[name]
         if not again and results.measured(name, device=setting.device, tiny=setting.tiny):
-            say(f"{name}: measured before")
+            print_line(f"{name}: measured before")
             continue
         remaining = ends - clock()
         if setting.slower * row.usual > remaining:
             why = f"takes some {setting.slower * row.usual:g} s, {max(0.0, remaining):.0f} s of the budget are left"
             results.put(name, setting.entry("skipped", why))
-            say(f"{name}: skipped: {why}")
+            print_line(f"{name}: skipped: {why}")
             continue
         setting.log.write(f"=== {name}\n".encode())
         setting.log.flush()
         entry = one(replace(row, limit=min(row.limit, remaining / setting.slower)), setting)
         results.put(name, entry)
         how = "passed" if entry["pass"] else entry["why"]
-        say(f"{name}: {entry['status']} in {entry['seconds']:.0f} s: {how}")
+        print_line(f"{name}: {entry['status']} in {entry['seconds']:.0f} s: {how}")
 
 
-def pack(work: Path, archive: Path) -> None:
-    """Keep the small files of the runs, as many as one may want to carry away."""
+def pack_small_files(work: Path, archive: Path) -> None:
+    """Pack the small files of the runs, up to a total size."""
     draft, total = archive.with_name(f".{archive.name}"), 0
     with tarfile.open(draft, "w:gz") as tar:
         for path in sorted(path for path in work.rglob("*") if path.is_file() and not path.is_symlink()):
             size = path.stat().st_size
-            if size > LARGEST_FILE or path.suffix in (".pt", ".npz", ".jpg") or total + size > 4 * LARGEST_ARCHIVE:
+            if size > MAX_FILE_BYTES or path.suffix in (".pt", ".npz", ".jpg") or total + size > 4 * MAX_ARCHIVE_BYTES:
                 continue
             tar.add(path, path.relative_to(work).as_posix())
             total += size
     draft.replace(archive)
-    if archive.stat().st_size > LARGEST_ARCHIVE:
-        say(f"{archive} has {archive.stat().st_size / 2**20:.0f} MiB")
+    if archive.stat().st_size > MAX_ARCHIVE_BYTES:
+        print_line(f"{archive} has {archive.stat().st_size / 2**20:.0f} MiB")
 
 
-def code_digest() -> str:
-    """Return a name for the code that is measured: tula's and the stages'."""
+def hash_code() -> str:
+    """Return a hash of the measured code: that of tula and of the stages."""
     digest = hashlib.sha256()
     for folder in (ROOT / "tula_cli", HERE):
         for path in sorted(folder.rglob("*.py")):
@@ -259,18 +260,18 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def torch_sees_one() -> bool:
-    """Return whether torch sees a GPU where there are none of the usual device files."""
+def torch_finds_gpu() -> bool:
+    """Return whether torch finds a GPU on a machine without the usual device files."""
     import torch
 
     return torch.cuda.is_available()
 
 
-def listed(text: str) -> list[str]:
+def parse_stages(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise argparse.ArgumentTypeError(f"none is named: there are {', '.join(STAGES)}")
@@ -279,11 +280,11 @@ def listed(text: str) -> list[str]:
     return names
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--stages", type=listed, default=list(STAGES), help=f"of {','.join(STAGES)} (all)")
+    add("--stages", type=parse_stages, default=list(STAGES), help=f"of {','.join(STAGES)} (all)")
     add("--out", type=Path, default=Path("build/gpu"), help="where results.json, log.txt and runs.tgz go (build/gpu)")
     add("--done", type=Path, help="results of an earlier call (results.json in --out)")
     add("--again", action="store_true", help="measure also what is ok in them")
@@ -299,46 +300,46 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--budget {options.budget:g}: must be seconds above 0")
     if options.data is not None and not options.data.is_dir():
         parser.error(f"--data {options.data}: no such folder")
-    if options.device == "cuda" and not options.prepare and not (has_gpu() or torch_sees_one()):
+    if options.device == "cuda" and not options.prepare and not (has_gpu() or torch_finds_gpu()):
         parser.error("this machine has no GPU; --device cpu --tiny is a dry run without one")
     options.data = options.data and options.data.absolute()
     return options
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = arguments(words)
+    options = parse_arguments(words)
     if options.prepare:
-        from gpu.stages.memory import prepare
+        from gpu.stages.memory import write_estimates
 
-        prepare(options.prepare)
+        write_estimates(options.prepare)
         return 0
     out = options.out.absolute()
     try:
         out.mkdir(parents=True, exist_ok=True)
         results = Results.begin(out / "results.json", options.done or out / "results.json")
         with open(out / "log.txt", "ab") as log, tempfile.TemporaryDirectory(prefix="on-gpu-") as work:
-            setting = Setting(options.device, options.tiny, Path(work), options.data, code_digest(), log)
+            setting = CallSettings(options.device, options.tiny, Path(work), options.data, hash_code(), log)
             try:
-                work_through(
+                run_stages(
                     options.stages, results, budget=options.budget, again=options.again, setting=setting
                 )  # fmt: skip
             finally:
-                pack(Path(work), out / "runs.tgz")
+                pack_small_files(Path(work), out / "runs.tgz")
     except (TulaError, OSError) as error:
         raise SystemExit(f"results cannot be kept in {out}: {error}; name another folder with --out") from error
-    say(f"results: {results.path}")
-    return int(not all(satisfied(results.entries.get(name)) for name in options.stages))
+    print_line(f"results: {results.path}")
+    return int(not all(has_passed(results.entries.get(name)) for name in options.stages))
 
 
-def satisfied(entry: Entry | None) -> bool:
-    """Return whether a stage shows nothing wrong, as far as its device can tell."""
+def has_passed(entry: Entry | None) -> bool:
+    """Return whether a stage has no failed check, as far as its device allows."""
     if entry is None or entry["status"] != "ok":
         return False
     return bool(entry["pass"] or (not entry["judged"] and entry["why"].startswith("not judged")))
 
 
 def leave_on_sigterm() -> None:
-    """Let SIGTERM end the stage under way first."""
+    """Make SIGTERM terminate the running stage before this process exits."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 

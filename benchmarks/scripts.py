@@ -1,25 +1,24 @@
-"""Training scripts of others, not a line changed: measured, chosen for, trained, killed and resumed by tula; a row each.
+"""Profile, recommend, train, kill and resume unchanged third-party training scripts with tula; prints one row per script.
 
     python benchmarks/scripts.py --torchvision FOLDER --timm FOLDER --nanogpt FOLDER --transformers FOLDER --lightning FOLDER
         --examples FOLDER [--python PYTHON] [--only NAME ...] [--stages NAME ...] [--pairs 60] [--slurm] [--out build/scripts]
         [--keep FILE] [--json]
 
-Each FOLDER is a checkout beside the project: pytorch/vision, huggingface/pytorch-image-models, karpathy/nanoGPT,
-huggingface/transformers, Lightning-AI/pytorch-lightning, pytorch/examples. PYTHON is one that has what the scripts import
-(and tula's dependencies). Of a checkout the part that is needed is copied, data are made, and then, with files that are as
-they were:
+Each FOLDER is a checkout outside of the project: pytorch/vision, huggingface/pytorch-image-models, karpathy/nanoGPT,
+huggingface/transformers, Lightning-AI/pytorch-lightning, pytorch/examples. PYTHON is an interpreter with the scripts' imports (and
+tula's dependencies). The required part of a checkout is copied and data are generated. Then, with unchanged files:
 
-    profile     nodes [1, 2] (one where the script cannot do without GPUs otherwise) x 3 batches
+    profile     nodes [1, 2] (only one if the script needs GPUs for more) x 3 batches
     recommend   by time
-    rehearse    whether it goes on from its own checkpoint, at the same batch and at half of it
-    killed      a training; once it has saved, its rank 0 is killed
-    full        a training that runs out of memory after it has saved, once, on one rank
-    overhead    CPU time of a step with the hooks of the shim against the next one without, in pairs, on one rank
+    rehearse    test whether it resumes from its own checkpoint, at the same batch and at half of it
+    killed      a training whose rank 0 is killed after it has saved a checkpoint
+    full        a training that runs out of memory once on one rank, after it has saved a checkpoint
+    overhead    CPU time per step with the hooks of the shim compared with the next step without, in pairs, on one rank
 
-Each stage is kept in OUT/results.json; the same call goes on where one was broken off. `--keep` writes its figures without
-what commands said. With `--slurm` the jobs go to a SLURM cluster of two nodes that is brought up on this machine for the time
-(tests/slurm; root), where stages profile, recommend and killed are for. Where there is no GPU, scripts that
-ask for CUDA get it from `script_cases/stand_in/`, by PYTHONPATH.
+Each stage is stored in OUT/results.json; the same call continues after an interruption. `--keep` writes the results without the
+output of commands. With `--slurm`, the jobs run on a temporary SLURM cluster of two nodes on this machine (tests/slurm; root), for
+stages profile, recommend and killed. On a machine without a GPU, scripts that request CUDA get it from `script_cases/stand_in/`,
+by PYTHONPATH.
 """
 
 import argparse
@@ -49,14 +48,14 @@ from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import load_spec
 
 HERE = Path(__file__).parent
-MINUTES = 25  # that one command may take
-SETTLED = 1.0  # seconds since a checkpoint was written, after which it is disturbed
+COMMAND_MINUTES = 25  # time limit of one command
+SETTLED_SECONDS = 1.0  # seconds since a checkpoint was written, after which the training is disturbed
 ON_SLURM = "cluster: {kind: slurm, device: cpu, minutes: 30, slurm: {memory: 3000M}}"
-TOLD = 400  # characters of what a command said
+MAX_OUTPUT_CHARS = 400  # characters of a command's output that are stored
 
 
-class Place:
-    """Where a case works: `work`, the copy of its script, and `data` beside it."""
+class CaseFolder:
+    """The folders of a case: `work`, the copy of its script, and `data`."""
 
     def __init__(self, case: Case, checkout: Path, out: Path, python: str, *, slurm: bool = False) -> None:
         self.case, self.python, self.slurm = case, python, slurm
@@ -77,15 +76,15 @@ class Place:
         return job.replace("cluster: {device: cpu}", ON_SLURM) if self.slurm else job
 
     def unchanged(self) -> bool:
-        """Return whether every file of the script is what the checkout has."""
+        """Return whether each file of the script equals that of the checkout."""
         files = [path for path in self.source.rglob("*.py") if ".git" not in path.parts]
         return bool(files) and all(
-            _digest(path) == _digest(self.work / path.relative_to(self.source)) for path in files
+            _hash_file(path) == _hash_file(self.work / path.relative_to(self.source)) for path in files
         )
 
     def environment(self, **more: str) -> dict[str, str]:
         path = [str(HERE / "script_cases" / "stand_in"), str(HERE.parent)]
-        stands_in = {"SCRIPTS_STAND_IN": "1"} if self.case.stand_in and not _gpus() else {}
+        stands_in = {"SCRIPTS_STAND_IN": "1"} if self.case.stand_in and not _has_gpu() else {}
         return {
             **os.environ, "PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
             "PATH": f"{Path(self.python).parent}{os.pathsep}{os.environ['PATH']}", **stands_in, **self.case.environment, **more,
@@ -102,22 +101,22 @@ class Place:
         return RunDir.find_newest(self.work / "tula-runs")
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def _gpus() -> bool:
+def _has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
-def _ended(process: "subprocess.Popen[str]", most: int = TOLD) -> dict[str, Any]:
-    """Wait for a command; return its exit code and the end of what it said."""
-    output, errors = process.communicate(timeout=60 * MINUTES)
+def _wait_for_command(process: "subprocess.Popen[str]", most: int = MAX_OUTPUT_CHARS) -> dict[str, Any]:
+    """Wait for a command; return its exit code and the end of its output."""
+    output, errors = process.communicate(timeout=60 * COMMAND_MINUTES)
     return {"code": process.returncode, "said": output[-most:] if process.returncode == 0 else errors[-most:]}
 
 
-def profile(place: Place) -> dict[str, Any]:
-    ended = _ended(place.tula("profile", "job.yaml", "--yes"))
+def profile(place: CaseFolder) -> dict[str, Any]:
+    ended = _wait_for_command(place.tula("profile", "job.yaml", "--yes"))
     rows = []
     for result in place.run().read_results():
         batch = result.nodes * result.gpus_per_node * result.local_batch
@@ -131,44 +130,44 @@ def profile(place: Place) -> dict[str, Any]:
                 "lr": script.lr.first if script is not None and script.lr is not None else None,
             }  # fmt: skip
         else:
-            row["error"] = getattr(result, "message", "")[:TOLD]
+            row["error"] = getattr(result, "message", "")[:MAX_OUTPUT_CHARS]
         rows.append(row)
     return {**ended, "rows": rows}
 
 
-def recommend(place: Place) -> dict[str, Any]:
-    ended = _ended(place.tula("recommend", "--objective", "time", "--json"))
+def recommend(place: CaseFolder) -> dict[str, Any]:
+    ended = _wait_for_command(place.tula("recommend", "--objective", "time", "--json"))
     result = place.run().read_recommendation()
     return {**ended, "choice": result and {"nodes": result.choice.nodes, "batch": result.choice.batch}}
 
 
-def rehearse(place: Place) -> dict[str, Any]:
-    """Let tula find out how the script goes on, at the middle batch."""
-    ended = _ended(place.tula("check", "job.yaml", "--rehearse", "--json"), most=3000)
+def rehearse(place: CaseFolder) -> dict[str, Any]:
+    """Run the resume test of the script at the middle batch."""
+    ended = _wait_for_command(place.tula("check", "job.yaml", "--rehearse", "--json"), most=3000)
     kept = sorted((place.run().path / "script").glob("rehearse-*.json"), key=lambda path: path.stat().st_mtime)
     result = json.loads(kept[-1].read_text()) if kept else {}
     return {**ended, "verdict": result.get("verdict"), "found": result.get("told")}
 
 
-def _train(place: Place, seed: int, disturb: Callable[[RunDir, Path], None], **environment: str) -> dict[str, Any]:
-    """Train with the middle batch on the most nodes, disturb it once it has saved, and tell how it ended."""
+def _train(place: CaseFolder, seed: int, disturb: Callable[[RunDir, Path], None], **environment: str) -> dict[str, Any]:
+    """Train with the middle batch on the largest number of nodes, disturb it once after a checkpoint, and return its outcome."""
     before = set(place.run().list_train_signatures())
     batch = str(2 * place.case.batches[0])
     options = ("--nodes", str(place.case.most_nodes), "--batch", batch, "--yes", "--set", f"train.seed={seed}")
     process = place.tula("train", "job.yaml", *options, **environment)
     run = place.run()
-    began, deadline = time.time(), time.monotonic() + 60 * MINUTES
+    began, deadline = time.time(), time.monotonic() + 60 * COMMAND_MINUTES
     done = False
     while process.poll() is None and time.monotonic() < deadline and not done:
         time.sleep(0.2)
         new = [name for name in run.list_train_signatures() if name not in before]
         done = bool(new) and any(
-            began < path.stat().st_mtime < time.time() - SETTLED
-            for path in _checkpoints(place, run.get_training(new[0]).path)
+            began < path.stat().st_mtime < time.time() - SETTLED_SECONDS
+            for path in _list_checkpoints(place, run.get_training(new[0]).path)
         )
         if done:
             disturb(run, run.get_training(new[0]).path)
-    ended = _ended(process)
+    ended = _wait_for_command(process)
     new = [name for name in run.list_train_signatures() if name not in before]
     training = run.get_training(new[0]) if new else None
     summary, result = (training.read_summary(), training.read_result()) if training else (None, None)
@@ -178,16 +177,16 @@ def _train(place: Place, seed: int, disturb: Callable[[RunDir, Path], None], **e
     }  # fmt: skip
 
 
-def _leave_alone(*_: object) -> None:
-    """The training is disturbed by what stands in for a GPU."""
+def _do_nothing(*_: object) -> None:
+    """Do nothing, because the stand-in for a GPU disturbs the training."""
 
 
-def _checkpoints(place: Place, training: Path) -> list[Path]:
+def _list_checkpoints(place: CaseFolder, training: Path) -> list[Path]:
     pattern = place.case.saved
     return list(place.work.glob(pattern[2:]) if pattern.startswith("./") else (training / "out").glob(pattern))
 
 
-def killed(place: Place) -> dict[str, Any]:
+def killed(place: CaseFolder) -> dict[str, Any]:
     def kill(run: RunDir, training: Path) -> None:
         task = run.get_training(training.name).read_newest_task()
         assert task is not None
@@ -195,7 +194,7 @@ def killed(place: Place) -> dict[str, Any]:
         plan = str(next(attempt for attempt in attempts if attempt.read_heartbeat(0)).plan_path)
         ranks = find_processes_with_variable(
             "RANK"
-        )  # the pid that its heart tells is one of a node's own, where there are several
+        )  # on several nodes, the pid of its heartbeat belongs to the pid namespace of a node
         for pid, of in find_processes_with_variable("TULA_PLAN").items():
             if of == plan and ranks.get(pid) == "0":
                 os.kill(pid, signal.SIGKILL)
@@ -203,7 +202,7 @@ def killed(place: Place) -> dict[str, Any]:
     return _train(place, 1, kill)
 
 
-def full(place: Place) -> dict[str, Any]:
+def full(place: CaseFolder) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder, "full")
         mark.touch()
@@ -211,11 +210,11 @@ def full(place: Place) -> dict[str, Any]:
         where = (
             place.work / pattern[2:] if pattern.startswith("./") else place.work / "tula-runs/*/train/*/out" / pattern
         )
-        return _train(place, 2, _leave_alone, SCRIPTS_FULL=str(mark), SCRIPTS_SAVED=str(where))
+        return _train(place, 2, _do_nothing, SCRIPTS_FULL=str(mark), SCRIPTS_SAVED=str(where))
 
 
-def overhead(place: Place, *, pairs: int) -> dict[str, Any]:
-    """Return CPU milliseconds of a step of one rank at the middle batch, and what the shim adds, in percent."""
+def overhead(place: CaseFolder, *, pairs: int) -> dict[str, Any]:
+    """Return CPU milliseconds per step of one rank at the middle batch, and the additional time of the shim in percent."""
     spec = load_spec(place.work / "job.yaml")
     batch = 2 * place.case.batches[0]
     return step_cost.measure(
@@ -223,8 +222,8 @@ def overhead(place: Place, *, pairs: int) -> dict[str, Any]:
     )
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return a line a script, in words a person reads."""
+def format_table(results: dict[str, Any]) -> str:
+    """Return one line per script as text."""
     lines = []
     for name, result in results.items():
         probes = result.get("profile", {}).get("rows", [])
@@ -253,8 +252,8 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def figures(results: dict[str, Any]) -> dict[str, Any]:
-    """Return what the results say without what commands said, and without places of this machine."""
+def select_figures(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the results without the output of commands and without paths of this machine."""
     words = ("said", "seconds", "found", "error", "causes")
 
     def kept(value: Any) -> Any:
@@ -268,8 +267,8 @@ def figures(results: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def cluster() -> AbstractContextManager[Any]:
-    """Return a SLURM cluster of two nodes, for as long as it is entered."""
+def start_cluster() -> AbstractContextManager[Any]:
+    """Return a SLURM cluster of two nodes as a context manager."""
     sys.path.append(str(HERE.parent / "tests" / "slurm"))
     result: AbstractContextManager[Any] = import_module("cluster").SlurmCluster(
         2, prefix=f"b{os.getpid()}n", rate="1gbit"
@@ -277,8 +276,10 @@ def cluster() -> AbstractContextManager[Any]:
     return result
 
 
-def _run(place: Place, result: dict[str, Any], stages: list[str], pairs: int, kept: Callable[[], None]) -> None:
-    """Run the stages of a case that are not done, and keep each."""
+def _run_stages(
+    place: CaseFolder, result: dict[str, Any], stages: list[str], pairs: int, kept: Callable[[], None]
+) -> None:
+    """Run the stages of a case that are not done, and store each."""
     case = place.case
     needs = {
         "killed": case.saved,
@@ -297,37 +298,37 @@ def _run(place: Place, result: dict[str, Any], stages: list[str], pairs: int, ke
         kept()
 
 
-def _commit(checkout: Path) -> str:
+def _read_commit(checkout: Path) -> str:
     command = ["git", "rev-parse", "HEAD"]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> int:
-    arguments = _arguments()
+    arguments = _parse_arguments()
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     path = out / "results.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    with cluster() if arguments.slurm else nullcontext() as nodes:
+    with start_cluster() if arguments.slurm else nullcontext() as nodes:
         os.environ.update(nodes.env if nodes else {})
         for case in CASES:
             checkout = getattr(arguments, case.option)
             if checkout is None or (arguments.only and case.name not in arguments.only):
                 continue
-            place = Place(case, checkout.absolute(), out, arguments.python, slurm=arguments.slurm)
+            place = CaseFolder(case, checkout.absolute(), out, arguments.python, slurm=arguments.slurm)
             place.make()
             result = results.setdefault(case.name, {})
-            result["commit"] = _commit(checkout)
-            _run(
+            result["commit"] = _read_commit(checkout)
+            _run_stages(
                 place, result, arguments.stages, arguments.pairs, lambda: path.write_text(json.dumps(results, indent=1))
             )
     if arguments.keep:
-        arguments.keep.write_text(json.dumps(figures(results), indent=1) + "\n")
-    print(json.dumps(results, indent=1) if arguments.json else table(results))
+        arguments.keep.write_text(json.dumps(select_figures(results), indent=1) + "\n")
+    print(json.dumps(results, indent=1) if arguments.json else format_table(results))
     return 0
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option in sorted({case.option for case in CASES}):
         parser.add_argument(f"--{option}", type=Path, metavar="FOLDER")
@@ -342,7 +343,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-STAGES: dict[str, Callable[[Place, int], dict[str, Any]]] = {
+STAGES: dict[str, Callable[[CaseFolder, int], dict[str, Any]]] = {
     "profile": lambda place, _: profile(place),
     "recommend": lambda place, _: recommend(place),
     "rehearse": lambda place, _: rehearse(place),

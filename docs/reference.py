@@ -1,8 +1,8 @@
-"""Writes the pages of reference/ from what they are about: job-file.md and commands.md from the code, what-happens-when.md from tests.
+"""Write the pages of reference/: job-file.md, commands.md and tables.md from the code, what-happens-when.md from the tests.
 
-    python docs/reference.py        # `make docs` runs it; a test compares what is committed with what it would write
+    python docs/reference.py        # run by `make docs`; a test compares the committed pages with its output
 
-A key's words are its comment in the source of its section: beside it, or on lines of its own above it.
+The description of a key is its comment in the source of its section: beside the field, or on the lines above it.
 """
 
 import inspect
@@ -38,7 +38,7 @@ from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
 REFERENCE = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/reference.py from the code; edit that instead. -->"
-PLAIN = {
+PLAIN_TYPES = {
     int: "integer",
     float: "number",
     str: "text",
@@ -47,12 +47,12 @@ PLAIN = {
     Any: "any value",
     SiteBill: "mapping",
 }
-WRITTEN = {
+PARSED_TYPES = {
     parse_size: "size such as 16GiB or 800MB",
     parse_minutes: "minutes, or a time as in SLURM: 1-12:00:00",
     require_known_method: ", ".join(f"`{name}`" for name in METHODS) + " or text",
 }
-"""Types that have a spelling of their own, by the function that reads it."""
+"""Types with a special notation, by the function that parses it."""
 
 
 # --- the job file
@@ -61,22 +61,22 @@ OLD_KEYS_HEAD = """tula still reads a renamed key under its old name, with a war
 what to set instead, or what tula does now. In runs of older versions, it ignores removed keys."""
 
 
-def job_spec() -> str:
-    """Return the page of every key of a job file."""
-    parts = [NOTE, "# The job file", SPEC_HEAD, *_section(JobSpec)]
+def render_job_file_page() -> str:
+    """Return the page of all keys of a job file."""
+    parts = [NOTE, "# The job file", SPEC_HEAD, *_render_section(JobSpec)]
     seen: set[type[Section]] = {JobSpec}
     for path, section in walk_sections(JobSpec):
         if section not in seen:
             seen.add(section)
-            parts += [f"## {path}", *_section(section)]
+            parts += [f"## {path}", *_render_section(section)]
         if path == "script":
             parts += [
                 "The texts of this section may contain placeholders, which tula replaces when it starts a process:",
-                _placeholders(),
+                _render_placeholders(),
             ]
         if path == "ags":
-            parts += ["Defaults of the keys by `preset`:", _presets()]
-    parts += ["## Renamed and removed keys", OLD_KEYS_HEAD, _old_keys()]
+            parts += ["Defaults of the keys by `preset`:", _render_presets()]
+    parts += ["## Renamed and removed keys", OLD_KEYS_HEAD, _render_old_keys()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -85,7 +85,7 @@ SPEC_HEAD = """All keys of the job file with type, default and meaning. For an u
 comments. [The quickstart](../tutorial/quickstart.md#the-job-file) shows the smallest useful file, and [settings](../how-to/settings.md) explains where values come from."""
 
 
-def _old_keys() -> str:
+def _render_old_keys() -> str:
     """Return the tables of renamed and removed keys."""
     renamed = [f"| `{old}` | `{new}` |" for old, new in RENAMED_KEYS.items()]
     removed = [f"| `{key}` | {advice} |" for key, advice in REMOVED_KEYS.items()]
@@ -96,15 +96,15 @@ def _old_keys() -> str:
     return "\n\n".join("\n".join(table) for table in tables)
 
 
-def _placeholders() -> str:
-    rows = [f"| `{{{name}}}` | {_cell(words)} |" for name, words in PLACEHOLDERS.items()]
+def _render_placeholders() -> str:
+    rows = [f"| `{{{name}}}` | {_escape_cell(words)} |" for name, words in PLACEHOLDERS.items()]
     return "\n".join(["| placeholder | |", "|---|---|", *rows])
 
 
-def _section(section: type[Section]) -> list[str]:
+def _render_section(section: type[Section]) -> list[str]:
     keys = describe_keys(section)
     rows = [
-        f"| `{name}` | {_cell(_type(hint))} | {_default(section.model_fields[name])} | {_cell(keys[name])} |"
+        f"| `{name}` | {_escape_cell(_describe_type(hint))} | {_describe_default(section.model_fields[name])} | {_escape_cell(keys[name])} |"
         for name, hint in get_type_hints(section, include_extras=True).items()
         if name in section.model_fields
     ]
@@ -112,43 +112,43 @@ def _section(section: type[Section]) -> list[str]:
     return [words, "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows])]
 
 
-def _type(hint: Any) -> str:
-    """Return a type in words."""
+def _describe_type(hint: Any) -> str:
+    """Describe a type in words."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _annotated(parts[0], parts[1:])
+        return _describe_annotated_type(parts[0], parts[1:])
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in parts)
     if origin in (Union, UnionType):
-        return " or ".join(_type(part) for part in parts if part is not NoneType)
+        return " or ".join(_describe_type(part) for part in parts if part is not NoneType)
     if origin in (list, tuple):
-        return f"list of {_type(parts[0])}"
+        return f"list of {_describe_type(parts[0])}"
     if origin is dict:
         inner = next(list_inner_sections(parts[1]), None)
-        return f"mapping of names to {_type(parts[1])}" if inner else "mapping"
+        return f"mapping of names to {_describe_type(parts[1])}" if inner else "mapping"
     if inner := next(list_inner_sections(hint), None):
-        return f"[{inner.__name__}](#{_anchor(inner)})"
-    return PLAIN[hint]
+        return f"[{inner.__name__}](#{_section_anchor(inner)})"
+    return PLAIN_TYPES[hint]
 
 
-def _anchor(section: type[Section]) -> str:
+def _section_anchor(section: type[Section]) -> str:
     path = next(path for path, result in walk_sections(JobSpec) if result is section)
     return path.replace(".", "").lower()
 
 
-def _annotated(base: Any, extras: tuple[Any, ...]) -> str:
+def _describe_annotated_type(base: Any, extras: tuple[Any, ...]) -> str:
     for extra in extras:
-        if getattr(extra, "func", None) in WRITTEN:
-            return WRITTEN[extra.func]
+        if getattr(extra, "func", None) in PARSED_TYPES:
+            return PARSED_TYPES[extra.func]
     limits = [limit for extra in extras if isinstance(extra, FieldInfo) for limit in extra.metadata]
     signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     words = [
         f"{word} {getattr(limit, sign):,}" for limit in limits for sign, word in signs.items() if hasattr(limit, sign)
     ]
-    return ", ".join([_type(base), *words])
+    return ", ".join([_describe_type(base), *words])
 
 
-def _default(field: FieldInfo) -> str:
+def _describe_default(field: FieldInfo) -> str:
     value = field.default
     if value is PydanticUndefined:
         return "required"
@@ -159,18 +159,21 @@ def _default(field: FieldInfo) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _presets() -> str:
+def _render_presets() -> str:
     keys = AGS_PRESETS["paper"]
-    rows = [f"| `{key}` | " + " | ".join(_plain(preset[key]) for preset in AGS_PRESETS.values()) + " |" for key in keys]
+    rows = [
+        f"| `{key}` | " + " | ".join(_format_value(preset[key]) for preset in AGS_PRESETS.values()) + " |"
+        for key in keys
+    ]
     names = " | ".join(f"`{name}`" for name in AGS_PRESETS)
     return "\n".join([f"| key | {names} |", "|---" * (len(AGS_PRESETS) + 1) + "|", *rows])
 
 
-def _plain(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return ", ".join(f"{key}: {inner}" for key, inner in value.items()) if isinstance(value, dict) else f"{value}"
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -181,58 +184,60 @@ COMMANDS_HEAD = """Commands write their answer to stdout and progress to stderr.
 pipe, each row and each sentence is one line. The six commands of the workflow come first, in the order of use:"""
 
 
-def commands() -> str:
-    """Return the page of every command and of the exit codes."""
-    params = {name: _params(command.build().callback) for name, command in COMMANDS.items()}
+def render_commands_page() -> str:
+    """Return the page of all commands and of the exit codes."""
+    params = {name: _render_parameters(command.build().callback) for name, command in COMMANDS.items()}
     shared = set.intersection(*(set(rows) for rows in params.values()))
-    parts = [NOTE, "# Commands", COMMANDS_HEAD, _overview()]
-    parts += ["Every command takes:", _table([row for row in next(iter(params.values())) if row in shared])]
+    parts = [NOTE, "# Commands", COMMANDS_HEAD, _render_overview()]
+    parts += ["Every command takes:", _render_table([row for row in next(iter(params.values())) if row in shared])]
     for name, command in COMMANDS.items():
         value = [row for row in params[name] if row not in shared]
-        parts += [f"## tula {name}", _help(command), f"```sh\n{command.example}\n```", _table(value)]
-    parts += ["## Exit codes", _exit_codes(), "## How a job ends", ENDINGS_HEAD, _endings()]
+        parts += [f"## tula {name}", _command_summary(command), f"```sh\n{command.example}\n```", _render_table(value)]
+    parts += ["## Exit codes", _render_exit_codes(), "## How a job ends", OUTCOMES_HEAD, _render_outcomes()]
     return "\n\n".join(parts) + "\n"
 
 
-def _help(command: options.Command) -> str:
+def _command_summary(command: options.Command) -> str:
     return inspect.cleandoc(command.load().__doc__ or "")
 
 
-def _overview() -> str:
+def _render_overview() -> str:
     rows = [f"| [`tula {name}`](#tula-{name}) | {command.summary} |" for name, command in COMMANDS.items()]
     return "\n".join(["| command | what it does |", "|---|---|", *rows])
 
 
-def _table(rows: list[str]) -> str:
+def _render_table(rows: list[str]) -> str:
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _params(callback: Any) -> list[str]:
-    """Return a row of a table for each argument and option of a command."""
+def _render_parameters(callback: Any) -> list[str]:
+    """Return a table row for each argument and option of a command."""
     return [
-        f"| {_usage(param, info)} | {_cell(info.help or '')}{_default_of(param)} |"
+        f"| {_format_usage(param, info)} | {_escape_cell(info.help or '')}{_format_parameter_default(param)} |"
         for param in inspect.signature(callback).parameters.values()
         for info in get_args(param.annotation)[1:]
         if isinstance(info, ParameterInfo)
     ]
 
 
-def _usage(param: inspect.Parameter, info: ParameterInfo) -> str:
+def _format_usage(param: inspect.Parameter, info: ParameterInfo) -> str:
     if isinstance(info, ArgumentInfo):
         several = any(get_origin(kind) is list for kind in get_args(get_args(param.annotation)[0]))
         return f"`{(info.metavar or param.name).strip('[] .')}{'...' * several}`"
     kind = get_args(param.annotation)[0]
-    # Inside Annotated typer takes the first of the names for a default.
+    # Inside Annotated, typer reads the first of the names as the default.
     given = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str)]
     named = given or [f"--{param.name.replace('_', '-')}"]
     names = ", ".join(f"`{name.replace('/', '`, `')}`" for name in sorted(named, key=len, reverse=True))
     if bool in (kind, *get_args(kind)):
         return names
     choices = ", ".join(f"`{choice}`" for choice in get_args(kind)) if get_origin(kind) is Literal else ""
-    return f"{names} {choices or _cell(info.metavar or '') or ('TEXT' if str in (kind, *get_args(kind)) else 'N')}"
+    return (
+        f"{names} {choices or _escape_cell(info.metavar or '') or ('TEXT' if str in (kind, *get_args(kind)) else 'N')}"
+    )
 
 
-def _default_of(param: inspect.Parameter) -> str:
+def _format_parameter_default(param: inspect.Parameter) -> str:
     return (
         ""
         if param.default in (None, param.empty) or isinstance(param.default, bool)
@@ -240,14 +245,14 @@ def _default_of(param: inspect.Parameter) -> str:
     )
 
 
-def _exit_codes() -> str:
-    result = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
+def _render_exit_codes() -> str:
+    result = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _error_classes()})
     rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in result]
     last = f"| {BROKEN_PIPE_EXIT_CODE} | | The program that read the output (`head`, a pager) exited early. |"
     return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows, last])
 
 
-ENDINGS_HEAD = """An attempt that fails has one of these outcomes. `tula status --json` lists the `attempts`. Each has its `outcome`, the host,
+OUTCOMES_HEAD = """An attempt that fails has one of these outcomes. `tula status --json` lists the `attempts`. Each has its `outcome`, the host,
 the rank if a single rank is the cause, and a `decision`. A command that waits for the job exits with this exit code, unless tula
 starts the training again. The column "what follows" applies to trainings; the first condition that is true decides
 (`cluster/decisions.py`). Without a scheduler, the next job is the next `tula train`. Attempts remain as long as fewer than `train.max_attempts` have failed without a
@@ -257,18 +262,18 @@ of a probe is stored as its result. The advice is for jobs without a script on S
 settings of the script."""
 
 
-def _describe_what_follows(outcome: OutcomeClass) -> str:
-    """Return what follows a failure of a training, from the rows of the table of decisions."""
+def _describe_reaction(outcome: OutcomeClass) -> str:
+    """Describe the reaction to a failure of a training, from the rows of the table of decisions."""
     rows = [(situation, action) for kind, situation, action in TRAINING_RULES if kind == outcome]
     if not rows or rows[-1][0] != "always":
         rows.append(("always", "the end"))
-    texts = [f"If {situation}, {_write_action(action)}." for situation, action in rows[:-1]]
-    last = f"{_write_action(rows[-1][1])}."
+    texts = [f"If {situation}, {_describe_action(action)}." for situation, action in rows[:-1]]
+    last = f"{_describe_action(rows[-1][1])}."
     return " ".join([*texts, f"Otherwise, {last}" if texts else last[0].upper() + last[1:]])
 
 
-def _write_action(action: str) -> str:
-    """Return an action of the table of decisions as a clause."""
+def _describe_action(action: str) -> str:
+    """Describe an action of the table of decisions in a clause."""
     if action == "the end":
         return "the training ends"
     if action.startswith("new processes"):
@@ -276,9 +281,9 @@ def _write_action(action: str) -> str:
     return action.replace("the next job,", "the next job").replace("the next job", "the next job resumes", 1)
 
 
-def _endings() -> str:
+def _render_outcomes() -> str:
     rows = [
-        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if outcome in NODE_FAILURES else '-'} | {_cell(_describe_what_follows(outcome))} | {_cell(ending.advice_for(Cluster(kind='slurm')))} |"
+        f"| `{outcome}` | {_escape_cell(ending.means)} | {ending.error.exit_code} | {'yes' if outcome in NODE_FAILURES else '-'} | {_escape_cell(_describe_reaction(outcome))} | {_escape_cell(ending.advice_for(Cluster(kind='slurm')))} |"
         for outcome, ending in FAILURE_KINDS.items()
     ]
     return "\n".join(
@@ -290,8 +295,8 @@ def _endings() -> str:
     )
 
 
-def _classes() -> list[type[TulaError]]:
-    """Return the classes of failure with an exit code of their own; each stands in one of these two modules."""
+def _error_classes() -> list[type[TulaError]]:
+    """Return the error classes with an exit code, which two modules define."""
     named = [*vars(errors).values(), *vars(options).values()]
     kinds = [kind for kind in named if isinstance(kind, type) and issubclass(kind, TulaError)]
     return [kind for kind in kinds if "exit_code" in vars(kind)]
@@ -306,13 +311,13 @@ kills ranks, supervisors and nodes of trainings at times derived from `SEED`, an
 those of an undisturbed training. [How a job ends](commands.md#how-a-job-ends) lists all outcomes with their exit codes."""
 
 
-def faults() -> str:
+def render_faults_page() -> str:
     """Return the page of what happens when something goes wrong."""
     kept = promises()
     parts = [NOTE, "# What happens when ...", FAULTS_HEAD]
     for about in GROUPS:
         rows = [
-            f"| {_cell(item.when)} | {_cell(item.then)} | `{item.test.partition('::')[0]}` |"
+            f"| {_escape_cell(item.when)} | {_escape_cell(item.then)} | `{item.test.partition('::')[0]}` |"
             for item in kept
             if item.about == about
         ]
@@ -334,7 +339,7 @@ apply to the progress that the job's epochs make at the reference batch. The row
 with `parts` and `same_progress` as objects."""
 
 
-def tables() -> str:
+def render_tables_page() -> str:
     """Return the page of the columns of the tables that the Python API returns."""
     answer = {column.name: column.description for column in list_columns(Prediction)} | ADDED_COLUMNS
     return (
@@ -345,24 +350,29 @@ def tables() -> str:
                 TABLES_HEAD,
                 "## recommendation.frame()",
                 ANSWER_HEAD,
-                _list_columns(answer),
+                _render_columns(answer),
                 "The names in `caveats`; those ending in `_within_noise` begin with the quantity (`time_within_noise`):",
                 "\n".join(f"- `{name}`: {text}" for name, text in CAVEATS.items()),
                 "## run.results()",
                 "One row per probe of a run.",
-                _list_columns(RESULT_COLUMNS),
+                _render_columns(RESULT_COLUMNS),
             ]
         )
         + "\n"
     )
 
 
-def _list_columns(columns: Mapping[str, str]) -> str:
-    rows = [f"| `{name}` | {_cell(description)} |" for name, description in columns.items()]
+def _render_columns(columns: Mapping[str, str]) -> str:
+    rows = [f"| `{name}` | {_escape_cell(description)} |" for name, description in columns.items()]
     return "\n".join(["| column | content |", "|---|---|", *rows])
 
 
-PAGES = {"job-file.md": job_spec, "commands.md": commands, "what-happens-when.md": faults, "tables.md": tables}
+PAGES = {
+    "job-file.md": render_job_file_page,
+    "commands.md": render_commands_page,
+    "what-happens-when.md": render_faults_page,
+    "tables.md": render_tables_page,
+}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Writes reference/results.md: every measured result that the pages mention, from benchmarks/results.
+"""Write reference/results.md, which shows the files of benchmarks/results.
 
-python docs/results.py        # `make docs` runs it; a test compares what is committed with what it would write
+python docs/results.py        # run by `make docs`; a test compares the committed page with its output
 """
 
 import csv
@@ -87,20 +87,20 @@ CPU cores. Each section names the command that repeats its measurements."""
 def make_page() -> str:
     """Return the page of results."""
     sections = (
-        accuracy(),
-        reduced_table(),
-        step_times(),
-        observed_jobs(),
-        same_progress(),
-        learning_rates(),
-        reality(),
-        scripts(),
-        gpu(),
+        render_accuracy(),
+        render_reduced_table(),
+        render_step_times(),
+        render_observed_jobs(),
+        render_same_progress(),
+        render_learning_rates(),
+        render_reality(),
+        render_scripts(),
+        render_gpu(),
     )
     return "\n\n".join([NOTE, "# Results", HEAD, *sections]) + "\n"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
@@ -115,23 +115,25 @@ of `lbt`'s gap to the small batch that the method recovers, in percent: the mean
 seed. Shares in brackets are relative to a small batch that is trained with the same kind of steps and the same schedule."""
 
 
-def accuracy() -> str:
+def render_accuracy() -> str:
     """Return the section of the settings of benchmarks/table1."""
-    results = table1_summary.read(RESULTS / "table1.csv")
+    results = table1_summary.read_results(RESULTS / "table1.csv")
     parts = ["## Accuracy", ACCURACY_HEAD]
     for family, words in FAMILIES.items():
         names = [name for name, setting in SETTINGS.items() if setting.family == family and (name, "lbt", 0) in results]
         rows = [
-            [label, *(table1_summary.overview_cell(results, name, method) for name in names)]
+            [label, *(table1_summary.format_overview_cell(results, name, method) for name in names)]
             for method, label in ROWS.items()
             if any(key[0] in names and key[1] == method for key in results)
         ]
         head = ["", *(f"{name}: {SETTINGS[name].small} to {SETTINGS[name].large}" for name in names)]
-        parts += [f"{words}:", table(head, rows)]
+        parts += [f"{words}:", format_table(head, rows)]
     parts.append(
         "`train.ramp: decay` with `lbt`, up to 8 times the small batch, and the small batch (loss, or top-1 in percent):"
     )
-    parts.append(table(["", "steps", "result", "steps of the small batch", "its result"], list(decay_rows(results))))
+    parts.append(
+        format_table(["", "steps", "result", "steps of the small batch", "its result"], list(decay_rows(results)))
+    )
     return "\n\n".join(parts)
 
 
@@ -140,10 +142,13 @@ def decay_rows(results: table1_summary.Results) -> Iterable[list[str]]:
     for name in (name for name in SETTINGS if (name, "decay", 0) in results):
         cells = [name]
         for method in ("decay", "small"):
-            values = list(table1_summary.values_of(results, name, method).values())
+            values = list(table1_summary.select_values(results, name, method).values())
             steps = [result.steps for key, result in results.items() if key[:2] == (name, method)]
             digits = 3 if table1_summary.is_less_better(results, name) else 2
-            cells += [f"{statistics.fmean(steps):,.0f}", table1_summary.show(table1_summary.Mean.of(values), digits)]
+            cells += [
+                f"{statistics.fmean(steps):,.0f}",
+                table1_summary.format_mean(table1_summary.Mean.of(values), digits),
+            ]
         yield cells
 
 
@@ -168,32 +173,32 @@ def read_reduced() -> Runs:
     return runs
 
 
-def reduced_table() -> str:
+def render_reduced_table() -> str:
     """Return the section of the reduced Table I."""
     runs = read_reduced()
     columns = [(network, batch) for network in NETWORKS for batch in (1024, 2048)]
-    small = "; ".join(f"{words} {spread(runs[network, 'lbt', 128])}" for network, words in NETWORKS.items())
+    small = "; ".join(f"{words} {format_spread(runs[network, 'lbt', 128])}" for network, words in NETWORKS.items())
     rows = [
-        [label, *(reduced_cell(runs, network, method, batch) for network, batch in columns)]
+        [label, *(format_reduced_cell(runs, network, method, batch) for network, batch in columns)]
         for method, label in REDUCED_ROWS.items()
         if any((network, method, batch) in runs for network, batch in columns)
     ]
     head = ["", *(f"{NETWORKS[network]}, {batch:,}" for network, batch in columns)]
     gain = f"On average over these columns, `ags` gains {reduced_gain(runs):.1f} points over `lbt`; in the paper's Table I it gains 8.8."
-    return "\n\n".join(["## Reduced Table I", REDUCED_HEAD, f"Batch 128: {small}.", table(head, rows), gain])
+    return "\n\n".join(["## Reduced Table I", REDUCED_HEAD, f"Batch 128: {small}.", format_table(head, rows), gain])
 
 
-def reduced_cell(runs: Runs, network: str, method: str, batch: int) -> str:
-    """Return the mean, its deviation and the share that a method recovers."""
+def format_reduced_cell(runs: Runs, network: str, method: str, batch: int) -> str:
+    """Return the mean, the standard deviation and the share of the loss that a method recovers."""
     values = runs.get((network, method, batch))
     if not values:
         return ""
     share = recovered_share(runs, network, method, batch)
-    return spread(values) + ("" if method == "lbt" else f" ({share:.0f})")
+    return format_spread(values) + ("" if method == "lbt" else f" ({share:.0f})")
 
 
 def recovered_share(runs: Runs, network: str, method: str, batch: int) -> float:
-    """Return the share, in percent, of what the large batch loses that a method recovers."""
+    """Return the share in percent of the accuracy lost at the large batch that a method recovers."""
     small, large = (statistics.fmean(runs[network, "lbt", size]) for size in (128, batch))
     return 100 * (statistics.fmean(runs[network, method, batch]) - large) / (small - large)
 
@@ -207,7 +212,7 @@ def reduced_gain(runs: Runs, method: str = "ags") -> float:
     )
 
 
-def spread(values: Sequence[float]) -> str:
+def format_spread(values: Sequence[float]) -> str:
     """Return the mean and the standard deviation of some values."""
     return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
 
@@ -221,28 +226,28 @@ of the probes is relative to measuring every configuration in a separate job. Co
 TABLE.csv --json`."""
 
 
-def step_times() -> str:
+def render_step_times() -> str:
     """Return the section of the replayed step times."""
     data = json.loads((RESULTS / "replay.json").read_text(encoding="utf-8"))
     again = data["repeats"]
     noise = (
         f"{again['configurations']} of the configurations were measured more than once. Their step times differ by"
-        f" {percent(again['median'])} in the median (p90 {percent(again['p90'])}), so no model can have smaller errors."
+        f" {format_percent(again['median'])} in the median (p90 {format_percent(again['p90'])}), so no model can have smaller errors."
     )
     return "\n\n".join(
         [
             "## Step times",
             STEPS_HEAD,
-            replay_table(data["steps"]),
+            render_replay_table(data["steps"]),
             noise,
             "The same tables for a job that reports only the time of whole steps, such as a script without DDP:",
-            replay_table(data["whole_steps"]),
+            render_replay_table(data["whole_steps"]),
             STRATEGIES_HEAD,
-            strategies_table(data["strategies"]),
+            render_strategies_table(data["strategies"]),
             MORE_NODES_HEAD,
-            more_nodes_table(data["more_nodes"]),
+            render_more_nodes_table(data["more_nodes"]),
             TRAININGS_HEAD,
-            trainings_table(data["trainings"]),
+            render_trainings_table(data["trainings"]),
         ]
     )
 
@@ -252,15 +257,18 @@ node-hours, for the cheapest choice; the second is in wall time, for the fastest
 instead of `adaptive` for trainings longer than about ten hours."""
 
 
-def strategies_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what each strategy costs by the length of the training."""
+def render_strategies_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the cost of each strategy by the length of the training."""
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
-    costs = {(row["hours"], row["strategy"]): f"{percent(row['money'])}, {percent(row['time'])}" for row in rows}
+    costs = {
+        (row["hours"], row["strategy"]): f"{format_percent(row['money'])}, {format_percent(row['time'])}"
+        for row in rows
+    }
     lines = [
         [f"{hours:g} h", *(costs[hours, strategy] for strategy in strategies)]
         for hours in dict.fromkeys(row["hours"] for row in rows)
     ]
-    return table(["fastest training", *(f"`{strategy}`" for strategy in strategies)], lines)
+    return format_table(["fastest training", *(f"`{strategy}`" for strategy in strategies)], lines)
 
 
 MORE_NODES_HEAD = (
@@ -268,15 +276,15 @@ MORE_NODES_HEAD = (
 )
 
 
-def more_nodes_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return how well configurations on more nodes are predicted."""
+def render_more_nodes_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the prediction errors of configurations on more nodes than were measured."""
     lines = [
         [
             str(row["cluster"]),
             str(row["most"]),
             str(row["most"] * row["times"]),
-            percent(row["median"]),
-            percent(row["covered"], 0),
+            format_percent(row["median"]),
+            format_percent(row["covered"], 0),
             f"{row['width']:.1f}",
         ]
         for row in rows
@@ -289,29 +297,29 @@ def more_nodes_table(rows: Sequence[Mapping[str, Any]]) -> str:
         "90 % interval holds",
         "its upper end over its lower",
     ]
-    return table(head, lines)
+    return format_table(head, lines)
 
 
 TRAININGS_HEAD = """Prediction errors at half and twice the batch or number of nodes of a training, before and after the fit includes this training
 (`replay_trained.py`):"""
 
 
-def trainings_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return how well neighbours of a training are predicted without and with it."""
+def render_trainings_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the prediction errors of neighbours of a training, with and without the times of this training."""
     lines = [
         [
             f"`{row['strategy']}`",
             *(
-                f"{percent(row[key][0], digits)}, {percent(row[key][1], digits)}"
+                f"{format_percent(row[key][0], digits)}, {format_percent(row[key][1], digits)}"
                 for key, digits in (("median", 1), ("covered", 0))
             ),
         ]
         for row in rows
     ]
-    return table(["probes", "median error", "90 % interval holds"], lines)
+    return format_table(["probes", "median error", "90 % interval holds"], lines)
 
 
-def replay_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def render_replay_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table of a replay: tula, and the best of the other models."""
     strategies = list(dict.fromkeys(name.partition(", ")[0] for name in rows))
     lines = []
@@ -323,10 +331,10 @@ def replay_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append(
             [
                 f"`{strategy}`",
-                f"{percent(value['median'])} / {percent(value['p90'])}",
-                f"{percent(others[best]['median'])} / {percent(others[best]['p90'])} ({best})",
-                percent(value["covered"], 0),
-                f"{percent(value['fastest'] or 0)}, {percent(value['cheapest'] or 0)}",
+                f"{format_percent(value['median'])} / {format_percent(value['p90'])}",
+                f"{format_percent(others[best]['median'])} / {format_percent(others[best]['p90'])} ({best})",
+                format_percent(value["covered"], 0),
+                f"{format_percent(value['fastest'] or 0)}, {format_percent(value['cheapest'] or 0)}",
                 f"{value['cost']:.2f}",
             ]
         )
@@ -338,11 +346,11 @@ def replay_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         "slower, more expensive",
         "cost",
     ]
-    return table(head, lines)
+    return format_table(head, lines)
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """Return a share in percent."""
+def format_percent(share: float, digits: int = 1) -> str:
+    """Format a share in percent."""
     return f"{100 * share:.{digits}f} %"
 
 
@@ -356,7 +364,7 @@ OBSERVED = {
 }
 
 
-def observed_jobs() -> str:
+def render_observed_jobs() -> str:
     """Return the section of predictions from one observed job."""
     data = json.loads((RESULTS / "observe.json").read_text(encoding="utf-8"))
     fitted = data["fitted"]
@@ -364,28 +372,30 @@ def observed_jobs() -> str:
 Pollux's authors published. The ring law, for comparison, only scales the exposed synchronisation. "Cheaper" is how often the
 prediction is right about whether half of the GPUs need at most 90 % of the node-hours. The report advises using half of the GPUs
 if this is at least 60 % likely; brackets show how often this advice is right. One job hardly allows better predictions:
-a median regression with 28 coefficients, fitted to these pairs themselves, still has errors of {percent(fitted["median"])} / {percent(fitted["p90"], 0)}
-and is right in {percent(fitted["right"], 0)}. Command: `python benchmarks/observe/observe.py TABLE.csv --json`."""
+a median regression with 28 coefficients, fitted to these pairs themselves, still has errors of {format_percent(fitted["median"])} / {format_percent(fitted["p90"], 0)}
+and is right in {format_percent(fitted["right"], 0)}. Command: `python benchmarks/observe/observe.py TABLE.csv --json`."""
     rows = [
         [
             words,
             str(data[name]["pairs"]),
-            f"{percent(data[name]['ring_median'])} / {percent(data[name]['ring_p90'], 0)}",
-            f"{percent(data[name]['median'])} / {percent(data[name]['p90'], 0)}",
-            percent(data[name]["covered"], 0),
-            f"{percent(data[name]['ring_right'], 0)} / {percent(data[name]['right'], 0)}",
+            f"{format_percent(data[name]['ring_median'])} / {format_percent(data[name]['ring_p90'], 0)}",
+            f"{format_percent(data[name]['median'])} / {format_percent(data[name]['p90'], 0)}",
+            format_percent(data[name]["covered"], 0),
+            f"{format_percent(data[name]['ring_right'], 0)} / {format_percent(data[name]['right'], 0)}",
             _describe_advice(data[name]),
         ]
         for name, words in OBSERVED.items()
     ]
     columns = ["from", "pairs", "ring law: median / p90 error", "tula: median / p90 error", "90 % interval holds"]
-    return "\n\n".join(["## Observed jobs", head, table([*columns, "cheaper: ring law / tula", "advised"], rows)])
+    return "\n\n".join(
+        ["## Observed jobs", head, format_table([*columns, "cheaper: ring law / tula", "advised"], rows)]
+    )
 
 
 def _describe_advice(scores: Mapping[str, Any]) -> str:
-    """Return how often the half is advised, and in brackets how often it then is as cheap."""
+    """Return how often half the batch is advised, and in brackets how often it then is no more expensive."""
     cheaper = scores["advised_cheaper"]
-    return percent(scores["advised"], 0) + ("" if cheaper is None else f" ({percent(cheaper, 0)})")
+    return format_percent(scores["advised"], 0) + ("" if cheaper is None else f" ({format_percent(cheaper, 0)})")
 
 
 # --- the same progress
@@ -399,7 +409,7 @@ NOISES = {
 }
 
 
-def same_progress() -> str:
+def render_same_progress() -> str:
     """Return the section of the time to the same progress."""
     data = json.loads((RESULTS / "efficiency.json").read_text(encoding="utf-8"))
     head = f"""tula predicts from the gradient noise how many iterations another batch needs to reach the same metric. The data are
@@ -409,7 +419,7 @@ on the other applications. Command: `python benchmarks/replay/efficiency.py TABL
         [words, f"{data['errors'][name]['median']:.0f} %", f"{data['errors'][name]['p90']:.0f} %"]
         for name, words in NOISES.items()
     ]
-    return "\n\n".join(["## The same progress", head, table(["gradient noise", "median error", "p90"], rows)])
+    return "\n\n".join(["## The same progress", head, format_table(["gradient noise", "median error", "p90"], rows)])
 
 
 # --- learning rates
@@ -421,7 +431,7 @@ SEARCHED_JOBS = {
 }
 
 
-def learning_rates() -> str:
+def render_learning_rates() -> str:
     """Return the section of searches for the learning rate of a large batch."""
     data = json.loads((RESULTS / "learning_rates.json").read_text(encoding="utf-8"))
     head = """The learning rate that `tula compare --learning-rates` chooses is compared with full trainings at 1, sqrt(k) and k times the rate
@@ -436,18 +446,18 @@ table; a quarter alone would be right in 91 %. Command: `python benchmarks/learn
         [
             words,
             f"{data[name]['settings']}, {data[name]['searches']}",
-            *(percent(data[name][key], 0) for key in ("right", "lowest_right")),
-            *(percent(data[name]["always"][rule], 0) for rule in ("none", "sqrt", "linear")),
-            f"{percent(data[name]['cost'])}, {percent(data[name]['max_cost'])}",
+            *(format_percent(data[name][key], 0) for key in ("right", "lowest_right")),
+            *(format_percent(data[name]["always"][rule], 0) for rule in ("none", "sqrt", "linear")),
+            f"{format_percent(data[name]['cost'])}, {format_percent(data[name]['max_cost'])}",
         ]
         for name, words in names.items()
     ]
     columns = ["job", "settings, searches", "choice right", "lowest right", "always 1", "always sqrt(k)", "always k"]
     fresh = json.loads((RESULTS / "learning_rates_fresh.json").read_text(encoding="utf-8"))["all"]
     check = f"""The limits were then tested in {fresh["searches"]} searches in {fresh["settings"]} new settings (digits, perceptron and language model; k = 8; other
-seeds). The choice was right in {percent(fresh["right"], 0)}, the lowest loss in {percent(fresh["lowest_right"], 0)}, and k times the rate, without a search, in {percent(fresh["always"]["linear"], 0)}.
-The median cost was {percent(fresh["cost"])}."""
-    return "\n\n".join(["## Learning rates", head, table([*columns, "cost: median, most"], rows), check])
+seeds). The choice was right in {format_percent(fresh["right"], 0)}, the lowest loss in {format_percent(fresh["lowest_right"], 0)}, and k times the rate, without a search, in {format_percent(fresh["always"]["linear"], 0)}.
+The median cost was {format_percent(fresh["cost"])}."""
+    return "\n\n".join(["## Learning rates", head, format_table([*columns, "cost: median, most"], rows), check])
 
 
 # --- predictions and reality
@@ -459,11 +469,11 @@ synchronisation, predicted the trainings. The current fit predicts a step of `fs
 Command: `python benchmarks/reality/reality.py`."""
 
 
-def reality() -> str:
+def render_reality() -> str:
     """Return the section of predictions on real ranks."""
     rows = comparison.read_rows(RESULTS / "reality.csv")
     shown = [row for row in rows if row.truth != comparison.TRAINING or row.quantity in ("step", "time")]
-    first, _, trainings, *_ = comparison.tables(shown).split("\n\n")
+    first, _, trainings, *_ = comparison.format_tables(shown).split("\n\n")
     return "\n\n".join(["## Predictions and reality", REALITY_HEAD, first, trainings])
 
 
@@ -477,15 +487,15 @@ training. nanoGPT runs one step more than requested. word_language_model changes
 cannot observe it."""
 
 
-def scripts() -> str:
+def render_scripts() -> str:
     """Return the section of published scripts."""
     result = json.loads((RESULTS / "scripts.json").read_text(encoding="utf-8"))["local"]
-    rows = [[words, *script_cells(result[name])] for name, words in SCRIPTS.items()]
+    rows = [[words, *format_script_cells(result[name])] for name, words in SCRIPTS.items()]
     head = ["script", "probes measured", "resume test", "killed", "out of memory", "CPU time per step"]
-    return "\n\n".join(["## Published scripts", SCRIPTS_HEAD, table(head, rows)])
+    return "\n\n".join(["## Published scripts", SCRIPTS_HEAD, format_table(head, rows)])
 
 
-def script_cells(script: Mapping[str, Any]) -> list[str]:
+def format_script_cells(script: Mapping[str, Any]) -> list[str]:
     """Return the cells of one script."""
     probes = script["profile"]["rows"]
     measured = sum(row["kind"] == "measured" for row in probes)
@@ -494,15 +504,15 @@ def script_cells(script: Mapping[str, Any]) -> list[str]:
     return [
         f"{measured} of {len(probes)}",
         verdict if measured else "",
-        *(disturbed_cell(script[name]) if name in script else "" for name in ("killed", "full")),
+        *(format_interrupted_cell(script[name]) if name in script else "" for name in ("killed", "full")),
         f"{overhead['percent']:+.1f} % ({overhead['low_percent']:+.1f} to {overhead['high_percent']:+.1f})"
         if overhead
         else "",
     ]
 
 
-def disturbed_cell(training: Mapping[str, Any]) -> str:
-    """Return how a disturbed training ended."""
+def format_interrupted_cell(training: Mapping[str, Any]) -> str:
+    """Describe the outcome of an interrupted training."""
     if training["code"]:
         return f"fails with exit code {training['code']}"
     return f"{training['samples']:,} samples, batch {training['batch']:,}"
@@ -511,19 +521,19 @@ def disturbed_cell(training: Mapping[str, Any]) -> str:
 # --- claims of other pages
 
 
-def claims() -> dict[str, str]:
-    """Return the figures that other pages quote, by what they are."""
-    results = table1_summary.read(RESULTS / "table1.csv")
+def quoted_figures() -> dict[str, str]:
+    """Return the figures that other pages quote, by their description."""
+    results = table1_summary.read_results(RESULTS / "table1.csv")
     runs = read_reduced()
     shares = [
         share.value
         for name in SETTINGS
         for row in ("ramp", "ramp-late-beta1")
-        if (share := table1_summary.recovered(results, name, row)) is not None
+        if (share := table1_summary.compute_recovered_share(results, name, row)) is not None
     ]
     losses = [
-        statistics.fmean(table1_summary.values_of(results, name, "small").values())
-        - statistics.fmean(table1_summary.values_of(results, name, "lbt").values())
+        statistics.fmean(table1_summary.select_values(results, name, "small").values())
+        - statistics.fmean(table1_summary.select_values(results, name, "lbt").values())
         for name in SETTINGS
         if (name, "lbt", 0) in results and not table1_summary.is_less_better(results, name)
     ]
@@ -545,7 +555,7 @@ def claims() -> dict[str, str]:
 
 
 def reduced_bounds(runs: Runs, method: str) -> str:
-    """Return the smallest and the largest share that a method recovers in the reduced Table I."""
+    """Return the smallest and the largest share of the accuracy loss that a method recovers in the reduced Table I."""
     shares = [recovered_share(runs, network, method, batch) for network in NETWORKS for batch in (1024, 2048)]
     assert not any(map(math.isnan, shares))
     return f"{min(shares):.0f} to {max(shares):.0f} %"
@@ -557,7 +567,7 @@ GPU_TAIL = """The other stages ([on a GPU](../on-gpu.md)) have not been measured
 ranks by NCCL, resumption and the data loader."""
 
 
-def gpu() -> str:
+def render_gpu() -> str:
     """Return the section of benchmarks/on_gpu.py."""
     results = json.loads((RESULTS / "h100.json").read_text(encoding="utf-8"))
     machine, quickstart, oom = (results[stage]["data"] for stage in ("env", "quickstart", "oom"))
@@ -580,11 +590,11 @@ def gpu() -> str:
             f"{len(results['errors']['data']['errors'])} kinds classified correctly",
         ],
     ]
-    return "\n\n".join(["## On a GPU", head, table(["measured", "result"], rows), GPU_TAIL])
+    return "\n\n".join(["## On a GPU", head, format_table(["measured", "result"], rows), GPU_TAIL])
 
 
 def describe_error(share: float) -> str:
-    """Return a relative error in words."""
+    """Describe a relative error in words."""
     return f"{abs(100 * share):.1f} % too {'high' if share > 0 else 'low'}"
 
 
@@ -602,7 +612,7 @@ def count_waits(cases: Mapping[str, Any]) -> str:
 
 
 def timing_rows(timing: Mapping[str, Any]) -> Iterable[list[str]]:
-    """Yield a row for each model whose steps take equally long when they are measured twice."""
+    """Yield a row for each model whose step times agree between two measurements."""
     steady = {case: row for case, row in timing["timing"].items() if abs(row["control"] - 1) <= 0.01}
     for case, row in steady.items():
         model, batch, precision = case.split(",")

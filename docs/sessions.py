@@ -1,7 +1,7 @@
-"""Writes the console sessions of README and the pages: what commands print on a recorded run.
+"""Write the console sessions of README and the pages: the output of commands on a recorded run.
 
-    python docs/sessions.py            # `make docs` runs it; a test compares the pages with what it would write
-    python docs/sessions.py --record   # runs the quickstart again, in place of the recorded one; leave the machine idle
+    python docs/sessions.py            # run by `make docs`; a test compares the committed pages with its output
+    python docs/sessions.py --record   # records the quickstart again; leave the machine otherwise idle
 
 `<!-- session: NAME -->` above a console block marks the place of a session of `SESSIONS`.
 """
@@ -24,7 +24,7 @@ import recorded_runs  # noqa: E402
 
 RECORDED = "quickstart"
 JOB = Path("configs/quickstart.yaml")
-PLACE = re.compile(r"(<!-- session: ([\w-]+) -->\n\n?```console\n)(.*?)```", re.DOTALL)
+SESSION_BLOCK = re.compile(r"(<!-- session: ([\w-]+) -->\n\n?```console\n)(.*?)```", re.DOTALL)
 ENVIRONMENT = {"COLUMNS": "100", "LC_ALL": "C.UTF-8", "NO_COLOR": "1", "TZ": "UTC", "OMP_NUM_THREADS": "1"}
 
 
@@ -67,12 +67,12 @@ def make_session(name: str) -> str:
 
 
 def run_command(command: Command) -> str:
-    """Return a command and what it prints on the recorded run."""
+    """Run a command on the recorded run, and return the command line and its output."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve() / "work"
         folder.mkdir()
         if command.is_recorded:
-            lay_out(folder, is_trained=command.is_trained)
+            copy_recorded_run(folder, is_trained=command.is_trained)
         home = folder.parent / "home"
         environment = {
             **ENVIRONMENT,
@@ -83,18 +83,18 @@ def run_command(command: Command) -> str:
             "PYTHONPATH": str(ROOT),
         }
         home.mkdir()
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "tula_cli", *shlex.split(command.words)],
             cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"tula {command.words}: exit {done.returncode}\n{done.stderr}")
-    return f"$ tula {command.words}\n{cut(done.stdout, command.until)}"
+    if completed.returncode:
+        raise SystemExit(f"tula {command.words}: exit {completed.returncode}\n{completed.stderr}")
+    return f"$ tula {command.words}\n{cut_after(completed.stdout, command.until)}"
 
 
-def lay_out(folder: Path, *, is_trained: bool) -> None:
-    """Write the recorded run, its job and, unless it comes later, its training into a folder."""
-    recorded_runs.lay_out(RECORDED, folder)
+def copy_recorded_run(folder: Path, *, is_trained: bool) -> None:
+    """Write the recorded run and its job into a folder, with its training if `is_trained`."""
+    recorded_runs.copy_run(RECORDED, folder)
     if (folder / JOB).read_text() != (ROOT / JOB).read_text():
         raise SystemExit(f"{JOB} has changed since it was recorded: python docs/sessions.py --record")
     if not is_trained:
@@ -104,19 +104,19 @@ def lay_out(folder: Path, *, is_trained: bool) -> None:
                 path.unlink()
 
 
-def cut(text: str, until: str) -> str:
+def cut_after(text: str, until: str) -> str:
     """Return the lines of a text without trailing blanks, up to the first one that begins with `until`."""
     lines = [line.rstrip() for line in text.rstrip().splitlines()]
     last = next((number for number, line in enumerate(lines) if until and line.startswith(until)), len(lines) - 1)
     return "\n".join([*lines[: last + 1], *(["..."] if last + 1 < len(lines) else []), ""])
 
 
-def fill_in(page: str) -> str:
-    """Return a page with its sessions as the commands print them now."""
-    return PLACE.sub(lambda place: f"{place[1]}{make_session(place[2])}```", page)
+def update_sessions(page: str) -> str:
+    """Return a page with the current output of its sessions."""
+    return SESSION_BLOCK.sub(lambda match: f"{match[1]}{make_session(match[2])}```", page)
 
 
-def record() -> None:
+def record_quickstart() -> None:
     """Run the quickstart and store it as the recorded run, without checkpoints."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -124,23 +124,23 @@ def record() -> None:
         shutil.copy(ROOT / JOB, folder / JOB)
         for words in (f"profile {JOB} --yes", "recommend", "train --yes"):
             subprocess.run([sys.executable, "-m", "tula_cli", *words.split()], cwd=folder, check=True)
-        store(folder)
+        store_run(folder)
 
 
-def store(folder: Path) -> None:
+def store_run(folder: Path) -> None:
     """Store the run of a folder without checkpoints, which no session reads."""
     for path in folder.glob("tula-runs/*/train/*/checkpoints/*"):
         path.write_bytes(b"")
-    recorded_runs.record(folder, RECORDED, ("configs", "tula-runs"))
+    recorded_runs.store_run(folder, RECORDED, ("configs", "tula-runs"))
 
 
 def main() -> None:
     if "--record" in sys.argv:
-        record()
+        record_quickstart()
     for page in [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]:
         text = page.read_text(encoding="utf-8")
-        if PLACE.search(text):
-            page.write_text(fill_in(text), encoding="utf-8")
+        if SESSION_BLOCK.search(text):
+            page.write_text(update_sessions(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

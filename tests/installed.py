@@ -1,10 +1,10 @@
-"""The wheel and the source distribution, checked for a package index, and the wheel's commands in another Python.
+"""Check the wheel and the source distribution as a package index does, and run commands of the wheel in another Python.
 
     python tests/installed.py PYTHON [PYTEST ...]
 
-Takes a Python of that version where there is one, else this one, and says which it was. Makes .proof/installed-VERSION, an
-environment of its own with tula's dependencies and without torch (kept for the next time), and needs a package registry for
-that. Pytest then runs in it on the code of the tree.
+If no interpreter of version PYTHON is installed, this one is used; the last line names the version. The program creates a
+separate environment .proof/installed-VERSION with the dependencies of tula but without torch (kept for the next call), and
+needs a package index. If pytest arguments are given, pytest then runs in this environment on the code of the working tree.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from other_torch import environment, interpreter
+from other_torch import create_environment, find_interpreter
 
 ROOT = Path(__file__).parents[1]
-NEEDED = 1  # GB
+NEEDED_GIGABYTES = 1  # GB
 CHECKERS = ("twine>=6", "readme-renderer[md]")
-"""The second lets twine see whether the README can be shown."""
+"""twine needs the second to check that the README can be rendered."""
 COMMANDS = (
     ("--version",),
     ("init", "local"),
@@ -31,21 +31,21 @@ COMMANDS = (
     ("export", "--help"),
     ("list",),
 )
-"""Commands that need neither torch nor a run, in the order in which they run in an empty folder."""
+"""Commands that need neither torch nor a run; they run in this order in an empty folder."""
 
-PLAIN = ("--hypothesis-profile=ci",)
-"""Without Hypothesis' limit on the time of an example, which other parts of the proof may exceed beside this one."""
+PYTEST_OPTIONS = ("--hypothesis-profile=ci",)
+"""This profile has no time limit per example, which a machine with concurrent parts of `make proof` may exceed."""
 
 
 def main() -> int:
-    wanted, *tests = sys.argv[1:]
-    result = interpreter(wanted)
-    version = subprocess.run([result, "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
-    with tempfile.TemporaryDirectory(prefix="tula-installed-") as place:
-        folder = Path(place)
+    requested, *tests = sys.argv[1:]
+    interpreter = find_interpreter(requested)
+    version = subprocess.run([interpreter, "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
+    with tempfile.TemporaryDirectory(prefix="tula-installed-") as temporary:
+        folder = Path(temporary)
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
         wheel = next(folder.glob("*.whl"))
-        python = make_environment(result, version, wheel)
+        python = create_wheel_environment(interpreter, version, wheel)
         run(str(python), "-m", "twine", "check", "--strict", *map(str, folder.glob("tula_cli-*")))
         run(str(python), "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", str(wheel))
         run(str(python), "-m", "pip", "check")
@@ -55,22 +55,22 @@ def main() -> int:
             run(str(python.with_name("tula")), *command, cwd=work)
         assert (work / "job.yaml").exists()
     if tests:
-        run(str(python), "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *PLAIN, *tests)
-    print(f"under Python {version}: the wheel is installed and answers {len(COMMANDS)} commands; the tests pass")
+        run(str(python), "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *PYTEST_OPTIONS, *tests)
+    print(f"under Python {version}: the wheel is installed and runs {len(COMMANDS)} commands; the tests pass")
     return 0
 
 
-def make_environment(interpreter: str, version: str, wheel: Path) -> Path:
-    """Return the Python of an environment that has what the wheel and its tests need."""
+def create_wheel_environment(interpreter: str, version: str, wheel: Path) -> Path:
+    """Return the interpreter of an environment with the requirements of the wheel and of its tests."""
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
     needs = re.findall(r"^Requires-Dist: .*", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE)
     digest = hashlib.sha256(" ".join([*needs, *CHECKERS]).encode()).hexdigest()[:8]
     folder = ROOT / ".proof" / f"installed-{version}-{digest}"
-    return environment(folder, interpreter, [f"{wheel}[report,tests]", *CHECKERS], gigabytes=NEEDED)
+    return create_environment(folder, interpreter, [f"{wheel}[report,tests]", *CHECKERS], gigabytes=NEEDED_GIGABYTES)
 
 
 def run(*command: str, cwd: Path = ROOT) -> None:
-    """Run a command that finds tula only where it is installed; raises CalledProcessError if it fails."""
+    """Run a command that can import tula only if it is installed; raise CalledProcessError if the command fails."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     print("+", *command, flush=True)
     subprocess.run(command, cwd=cwd, env=environ, check=True)

@@ -1,7 +1,7 @@
-"""The oldest Python and torch of a script that tula measures, chooses for and trains: `python tests/oldest_torch.py 2.0.1`.
+"""Profile, recommend and train a script under the oldest supported Python and torch: `python tests/oldest_torch.py 2.0.1`.
 
-Makes .proof/oldest-TORCH, an environment of its own with that torch (several GB, kept for the next time) and Python 3.8 where
-there is one, and needs a package registry for that. tula itself stays in the environment that runs this.
+The program creates a separate environment .proof/oldest-TORCH with that torch (several GB, kept for the next call) and, if
+installed, Python 3.8; it needs a package index. tula itself runs in the environment of this program.
 """
 
 import os
@@ -13,11 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 from driver import Tula  # noqa: E402
-from other_torch import environment, interpreter, versions  # noqa: E402
+from other_torch import create_environment, find_interpreter, query_versions  # noqa: E402
 
 from tula_cli.run.records.probes import Measured  # noqa: E402
 
-NEEDED = 8  # GB
+NEEDED_GIGABYTES = 8  # GB
 JOB = """
 name: oldest
 script:
@@ -32,29 +32,29 @@ cluster: {{device: cpu}}
 def main() -> int:
     torch = sys.argv[1]
     folder = ROOT / ".proof" / f"oldest-{torch}"
-    python = environment(folder, interpreter("3.8"), [f"torch=={torch}", "numpy<2"], gigabytes=NEEDED)
-    version, message = versions(python)
-    result = version, message.partition("+")[0]
-    if result[1] != torch:
-        print(f"{python} has torch {result[1]}, not {torch}")
+    python = create_environment(
+        folder, find_interpreter("3.8"), [f"torch=={torch}", "numpy<2"], gigabytes=NEEDED_GIGABYTES
+    )
+    python_version, local_version = query_versions(python)
+    torch_version = local_version.partition("+")[0]
+    if torch_version != torch:
+        print(f"{python} has torch {torch_version}, not {torch}")
         return 1
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as place:
-        work = Path(place, "job")
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary, "job")
         work.mkdir()
         shutil.copy(ROOT / "tests" / "scripts" / "plain_ddp.py", work)
-        prove(Tula(work, JOB.format(python=python)), *result)
-    print(
-        f"a script under Python {result[0]} and torch {result[1]}: measured, chosen for, trained; no AGS, which is told"
-    )
+        check_commands(Tula(work, JOB.format(python=python)), python_version, torch_version)
+    print(f"profiled, recommended and trained a script under Python {python_version} and torch {torch_version}")
     return 0
 
 
-def prove(tula: Tula, python: str, torch: str) -> None:
-    """Measure, choose and train.
+def check_commands(tula: Tula, python: str, torch: str) -> None:
+    """Check profile, recommend and train, and that AGS is rejected with an error that names the versions.
 
     Raises:
-        AssertionError: something is not as it should be.
+        AssertionError: a result or a message is wrong.
     """
     tula("profile", "job.yaml", "--yes")
     for result in tula.run().read_results():
@@ -67,9 +67,9 @@ def prove(tula: Tula, python: str, torch: str) -> None:
     summary = tula("train", "--nodes", "2", "--batch", "32", "--yes")["data"]
     result = tula.run().get_training(summary["signature"]).read_result()
     assert result is not None and (result.samples, summary["attempts"]) == (5 * 320, 1)
-    refused = tula.start("profile", "job.yaml", "--set", "train.method=ags", "--yes")
-    text = "".join(refused.communicate(timeout=240))
-    assert refused.returncode not in (0, 1) and f"the script runs Python {python} with torch {torch}" in text, text
+    rejected = tula.start("profile", "job.yaml", "--set", "train.method=ags", "--yes")
+    text = "".join(rejected.communicate(timeout=240))
+    assert rejected.returncode not in (0, 1) and f"the script runs Python {python} with torch {torch}" in text, text
 
 
 if __name__ == "__main__":

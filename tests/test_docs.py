@@ -64,7 +64,7 @@ def test_readme_is_short() -> None:
 def test_written_pages_stay_small() -> None:
     generated = {f"docs/reference/{name}" for name in (*reference.PAGES, results.PAGE.name)}
     apart = {*generated, "AGENTS.md", "docs/contributing.md"}
-    written = [sessions.PLACE.sub("", text(page)) for page in PAGES if page not in apart]
+    written = [sessions.SESSION_BLOCK.sub("", text(page)) for page in PAGES if page not in apart]
     assert sum(len(page.encode()) for page in written) <= MOST_WRITTEN
 
 
@@ -98,12 +98,12 @@ def test_the_page_of_results_shows_what_was_measured() -> None:
     ],
 )
 def test_figures_that_pages_quote_are_those_of_the_results(claim: str, page: str, words: str) -> None:
-    assert words.format(results.claims()[claim]) in " ".join(text(page).split())
+    assert words.format(results.quoted_figures()[claim]) in " ".join(text(page).split())
 
 
 def test_no_ramp_diverged_or_ended_below_the_unchanged_large_batch() -> None:
     assert "none of its measured trainings diverged or ended below" in text("docs/how-to/choose-a-method.md")
-    measured = table1_summary.read(results.RESULTS / "table1.csv")
+    measured = table1_summary.read_results(results.RESULTS / "table1.csv")
     ramps = [key for key in measured if key[1] == "ramp"]
     assert ramps and not any(
         math.isnan(measured[key].value) or table1_summary.is_below_lbt(measured, key) for key in ramps
@@ -117,7 +117,7 @@ def test_no_ramp_diverged_or_ended_below_the_unchanged_large_batch() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("name", sessions.SESSIONS)
 def test_sessions_are_what_the_commands_print(name: str) -> None:
-    shown = [place[3] for page in PAGES for place in sessions.PLACE.finditer(text(page)) if place[2] == name]
+    shown = [place[3] for page in PAGES for place in sessions.SESSION_BLOCK.finditer(text(page)) if place[2] == name]
     assert shown and set(shown) == {sessions.make_session(name)}, "run `python docs/sessions.py`"
 
 
@@ -216,7 +216,7 @@ def test_readme_and_pages_name_every_command() -> None:
 @each_page
 def test_every_exit_code_that_is_named_exists(page: str) -> None:
     named = {int(code) for code in re.findall(r"exit code (\d+)", text(page))}
-    assert named <= {0, reference.BROKEN_PIPE_EXIT_CODE, *(kind.exit_code for kind in reference._classes())}
+    assert named <= {0, reference.BROKEN_PIPE_EXIT_CODE, *(kind.exit_code for kind in reference._error_classes())}
 
 
 @each_page

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from make_results import Truth, probe_all, spec
+from make_results import Truth, make_probes, make_spec
 
 from tula_cli.run.directory import RunDir
 
@@ -45,8 +45,8 @@ MAX_IMPORTED = 94
 
 
 def test_a_recommendation_runs_few_modules_at_a_small_depth(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}))
-    for probe in probe_all(Truth(noise=0.01), {2: (16, 64, 256), 4: (8,), 8: (4,), 16: (2, 32)}):
+    run = RunDir.create(tmp_path, make_spec(search={"max_batch": 4096}))
+    for probe in make_probes(Truth(noise=0.01), {2: (16, 64, 256), 4: (8,), 8: (4,), 16: (2, 32)}):
         run.write_result(probe)
     done = subprocess.run(
         [sys.executable, "-c", TRACE, "recommend", "--run", str(run.path)],

@@ -6,7 +6,7 @@ from typing import Any
 import make_runs
 import pytest
 import yaml
-from quiet import quiet
+from isolation import isolate_environment
 
 from tula_cli.cli.runs import JobOrRun
 from tula_cli.run import job_runs
@@ -17,7 +17,7 @@ from tula_cli.spec.load import load_spec
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     path = tmp_path / "job.yaml"
     write(path)
     return path

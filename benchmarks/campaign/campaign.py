@@ -1,12 +1,12 @@
-"""How much sooner many trainings finish by a plan than each at its fastest: python benchmarks/campaign/campaign.py TABLE.csv [--json]
+"""Speedup of a plan for several trainings over each training at its fastest: python benchmarks/campaign/campaign.py TABLE.csv [--json]
 
-Each set of the tables (an app on a cluster with some GPUs per node; see benchmarks/replay) has measured step times on several
-numbers of nodes. A training has the same number of samples everywhere. The plan for 4, 8 and 30 trainings on as many nodes
-as were measured is compared with each training at its fastest, as many side by side as fit.
+Each set of the tables (an app on a cluster with a number of GPUs per node; see benchmarks/replay) has measured step times on several
+numbers of nodes. A training has the same number of samples on each of them. The plan for 4, 8 and 30 trainings on the measured
+number of nodes is compared with running each training at its fastest, as many at a time as fit.
 
-With a fixed batch, the step time at a global batch is interpolated between the local batches measured on each number of
-nodes; every batch that was measured on at least three numbers of nodes counts, and a set is their geometric mean. With a free
-batch each number of nodes has its best local batch.
+With a fixed batch, the step time at a global batch is interpolated between the local batches measured on each number of nodes;
+each batch that was measured on at least three numbers of nodes counts, and the result of a set is their geometric mean. With a
+free batch, each number of nodes has its best local batch.
 """
 
 import argparse
@@ -23,12 +23,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "replay"))
 
-from replay_data import MeasuredSet, load
+from replay_data import MeasuredSet, load_sets
 
 from tula_cli.models.choice.node_schedule import TrainingOption, find_shortest_makespan, plan_cheapest
 
 TRAININGS = (4, 8, 30)
-FEWEST_SIZES = 3  # numbers of nodes that a batch must have been measured on
+FEWEST_SIZES = 3  # numbers of nodes on which a batch must have been measured
 Batch = Literal["free", "fixed"]
 
 
@@ -41,12 +41,12 @@ class Gain:
     sets: int
     nodes: tuple[int, ...]  # in all, of the sets
     speedup: float
-    node_hours: float  # share
+    node_hours: float  # total, of the sets
     bound: float  # speedup that no schedule exceeds
 
 
 def list_step_costs(measured: MeasuredSet, batch: Batch) -> Iterator[dict[int, float]]:
-    """Yield the seconds per sample by number of nodes, for each global batch (fixed) or at the best of each (free)."""
+    """Yield the seconds per sample by number of nodes, for each global batch (fixed) or at the best batch of each (free)."""
     steps: dict[int, dict[int, float]] = defaultdict(dict)  # nodes to global batch to seconds per sample
     for place, observation in measured.truth.items():
         total = place.replicas * place.local_batch
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--cluster", help="only sets of this cluster")
     arguments = parser.parse_args()
-    sets = [each for each in load(*arguments.tables) if arguments.cluster in (None, each.cluster)]
+    sets = [each for each in load_sets(*arguments.tables) if arguments.cluster in (None, each.cluster)]
     gains = judge(sets)
     if arguments.json:
         print(json.dumps([asdict(gain) for gain in gains], indent=1))

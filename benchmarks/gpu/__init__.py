@@ -1,1 +1,1 @@
-"""The stages of benchmarks/on_gpu.py, a module each (`measure`), and what they share."""
+"""The stages of benchmarks/on_gpu.py, one module each (`measure`), and their shared functions."""

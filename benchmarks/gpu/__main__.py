@@ -1,4 +1,4 @@
-"""One stage: `python -m gpu NAME FOLDER DEVICE [--tiny] [--data DIR]` measures, and leaves stage.json in FOLDER."""
+"""Run one stage: `python -m gpu NAME FOLDER DEVICE [--tiny] [--data DIR]` measures, and writes stage.json to FOLDER."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Random images that come slowly, as large ones from a busy file system do: what stage oom trains on."""
+"""Random images that load slowly, like large images from a busy file system; stage oom trains on them."""
 
 import os
 import time
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-IMAGES = 1024
+IMAGE_COUNT = 1024
 
 
-class Slow(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+class SlowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Images of one size; each takes GPU_IMAGE_SECONDS to load."""
 
     num_classes = 10
@@ -27,6 +27,6 @@ class Slow(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return torch.full((3, self.side, self.side), index / self.count), index % 10
 
 
-def dataset(train: bool, transform: Callable[[Any], Any], count: int = IMAGES, side: int = 224) -> Slow:  # noqa: ARG001
-    """Return one split; its samples are tensors already."""
-    return Slow(count if train else 32, side)
+def dataset(train: bool, transform: Callable[[Any], Any], count: int = IMAGE_COUNT, side: int = 224) -> SlowImages:  # noqa: ARG001
+    """Return one split, whose samples are tensors."""
+    return SlowImages(count if train else 32, side)

@@ -1,4 +1,4 @@
-"""A network whose rank 1 runs out of memory in its third step, while rank 0 waits for it in a reduction."""
+"""A network whose rank 1 runs out of memory in its third step, while rank 0 waits for it in a collective operation."""
 
 import os
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """One linear layer over the pixels' means."""
+    """One linear layer on the mean of the pixels."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()

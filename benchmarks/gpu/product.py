@@ -1,4 +1,4 @@
-"""The product's commands, run as a user runs them, and what they leave behind."""
+"""Runs commands of tula as a user does, and reads their results."""
 
 import json
 import os
@@ -18,26 +18,26 @@ from tula_cli.run.directory import RunDir
 
 
 @dataclass(frozen=True)
-class Answer:
-    """How a command ended."""
+class CommandOutcome:
+    """The outcome of a command."""
 
     code: int
-    answer: dict[str, Any]  # of --json; empty where it gave none
-    text: str  # the end of what it said beside that
+    answer: dict[str, Any]  # output of --json; empty if there was none
+    text: str  # end of its other output
 
     @property
     def error(self) -> str:
-        """What it said was wrong; empty where nothing was."""
+        """The message of the error; empty if there was none."""
         result = self.answer.get("error") or {}
         return str(result.get("message", "")) or (self.text.strip().splitlines() or [""])[-1]
 
 
-def tula(*words: str, folder: Path, python: str = sys.executable, **environment: str) -> Answer:
-    """Run a command of tula in a folder, with a TMPDIR of the folder's own."""
-    return Answer(*_ended(start(*words, folder=folder, python=python, **environment)))
+def run_tula(*words: str, folder: Path, python: str = sys.executable, **environment: str) -> CommandOutcome:
+    """Run a command of tula in a folder, with its own TMPDIR."""
+    return CommandOutcome(*_read_outcome(start_tula(*words, folder=folder, python=python, **environment)))
 
 
-def start(
+def start_tula(
     *words: str, folder: Path, python: str = sys.executable, **environment: str
 ) -> "tuple[subprocess.Popen[str], Any]":
     """Start a command of tula; `_ended` waits for it."""
@@ -55,7 +55,7 @@ def start(
     return process, errors
 
 
-def _ended(started: "tuple[subprocess.Popen[str], Any]") -> tuple[int, dict[str, Any], str]:
+def _read_outcome(started: "tuple[subprocess.Popen[str], Any]") -> tuple[int, dict[str, Any], str]:
     process, errors = started
     output, _ = process.communicate()
     errors.seek(0)
@@ -69,9 +69,9 @@ def _ended(started: "tuple[subprocess.Popen[str], Any]") -> tuple[int, dict[str,
     return process.returncode, answer if isinstance(answer, dict) else {}, text
 
 
-def finish(started: "tuple[subprocess.Popen[str], Any]") -> Answer:
-    """Wait for a command that was started."""
-    return Answer(*_ended(started))
+def wait_for_tula(started: "tuple[subprocess.Popen[str], Any]") -> CommandOutcome:
+    """Wait for a started command."""
+    return CommandOutcome(*_read_outcome(started))
 
 
 def write_job(folder: Path, content: dict[str, Any]) -> Path:
@@ -81,23 +81,23 @@ def write_job(folder: Path, content: dict[str, Any]) -> Path:
     return path
 
 
-def loader_processes(wanted: int, *, batch: int, trainings: int = 1) -> int:
-    """Return the loader processes that are wanted, or none where /dev/shm does not hold what they make ahead.
+def limit_loader_processes(wanted: int, *, batch: int, trainings: int = 1) -> int:
+    """Return the requested number of loader processes, or 0 if /dev/shm is too small for their prefetched batches.
 
     Args:
-        wanted: of each training.
+        wanted: number per training.
         batch: bytes.
-        trainings: at a time.
+        trainings: that run at a time.
     """
     needed = trainings * estimate_data_memory([1], sample=batch, ranks=1, workers=wanted, on_gpu=True).shared
     return wanted if needed <= (read_shared_memory() or 0) else 0
 
 
-def newest(folder: Path) -> RunDir:
-    """Return the run that commands in a folder have made."""
+def find_newest_run(folder: Path) -> RunDir:
+    """Return the newest run in a folder."""
     return RunDir.find_newest(folder / "tula-runs")
 
 
-def settings(values: Sequence[str]) -> list[str]:
-    """Return the words of --set."""
+def set_arguments(values: Sequence[str]) -> list[str]:
+    """Return the command-line arguments of --set."""
     return [word for value in values for word in ("--set", value)]

@@ -1,4 +1,4 @@
-"""Makes one error, for its real words: `python -m gpu.provoke KIND`. Nothing here reads or writes memory it has not."""
+"""Provoke one error to record its message: `python -m gpu.provoke KIND`. The program never accesses invalid memory."""
 
 import sys
 from typing import NoReturn
@@ -7,74 +7,83 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpu.rig import alone
-from gpu.watch import RAN, fill
+from gpu.rig import join_alone
+from gpu.watch import NO_ERROR_PREFIX, allocate_until
 
 
-def ran(held: "list[torch.Tensor]") -> NoReturn:
-    """Say that there was no error."""
-    raise SystemExit(f"{RAN} {len(held)} blocks held")
+def exit_without_error(held: "list[torch.Tensor]") -> NoReturn:
+    """Report that no error occurred."""
+    raise SystemExit(f"{NO_ERROR_PREFIX} {len(held)} blocks held")
 
 
-def allocator() -> None:
+def exhaust_allocator() -> None:
     torch.empty(2**50, dtype=torch.uint8, device="cuda")
 
 
-def cublas() -> None:
-    """Make the first matrix product when nothing is left for cuBLAS's handle and workspace."""
+def exhaust_cublas() -> None:
+    """Compute the first matrix product when no memory is left for cuBLAS's handle and workspace."""
     a, b = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
     out = torch.empty(64, 64, device="cuda")
-    kept = fill()
+    kept = allocate_until()
     torch.mm(a, b, out=out)
     torch.cuda.synchronize()
-    ran(kept)
+    exit_without_error(kept)
 
 
-def cudnn() -> None:
-    """Make the first convolution, forward and backward, when nothing is left for cuDNN."""
+def exhaust_cudnn() -> None:
+    """Compute the first convolution, forward and backward, when no memory is left for cuDNN."""
     layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda")
     images = torch.randn(8, 64, 56, 56, device="cuda", requires_grad=True)
-    kept = fill(2**23)
+    kept = allocate_until(2**23)
     layer(images).sum().backward()
     torch.cuda.synchronize()
-    ran(kept)
+    exit_without_error(kept)
 
 
-def nccl() -> None:
-    """Join a group when nothing is left for NCCL, which takes its memory as it joins."""
+def exhaust_nccl() -> None:
+    """Join a group when no memory is left for NCCL, which allocates memory when it joins."""
     numbers = torch.ones(1024, device="cuda")
-    kept = fill()
-    with alone("cuda"):
+    kept = allocate_until()
+    with join_alone("cuda"):
         dist.all_reduce(numbers)
         torch.cuda.synchronize()
-    ran(kept)
+    exit_without_error(kept)
 
 
-def device_assert() -> None:
-    """Look up an index that an embedding has not: the kernel's own check fails."""
+def fail_device_assertion() -> None:
+    """Look up an index outside of an embedding, so that the assertion of the kernel fails."""
     nn.Embedding(4, 4, device="cuda")(torch.tensor([5], device="cuda"))
     torch.cuda.synchronize()
 
 
-def duplicate() -> None:
-    """Join a group of NCCL as one of two ranks on one GPU."""
+def share_gpu_in_nccl() -> None:
+    """Join an NCCL group as one of two ranks on the same GPU."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
 
 
-def host_memory() -> None:
+def exhaust_host_memory() -> None:
     torch.empty(2**50, dtype=torch.uint8)
 
 
-def host_index() -> None:
+def index_out_of_range() -> None:
     nn.Embedding(4, 4)(torch.tensor([5]))
 
 
 KINDS = {
     function.__name__: function
-    for function in (allocator, cublas, cudnn, nccl, device_assert, duplicate, host_memory, host_index)
+    for function in (
+        exhaust_allocator,
+        exhaust_cublas,
+        exhaust_cudnn,
+        exhaust_nccl,
+        fail_device_assertion,
+        share_gpu_in_nccl,
+        exhaust_host_memory,
+        index_out_of_range,
+    )
 }
 
 if __name__ == "__main__":

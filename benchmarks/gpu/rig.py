@@ -1,4 +1,4 @@
-"""The product's own trainer, fed with tensors that stay where they are: its steps, without a loader or a copy."""
+"""Runs steps of tula's trainer on constant tensors, without a data loader or copies."""
 
 import itertools
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from operations import settle
+from operations import run_representative_step
 
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.spec.job import JobSpec
@@ -22,21 +22,21 @@ from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Step, Trainer
 
-NEVER = 10**9
-"""Steps until AGS refreshes by itself."""
-SHORT = {"min_steps": 5, "min_seconds": 0, "max_seconds": 1e-6}
-"""Settings of section search for probes whose times nobody looks at."""
+NEVER_REFRESH_STEPS = 10**9
+"""Steps until AGS refreshes on its own."""
+SHORT_SEARCH = {"min_steps": 5, "min_seconds": 0, "max_seconds": 1e-6}
+"""Settings of section search for probes whose times are not used."""
 CARD_MODELS = {
     "resnet50": 224,
     "vgg11": 224,
     "alexnet": 224,
     "mobilenet_v3_large": 224,
 }
-"""Side of the images of the models whose memory is judged."""
+"""Image sizes of the models of the memory stages."""
 
 
 @contextmanager
-def alone(device: str) -> Iterator[Ranks]:
+def join_alone(device: str) -> Iterator[Ranks]:
     """Join a group of one rank, as a job on one GPU does."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
@@ -47,7 +47,7 @@ def alone(device: str) -> Iterator[Ranks]:
         yield me
 
 
-def job(
+def make_job(
     network: str,
     *,
     image: int,
@@ -58,7 +58,7 @@ def job(
     method: str = "lbt",
     **sections: Any,
 ) -> JobSpec:
-    """Return a job on random images, of a dataset that is as large as the batch.
+    """Return a job on random images, with a dataset as large as the batch.
 
     Args:
         network: a model of torchvision, or of tula.
@@ -68,7 +68,7 @@ def job(
         classes: outputs.
         precision: of train.precision.
         method: of train.method.
-        sections: further settings, laid over the others section by section.
+        sections: further settings, merged into the sections.
     """
     optimizer: dict[str, Any] = {"lr": 1e-4, "weight_decay": 5e-4}
     optimizer |= {"name": "Adam"} if method == "lamb" else {"momentum": 0.9}
@@ -91,28 +91,28 @@ def job(
     return JobSpec.model_validate(content)
 
 
-def build(spec: JobSpec, me: Ranks, *, batch: int) -> Trainer:
-    """Return the product's trainer at a global batch; AGS refreshes when it is told to."""
+def build_trainer(spec: JobSpec, me: Ranks, *, batch: int) -> Trainer:
+    """Return tula's trainer at a global batch; AGS refreshes only on request."""
     configure_device(spec.train, me.device)
     task = ProbeTask(id="t", job="t", spec=spec, workdir=".", nodes=1, local_batches=(batch // me.world,))
     trainer = worker_train_loop.build_trainer(task, me, build_datasets(spec), batch=batch, workers=0, refresh=False)
     if trainer.ags:
-        trainer.ags.start_epoch(NEVER)
+        trainer.ags.start_epoch(NEVER_REFRESH_STEPS)
     trainer.parallel.train()
     return trainer
 
 
 @dataclass
-class Fixed:
-    """A trainer and the micro-batch that each of its steps sees."""
+class ConstantBatchTrainer:
+    """A trainer and the constant micro-batch of its steps."""
 
     trainer: Trainer
     pair: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
-    def of(cls, spec: JobSpec, me: Ranks, *, batch: int) -> "Fixed":
-        """Build a trainer at a global batch; the images are as its dataset says."""
-        trainer = build(spec, me, batch=batch)
+    def of(cls, spec: JobSpec, me: Ranks, *, batch: int) -> "ConstantBatchTrainer":
+        """Build a trainer at a global batch with images of its dataset."""
+        trainer = build_trainer(spec, me, batch=batch)
         arguments = spec.dataset.args
         generator = torch.Generator().manual_seed(me.rank)
         count, shape = trainer.micro_batch, tuple(arguments["image_size"])
@@ -122,27 +122,27 @@ class Fixed:
         return cls(trainer, (images, labels))
 
     def step(self) -> Step:
-        """Take one optimizer step."""
+        """Run one optimizer step."""
         return worker_train_loop._train_step(self.trainer, itertools.repeat(self.pair), epoch_ends=False)
 
     def refresh(self) -> Step:
-        """Take a step that also makes AGS's factors anew, where there are any."""
+        """Run a step that also updates the AGS factors, if there are any."""
         if self.trainer.ags:
             self.trainer.ags.request_refresh()
         return self.step()
 
     def warm_up(self, steps: int = 3) -> None:
-        """Take the steps that are unlike the others, of which fp16 may have more, and wait for them."""
+        """Run the first steps, which differ from later ones (with fp16 there may be more of them), and wait for the device."""
         self.step()
         self.refresh()
-        settle(self.trainer, self.step)
+        run_representative_step(self.trainer, self.step)
         for _ in range(steps - 3):
             self.step()
         self.trainer.clock.wait()
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Take the forward pass of an evaluation."""
+        """Run the forward pass of an evaluation."""
         self.trainer.parallel.eval()
         with worker_train_loop.make_autocast_context(self.trainer):
             self.trainer.parallel.module(self.pair[0])

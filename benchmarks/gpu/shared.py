@@ -1,9 +1,9 @@
-"""Python for a job whose ranks share one device: runs what it is asked to run, with `python`'s own arguments.
+"""A Python for jobs whose ranks share one device; takes the arguments of `python`.
 
-The product gives each rank a GPU of its own, as it should; a machine of one GPU can show what two ranks do to each other
-only where that is undone. Wherever ranks are about to be started (`tula_cli.worker` is among the arguments), they are
-told that there are two GPUs, all get the first one, and talk by gloo, which does not mind. Everything else is the
-product's own. Started by a script `python` that stage ranks writes, for what tula starts is started by sys.executable.
+tula gives each rank its own GPU. To measure how two ranks on one GPU affect each other, this program changes that: in processes of
+ranks (`tula_cli.worker` is among the arguments) torch reports two GPUs, all ranks get the first one and communicate by gloo, which
+allows this. Everything else is unchanged. Stage ranks starts it by a script `python`, because tula starts processes with
+sys.executable.
 """
 
 import os
@@ -12,11 +12,11 @@ import sys
 from typing import Any
 
 DEVICE = "TULA_GPU_SHARED"
-"""The environment variable with the device that all ranks get."""
+"""The environment variable with the device of all ranks."""
 
 
-def share() -> None:
-    """Let all ranks of this process be on one device, and talk by gloo."""
+def share_device() -> None:
+    """Put all ranks of this process on one device, with gloo as backend."""
     import torch
     import torch.distributed as dist
 
@@ -31,17 +31,17 @@ def share() -> None:
     worker_ranks.choose_device = lambda *_, **__: device  # type: ignore[attr-defined]
     dist.init_process_group = gloo  # type: ignore[assignment]
     if device.type == "cuda":
-        # Not torch.cuda's: torch looks at every GPU that it counts there.
+        # Not torch.cuda's function: torch initialises each GPU that it counts there.
         torch.accelerator.device_count = lambda: 2
 
 
 def main(words: list[str]) -> None:
-    """Do as python does with `[-u] -m MODULE ...` and `[-u] -c PROGRAM ...`."""
+    """Run `[-u] -m MODULE ...` and `[-u] -c PROGRAM ...` as python does."""
     sys.executable = os.environ[f"{DEVICE}_PYTHON"]
     words = [word for place, word in enumerate(words) if word != "-u" or "-m" in words[:place] or "-c" in words[:place]]
     kind, what, *rest = words
     if "tula_cli.worker" in " ".join(words):
-        share()
+        share_device()
     if kind == "-m":
         sys.argv = [what, *rest]
         sys.path.insert(0, os.getcwd())  # noqa: PTH109

@@ -1,4 +1,4 @@
-"""What a stage is given, and what it tells: figures as it goes, and in the end what is missing for it to pass."""
+"""The context of a stage: its inputs, its results, which are written immediately, and the reasons why it has not passed."""
 
 import json
 from dataclasses import dataclass, field
@@ -7,18 +7,18 @@ from typing import Any
 
 from tula_cli.run.files import write_atomic
 
-MARK = "TULA_GPU_STAGE"
-"""An environment variable that every process of a stage has, so that none outlives it."""
+STAGE_VARIABLE = "TULA_GPU_STAGE"
+"""An environment variable set in all processes of a stage, so that all of them can be terminated."""
 
-SLOWER = 10.0
-"""By what limits are stretched on a CPU, which they are not made for."""
+CPU_TIME_FACTOR = 10.0
+"""Factor of time limits on a CPU."""
 
 
 @dataclass
 class Stage:
-    """One stage under way.
+    """One running stage.
 
-    What it has told is on the disk at once: a stage that is cut off at its limit has measured that much.
+    Results are written to disk immediately, so those of a stage that is terminated at its limit are kept.
     """
 
     device: str  # "cuda" or "cpu"
@@ -34,31 +34,31 @@ class Stage:
         return self.device == "cuda"
 
     def patience(self, seconds: float) -> float:
-        """Return how long to wait for something that takes a card so long at most."""
-        return seconds if self.on_card else SLOWER * seconds
+        """Return the time limit for an operation that takes at most `seconds` on a GPU."""
+        return seconds if self.on_card else CPU_TIME_FACTOR * seconds
 
     def tell(self, **figures: Any) -> None:
-        """Keep figures; a dict is laid over the one of that name."""
+        """Store results; a dict is merged with an earlier one of the same name."""
         for name, value in figures.items():
             known = self.figures.get(name)
             self.figures[name] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
         self._write()
 
     def require(self, holds: bool, otherwise: str) -> None:
-        """Judge something that has to hold on every machine."""
+        """Check a condition that must hold on all machines."""
         if not holds:
             self.faults.append(otherwise)
         self._write()
 
     def require_on_card(self, name: str, holds: bool, otherwise: str) -> None:
-        """Judge something that only a card can show; elsewhere it is left open, and the stage has not passed."""
+        """Check a condition that only a GPU can show; on a CPU it is left open, and the stage has not passed."""
         if self.on_card:
             self.require(holds, otherwise)
         else:
             self.leave_open(f"{name} (needs a GPU)")
 
     def leave_open(self, what: str) -> None:
-        """Say what could not be judged here, for want of a card or of a part of tula; the stage has not passed."""
+        """Record a check that is impossible here because a GPU or a part of tula is missing; the stage has not passed."""
         if what not in self.unjudged:
             self.unjudged.append(what)
         self._write()
@@ -68,12 +68,12 @@ class Stage:
         write_atomic(self.folder / "stage.json", json.dumps(content, default=str))
 
     def inside(self, name: str) -> Path:
-        """Return a folder in the stage's own."""
+        """Return a subfolder of the stage's folder."""
         path = self.folder / name
         path.mkdir(parents=True, exist_ok=True)
         return path
 
 
-def share(value: float | None, digits: int = 4) -> float | None:
-    """Return a figure as it is told."""
+def round_result(value: float | None, digits: int = 4) -> float | None:
+    """Return a rounded result."""
     return None if value is None else round(value, digits)

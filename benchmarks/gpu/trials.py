@@ -1,7 +1,7 @@
-"""Whether a batch trains, and what it takes: a few steps of the product's trainer at each batch that is asked for.
+"""Whether a batch trains and how much memory it needs: a few steps of tula's trainer at each requested batch.
 
-On a GPU one process answers for all batches: an out-of-memory that is caught leaves nothing behind there. On the CPU each
-batch gets a process of its own, for what one frees stays in the heap, which the next one counts.
+On a GPU, one process tries all batches, because a caught out-of-memory error leaves nothing allocated there. On the CPU, each batch
+has a separate process, because freed memory remains in the heap, which the next batch would count.
 """
 
 import contextlib
@@ -23,26 +23,26 @@ from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.spec.job import JobSpec
 
 RESOLUTION = 0.02
-"""Bisection ends where the largest batch is known to this share."""
-LEFT_FREE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""On the CPU what is freed goes back to the system at once, or the heap would count as the model's."""
+"""Relative precision of the largest batch at which bisection stops."""
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""On the CPU, freed memory returns to the system immediately; otherwise the heap would count as the model's."""
 
 
 class TrialFailed(Exception):
-    """A trial has ended for another reason than memory; the words are its own."""
+    """A trial failed for a reason other than memory; the message is that of the trial."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a batch. Bytes."""
+    """The outcome of a batch. Bytes."""
 
     batch: int
     fits: bool
-    memory: dict[str, Any] | None  # of `Components`; None where it does not fit
-    text: str = ""  # what was said where it does not
+    memory: dict[str, Any] | None  # of `Components`; None if the batch does not fit
+    text: str = ""  # message if the batch does not fit
     seconds: float = 0.0  # of the last step
     device: str = "cpu"
-    capacity: int | None = None  # that it ran under
+    capacity: int | None = None  # memory limit of the trial
 
     @property
     def peak(self) -> int:
@@ -50,7 +50,7 @@ class Trial:
         return int(self.memory["peak"])
 
     def measured(self) -> Measured:
-        """Return what the memory model wants to know of a probe, and nothing else of one."""
+        """Return a probe result with only the fields that the memory model reads."""
         memory = Components.model_validate(self.memory)
         times: dict[str, Any] = {"step_times": (self.seconds,), "compute_time": self.seconds}
         return Measured.model_construct(
@@ -60,18 +60,18 @@ class Trial:
 
 
 class Trials:
-    """Answers for batches of one job after the other, on one rank.
+    """Tries batches of one job after the other, on one rank.
 
     Args:
-        spec: the job; its dataset is one of random images, made as large as each batch.
-        capacity: bytes that may be used, libraries included; None for all there is.
+        spec: the job; its dataset has random images, as many as each batch.
+        capacity: bytes that may be used, including libraries; None for all memory.
     """
 
     def __init__(self, spec: JobSpec, *, capacity: int | None = None) -> None:
         self.spec, self.capacity = spec, capacity
         self.fresh = spec.cluster.device == "cpu"
         self.process: subprocess.Popen[str] | None = None
-        self.known = False  # whether the process knows of the job
+        self.known = False  # whether the process has received the job
         self.errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `__exit__`
 
     def __enter__(self) -> "Trials":
@@ -82,7 +82,7 @@ class Trials:
         self.errors.close()
 
     def of(self, spec: JobSpec, *, capacity: int | None = None) -> "Trials":
-        """Answer for another job from now on; the process stays the same."""
+        """Switch to another job in the same process."""
         self.spec, self.capacity, self.known = spec, capacity, False
         return self
 
@@ -90,7 +90,7 @@ class Trials:
         """Try a batch.
 
         Raises:
-            TrialFailed: it failed, and not for want of memory.
+            TrialFailed: it failed for a reason other than memory.
         """
         process = self.process = self.process or self._start()
         assert process.stdin is not None
@@ -109,14 +109,14 @@ class Trials:
             return Trial(**json.loads(line))
         self.errors.seek(0)
         text = self.errors.read()
-        if not out_of_memory(text, self.spec.cluster.device, process.returncode):
+        if not is_out_of_memory(text, self.spec.cluster.device, process.returncode):
             raise TrialFailed(text.strip()[-2000:] or f"exit code {process.returncode}")
         return Trial(batch, False, None, text.strip()[-2000:])
 
     def _start(self) -> "subprocess.Popen[str]":
         self.errors.seek(0)
         self.errors.truncate()
-        environment = {**os.environ, **(LEFT_FREE if self.fresh else {})}
+        environment = {**os.environ, **(RETURN_FREED_MEMORY if self.fresh else {})}
         return subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -133,19 +133,19 @@ class Trials:
             self.process, self.known = None, False
 
 
-def out_of_memory(text: str, device: str, code: int | None = 1) -> bool:
-    """Return whether a process that wrote this ended for want of memory; under a limit native code may just crash."""
+def is_out_of_memory(text: str, device: str, code: int | None = 1) -> bool:
+    """Return whether a process with this output ran out of memory; under a limit, native code may crash without a message."""
     crashed = device == "cpu" and code is not None and code < 0
     return crashed or classify_failure(text, exit_code=code, device=device) in ("device_oom", "host_oom")
 
 
-def largest(fits: Callable[[int], bool], start: int, *, resolution: float = RESOLUTION) -> int:
-    """Return the largest batch that fits, looked for outwards from `start` and then between; 0 where not even one does.
+def find_largest_batch(fits: Callable[[int], bool], start: int, *, resolution: float = RESOLUTION) -> int:
+    """Return the largest batch that fits: double or halve from `start`, then bisect; 0 if not even one sample fits.
 
     Args:
         fits: tries a batch.
-        start: the first batch to try, close to the answer at best.
-        resolution: share of the batch to which it is to be known.
+        start: the first batch to try, ideally close to the result.
+        resolution: relative precision of the result.
     """
     low, high, step, batch = 0, 0, max(0.05, resolution), max(1, start)
     while not (low and high):
@@ -165,32 +165,32 @@ def largest(fits: Callable[[int], bool], start: int, *, resolution: float = RESO
     return low
 
 
-# --- the process that answers
+# --- the process that tries batches
 
 
-def serve() -> None:
-    """Read jobs and their batches, a line each; answer each batch with a line."""
-    from gpu.rig import alone
+def serve_trials() -> None:
+    """Read jobs and batches from stdin, one per line; answer each batch with a line."""
+    from gpu.rig import join_alone
     from tula_cli.worker import device as worker_device
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output must not mix with the answers
     line = sys.stdin.readline()
-    with alone(json.loads(line)["spec"]["cluster"]["device"]) as me:
+    with join_alone(json.loads(line)["spec"]["cluster"]["device"]) as me:
         while line:
             given = json.loads(line)
             if isinstance(given, dict):
                 spec, capacity = JobSpec.model_validate(given["spec"]), given["capacity"]
-                limit(spec, me, capacity)
+                limit_memory(spec, me, capacity)
             else:
-                answers.write(json.dumps(asdict(tried(spec, me, given, capacity))) + "\n")
+                answers.write(json.dumps(asdict(run_trial(spec, me, given, capacity))) + "\n")
                 answers.flush()
             line = sys.stdin.readline()
         worker_device.lift_memory_limit()
 
 
-def limit(spec: JobSpec, me: Any, capacity: int | None) -> None:
-    """Let the steps to come have so many bytes, libraries included."""
+def limit_memory(spec: JobSpec, me: Any, capacity: int | None) -> None:
+    """Limit the memory of the following steps to `capacity` bytes, including libraries."""
     import torch
 
     from tula_cli.worker import device as worker_device
@@ -200,7 +200,7 @@ def limit(spec: JobSpec, me: Any, capacity: int | None) -> None:
             worker_device.limit_memory(capacity)
         return
     torch.cuda.set_per_process_memory_fraction(1.0, me.device)
-    attempt(spec, me, 2, None)  # makes what libraries hold
+    run_steps(spec, me, 2, None)  # allocates the memory of the libraries
     if capacity is not None:
         meter = worker_device.MemoryMeter(me.device)
         meter.reset()
@@ -210,17 +210,17 @@ def limit(spec: JobSpec, me: Any, capacity: int | None) -> None:
         )
 
 
-def tried(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
-    """Return what became of a batch; other errors than of memory are raised."""
+def run_trial(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
+    """Return the outcome of a batch; raise errors other than out-of-memory errors."""
     import torch
 
     from tula_cli.worker import device as worker_device
 
     try:
-        return attempt(spec, me, batch, capacity)
-    except Exception as error:  # the process boundary of what is tried
+        return run_steps(spec, me, batch, capacity)
+    except Exception as error:  # the process boundary of a trial
         text = "".join(traceback.format_exception(error))
-        if not out_of_memory(text, me.device.type):
+        if not is_out_of_memory(text, me.device.type):
             worker_device.lift_memory_limit()
             raise
     gc.collect()
@@ -229,9 +229,9 @@ def tried(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
     return Trial(batch, False, None, text[-2000:])
 
 
-def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
-    """Take four steps, one of them with a refresh, and evaluate; return what it took."""
-    from gpu.rig import Fixed
+def run_steps(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
+    """Run four steps, one of them with a refresh, and an evaluation; return their memory."""
+    from gpu.rig import ConstantBatchTrainer
     from tula_cli.worker import device as worker_device
     from tula_cli.worker.measure.meter import split_memory
 
@@ -239,7 +239,7 @@ def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
     spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"args": arguments})})
     meter = worker_device.MemoryMeter(me.device)
     meter.reset()
-    fixed = Fixed.of(spec, me, batch=batch)
+    fixed = ConstantBatchTrainer.of(spec, me, batch=batch)
     fixed.warm_up()
     step = fixed.step()
     seconds = fixed.trainer.clock.measure_seconds(step.start, step.end)
@@ -262,4 +262,4 @@ def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    serve()
+    serve_trials()

@@ -1,4 +1,4 @@
-"""Where the host waits for the device."""
+"""Detects where the host waits for the device."""
 
 import warnings
 from collections import Counter
@@ -11,15 +11,15 @@ import torch
 
 
 @contextmanager
-def waits(device: str) -> Iterator[Counter[str]]:
-    """Count the waits inside, by the place in the code.
+def count_waits(device: str) -> Iterator[Counter[str]]:
+    """Count the waits by code location.
 
-    On a GPU torch itself warns of each (it is blind to what torch.distributed waits for); elsewhere the operations and
-    functions count that would make the host wait on one.
+    On a GPU, torch itself warns about each wait (except those in torch.distributed); elsewhere, operations and functions that would
+    make the host wait for a GPU are counted.
     """
     counter: Counter[str] = Counter()
     if device != "cuda":
-        with operations.watched() as seen:
+        with operations.count_operations() as seen:
             yield counter
         counter.update(seen.waits)
         return

@@ -1,4 +1,4 @@
-"""How much of the device is taken, five times a second; and a process that takes all but a rest of it."""
+"""Sample the memory in use on the device five times per second, and a process that allocates all but a given amount."""
 
 import contextlib
 import importlib
@@ -11,28 +11,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu.stage import MARK
+from gpu.stage import STAGE_VARIABLE
 from tula_cli.host.leftovers import find_processes_with_variable
 
 if TYPE_CHECKING:
     import torch
 
-EVERY = 0.2  # seconds
+SAMPLE_SECONDS = 0.2  # seconds
 MIB = 2**20
-RAN = "it ran, with"
-"""What a process says that has found a full card full enough."""
+NO_ERROR_PREFIX = "it ran, with"
+"""Prefix of the message of a process that did not run out of memory on a full GPU."""
 
 
-def taken(device: str) -> int:
-    """Return the bytes in use: of the card, by whoever; on the CPU by this stage's ranks and their loaders."""
-    return card_taken() if device == "cuda" else sum(resident(pid) for pid in ranks())
+def read_bytes_in_use(device: str) -> int:
+    """Return the bytes in use: on a GPU by all processes; on the CPU by the ranks of this stage and their loaders."""
+    return (
+        read_gpu_bytes_in_use() if device == "cuda" else sum(read_resident_bytes(pid) for pid in list_rank_processes())
+    )
 
 
-def card_taken() -> int:
-    """Return the bytes of the first card that are in use, as the driver says; through NVML where Python has it.
+def read_gpu_bytes_in_use() -> int:
+    """Return the bytes in use on the first GPU, from NVML if installed, else from the driver's tool.
 
     Raises:
-        SystemExit: the driver cannot be asked.
+        SystemExit: the driver cannot be queried.
     """
     with contextlib.suppress(ImportError):
         nvml: Any = importlib.import_module("pynvml")
@@ -46,33 +48,35 @@ def card_taken() -> int:
         raise SystemExit(f"nvidia-smi does not tell the memory in use: {error}; pip install nvidia-ml-py") from error
 
 
-def ranks() -> list[int]:
-    """Return the processes of ranks, and of their loaders, that this stage has started."""
-    value = os.environ.get(MARK)
-    return [pid for pid, mark in find_processes_with_variable(MARK).items() if mark == value and _is_rank(pid)]
+def list_rank_processes() -> list[int]:
+    """Return the processes of ranks and loaders that this stage has started."""
+    value = os.environ.get(STAGE_VARIABLE)
+    return [
+        pid for pid, mark in find_processes_with_variable(STAGE_VARIABLE).items() if mark == value and _is_rank(pid)
+    ]
 
 
 def _is_rank(pid: int) -> bool:
     try:
         return b"tula_cli.worker\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # the process has exited
         return False
 
 
-def resident(pid: int) -> int:
+def read_resident_bytes(pid: int) -> int:
     with contextlib.suppress(OSError, IndexError, ValueError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 @dataclass
-class Watch:
-    """Samples the memory in use from a thread while it is entered."""
+class MemorySampler:
+    """Sample the memory in use in a thread, as a context manager."""
 
     device: str
     samples: list[tuple[float, int]] = field(default_factory=list)  # Unix time, bytes
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "MemorySampler":
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -83,22 +87,22 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(EVERY):
-            self.samples.append((time.time(), taken(self.device)))
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self.samples.append((time.time(), read_bytes_in_use(self.device)))
 
     def back_after(self, moment: float, base: int, *, until: float) -> float | None:
-        """Return the seconds after a moment until no more than `base` bytes were taken; None where that was not seen."""
+        """Return the seconds after a moment until at most `base` bytes were in use; None if this was not observed."""
         below = (when for when, kept in self.samples if moment <= when <= until and kept <= base)
         first = next(below, None)
         return None if first is None else first - moment
 
     def most(self, since: float, until: float) -> int:
-        """Return the most bytes in use in a while."""
+        """Return the maximum of bytes in use in an interval."""
         return max((kept for when, kept in self.samples if since <= when <= until), default=0)
 
 
-class Hog:
-    """A process that holds the card but for `left` bytes; on the CPU nothing, for there a limit stands for it."""
+class MemoryHolder:
+    """A process that allocates the GPU's memory except `left` bytes; on the CPU a memory limit replaces it."""
 
     def __init__(self, device: str, left: int) -> None:
         self.process: subprocess.Popen[str] | None = None
@@ -109,7 +113,7 @@ class Hog:
             if not self.process.stdout.readline():
                 raise SystemExit("the card could not be filled")
 
-    def __enter__(self) -> "Hog":
+    def __enter__(self) -> "MemoryHolder":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,8 +121,8 @@ class Hog:
             self.process.communicate()
 
 
-def fill(left: int = 0) -> "list[torch.Tensor]":
-    """Take the card's memory until less than 2 MiB, or `left` bytes, can be had; it is held as long as what is returned."""
+def allocate_until(left: int = 0) -> "list[torch.Tensor]":
+    """Allocate the GPU's memory until less than 2 MiB, or `left` bytes, are free; it is released with the returned tensors."""
     import torch
 
     kept, piece = [], 2**30
@@ -133,16 +137,16 @@ def fill(left: int = 0) -> "list[torch.Tensor]":
     return kept
 
 
-def hold(left: int) -> None:
-    """Take plain memory of the card until so many bytes are left, and hold it until stdin ends."""
+def hold_memory(left: int) -> None:
+    """Allocate the GPU's memory until `left` bytes are free, and keep it until stdin is closed."""
     import torch
 
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    kept = fill(left)
+    kept = allocate_until(left)
     print(f"full: {len(kept)} blocks", flush=True)
     sys.stdin.read()
 
 
 if __name__ == "__main__":
-    hold(int(sys.argv[1]))
+    hold_memory(int(sys.argv[1]))

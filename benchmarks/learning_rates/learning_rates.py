@@ -1,9 +1,9 @@
-"""Whether `tula compare --learning-rates` chooses as well as a full grid: python benchmarks/learning_rates/learning_rates.py OUT.jsonl
+"""Compare `tula compare --learning-rates` with a full grid: python benchmarks/learning_rates/learning_rates.py OUT.jsonl
 
-Each setting is a job at several times its reference batch. A full grid trains it with the learning rates 1, sqrt(k) and k
-times that of the reference batch, with several seeds; a search by short branches chooses one of them, once per seed. The
-choice is right if its mean metric is within the noise of the seeds of the best mean: two standard errors of the difference,
-or one evaluated sample (0.5 % of a loss). A line of OUT.jsonl is a setting; those in it are not trained again.
+Each setting is a job at several times its reference batch. A full grid trains it with 1, sqrt(k) and k times the learning rate of
+the reference batch, with several seeds; a search by short branches chooses one of them, once per seed. The choice is right if its
+mean metric is within the noise of the seeds of the best mean: two standard errors of the difference, or one evaluated sample
+(0.5 % of a loss). OUT.jsonl has one line per setting; settings in the file are not trained again.
 
 CIFAR-10 is read from a .npz file with the JPEG files of its images (--cifar), of which a part is trained.
 """
@@ -74,7 +74,7 @@ RATES = {
     "SGD": {"low": 0.01, "tuned": 0.05, "high": 0.2},
     "AdamW": {"low": 5e-4, "tuned": 3e-3, "high": 1e-2},
 }
-"""Learning rates of the reference batch, by optimizer: one that is too low, one that is about right, and one above it."""
+"""Learning rates of the reference batch, by optimizer: too low, about right, and too high."""
 
 
 class Digits(torch.utils.data.Dataset[Any]):
@@ -183,7 +183,7 @@ def search(job: JobSpec, batch: int, ranks: Ranks) -> RateSearch:
 
 
 def measure(settings: Sequence[tuple[Any, ...]], out: Path, options: argparse.Namespace) -> None:
-    """Train the grid and the searches of settings that are not in a file yet, and append a line for each."""
+    """Train the grid and the searches of settings that are missing in a file, and append a line for each."""
     lines = out.read_text().splitlines() if out.exists() else []
     known = {tuple(json.loads(line)["setting"]) for line in lines}
     ranks = Ranks(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
@@ -226,7 +226,7 @@ def _variance(values: Sequence[float]) -> float:
 
 
 def judge(line: Mapping[str, Any]) -> Iterator[tuple[bool, bool, float]]:
-    """Yield for each search: whether the choice, and whether the lowest loss, is within the noise; and the cost as a share."""
+    """Yield for each search whether the choice and the lowest loss are within the noise, and the relative cost."""
     grid, less_is_better = line["grid"], line["setting"][0] == "gpt2"
     means = {rule: statistics.fmean(values) for rule, values in grid.items()}
     best = grid[(min if less_is_better else max)(means, key=means.__getitem__)]
@@ -246,7 +246,7 @@ def _get_loss(branch: RateBranch) -> float:
 
 
 def describe(line: Mapping[str, Any]) -> str:
-    """Return a setting in one line."""
+    """Describe a setting in one line."""
     means = {rule: round(statistics.fmean(values), 3) for rule, values in line["grid"].items()}
     losses = [[round(_get_loss(RateBranch.model_validate(b)), 3) for b in s["branches"]] for s in line["searches"]]
     starts = [round(s["start_loss"], 3) for s in line["searches"]]
@@ -254,7 +254,7 @@ def describe(line: Mapping[str, Any]) -> str:
 
 
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the share of right choices and the cost, in all and by job."""
+    """Return the share of right choices and the cost, in total and by job."""
     groups = {"all": lines} | {name: [line for line in lines if line["setting"][0] == name] for name in JOBS}
     return {name: _summarise_group(group) for name, group in groups.items() if group}
 

@@ -1,9 +1,9 @@
-"""How long trainings take that use the nodes that they are granted: python benchmarks/moldable/moldable.py [--json]
+"""Turnaround of trainings that use the nodes that they are granted: python benchmarks/moldable/moldable.py [--json]
 
-Trainings come at random moments to a cluster that other jobs fill and empty in the course of the day (Lublin and Feitelson's
-model, EASY backfilling; see benchmarks/queue). Each is a chain of jobs. A moldable one requests a range of nodes: it starts as
-soon as the fewest are free, on as many of its sizes as are. It is compared with the same training on each fixed number of
-nodes, of which the best in hindsight counts. Turnaround: from the submission of the first job to the end of the training.
+Trainings are submitted at random times to a cluster whose load changes over the day (Lublin and Feitelson's model, EASY
+backfilling; see benchmarks/queue). Each is a chain of jobs. A moldable training requests a range of nodes: it starts as soon as
+the minimum is free, on the largest of its sizes that is free. It is compared with the same training on each fixed number of nodes,
+in particular the best in hindsight. Turnaround: from the submission of the first job to the end of the training.
 """
 
 import argparse
@@ -19,37 +19,37 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "queue"))
 
 from easy_backfilling import Cluster
-from lublin_feitelson import ModelJob, model_jobs
+from lublin_feitelson import ModelJob, generate_jobs
 
 NODES = 128
-SIZES = (1, 2, 4, 8, 16, 32, 64)
+NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 NODE_HOURS = (4.0, 200.0)  # of the training on one node, log-uniform
-SERIAL = (0.002, 0.05)  # share of it that more nodes do not speed up, log-uniform
-LINK = 4 * 3600.0  # time limit of each job of the chain
-START = 120.0  # seconds from the start of a job to its first step
-LEAST_EFFICIENCY = 0.5  # of the largest number of nodes, against one node
+SERIAL_SHARES = (0.002, 0.05)  # serial share of the work, log-uniform
+JOB_TIME_LIMIT_SECONDS = 4 * 3600.0  # time limit of each job of the chain
+START_SECONDS = 120.0  # seconds from the start of a job to its first step
+MIN_EFFICIENCY = 0.5  # minimum parallel efficiency at the largest number of nodes
 LOADS = (0.6, 0.75, 0.9)
 JOBS, TRAININGS = 6000, 200
 
 
 @dataclass(frozen=True)
 class TrainingJob(ModelJob):
-    """A job of a chain; it takes the largest of its sizes that is available."""
+    """A job of a chain; it starts on the largest of its sizes that is available."""
 
     sizes: tuple[int, ...] = ()
-    seconds: Mapping[int, float] | None = None  # that the rest of the training takes, by nodes
+    seconds: Mapping[int, float] | None = None  # duration of the rest of the training, by nodes
 
     def choose_nodes(self, available: int) -> int:
         return max(size for size in self.sizes if size <= available)
 
     def seconds_on(self, nodes: int) -> float:
         assert self.seconds is not None
-        return START + self.seconds[nodes]
+        return START_SECONDS + self.seconds[nodes]
 
 
 @dataclass(frozen=True)
 class Turnaround:
-    """The end of a training: seconds since its submission, and what it cost."""
+    """The end of a training: seconds since its submission, and its cost."""
 
     seconds: float
     node_hours: float
@@ -61,52 +61,54 @@ class Comparison:
 
     load: float
     trainings: int
-    fewest: int  # divisor of the largest number of nodes, which is the fewest
-    median_ratio: float  # of turnarounds, to the best fixed number in hindsight
+    fewest: int  # the minimum number of nodes is the maximum divided by this
+    median_ratio: float  # of turnarounds, relative to the best fixed number in hindsight
     p90_ratio: float
-    node_hours_ratio: float  # to those of the same; median
-    fixed_ratio: float  # of the best single rule, "always so many nodes": its median ratio
-    largest_ratio: float  # of a chain that always waits for the largest number; median
+    node_hours_ratio: float  # relative to the same; median
+    fixed_ratio: float  # median ratio of the best single rule "always so many nodes"
+    largest_ratio: float  # of a chain that always waits for the maximum number; median
 
 
 def train(cluster: Cluster, sizes: tuple[int, ...], seconds: Mapping[int, float]) -> Turnaround:
-    """Return when a training ends that is submitted now; `cluster` itself does not go on.
+    """Return the turnaround of a training that is submitted now; `cluster` is not changed.
 
     Args:
-        cluster: at the moment of submission.
+        cluster: at the time of submission.
         sizes: numbers of nodes that each job may be granted, ascending.
-        seconds: of the whole training by nodes.
+        seconds: duration of the whole training by nodes.
     """
     forked, submitted, rest, node_hours = cluster.fork(), cluster.now, 1.0, 0.0
     while rest > 1e-9:
-        job = TrainingJob(forked.now, sizes[0], 0.0, LINK, sizes, {nodes: rest * seconds[nodes] for nodes in sizes})
+        job = TrainingJob(
+            forked.now, sizes[0], 0.0, JOB_TIME_LIMIT_SECONDS, sizes, {nodes: rest * seconds[nodes] for nodes in sizes}
+        )
         forked.wait_of(job)
         nodes = forked.granted[id(job)]
-        ran = min(job.seconds_on(nodes), LINK)
-        rest -= (ran - START) / seconds[nodes]
+        ran = min(job.seconds_on(nodes), JOB_TIME_LIMIT_SECONDS)
+        rest -= (ran - START_SECONDS) / seconds[nodes]
         node_hours += nodes * ran / 3600
         forked.until(forked.starts[id(job)] + ran)
     return Turnaround(forked.now - submitted, node_hours)
 
 
 def compare(load: float, *, fewest: Sequence[int], trainings: int, jobs: int, seed: int) -> list[Comparison]:
-    """Return how moldable trainings fare on a cluster with a load, with each rule for the fewest nodes."""
+    """Compare moldable trainings with fixed numbers of nodes on a cluster with a given load, for each minimum number of nodes."""
     rng = np.random.default_rng([seed, 2])
-    others = model_jobs(jobs, nodes=NODES, load=load, seed=seed)
+    others = generate_jobs(jobs, nodes=NODES, load=load, seed=seed)
     moments = np.sort(rng.uniform(others[jobs // 4].submitted, others[3 * jobs // 4].submitted, trainings))
     cluster, ratios = Cluster(NODES, others), []
     for moment in moments:
         cluster.until(float(moment))
-        hours, serial = (float(np.exp(rng.uniform(*np.log(ends)))) for ends in (NODE_HOURS, SERIAL))
-        seconds = {nodes: 3600 * hours * ((1 - serial) / nodes + serial) for nodes in SIZES}
-        sizes = tuple(nodes for nodes in SIZES if seconds[1] / (nodes * seconds[nodes]) >= LEAST_EFFICIENCY)
+        hours, serial = (float(np.exp(rng.uniform(*np.log(ends)))) for ends in (NODE_HOURS, SERIAL_SHARES))
+        seconds = {nodes: 3600 * hours * ((1 - serial) / nodes + serial) for nodes in NODE_COUNTS}
+        sizes = tuple(nodes for nodes in NODE_COUNTS if seconds[1] / (nodes * seconds[nodes]) >= MIN_EFFICIENCY)
         fixed = {nodes: train(cluster, (nodes,), seconds) for nodes in sizes}
         best = min(fixed.values(), key=lambda each: each.seconds)
         moldable = [
             train(cluster, tuple(nodes for nodes in sizes if nodes * divisor >= sizes[-1]), seconds)
             for divisor in fewest
         ]
-        always = [fixed[min(nodes, sizes[-1])] for nodes in SIZES]
+        always = [fixed[min(nodes, sizes[-1])] for nodes in NODE_COUNTS]
         rows = [*moldable, *always]
         ratios.append([(each.seconds / best.seconds, each.node_hours / best.node_hours) for each in rows])
     table = np.array(ratios)  # trainings, rules, (seconds, node-hours)

@@ -1,11 +1,10 @@
-"""How long a training takes that uses the nodes that it is granted, on a real SLURM cluster that fills and empties:
+"""Turnaround of a training that uses the nodes that it is granted, on a real SLURM cluster with a changing load:
 
     python benchmarks/moldable/on_cluster.py [--runs 20] [--seed 0] [--json FILE]
 
-Needs root and Debian's SLURM packages (make slurm-packages). In each run the same jobs come at the same random moments,
-and the same training is submitted among them: once with a range of nodes, and once with each fixed number. A forward pass
-takes a time for each sample and no core, so that the ranks of all nodes fit on one machine. Turnaround: from `tula train` to
-the training's summary.
+Needs root and Debian's SLURM packages (make slurm-packages). In each run, the same jobs are submitted at the same random times, and
+the same training among them: once with a range of nodes, and once with each fixed number. A forward pass sleeps for a time per
+sample, so that the ranks of all nodes fit on one machine. Turnaround: from `tula train` to the training's summary.
 """
 
 import argparse
@@ -28,13 +27,13 @@ TESTS = Path(__file__).parents[2] / "tests"
 NODES = 4
 BATCH = 64
 EPOCHS = 4
-LOAD = 0.6  # share of the nodes that the other jobs occupy, on average
-SIZES = (1, 1, 2, 3)  # nodes of the other jobs, of which each is as likely
-SECONDS = (10.0, 60.0)  # that they take, uniform
-BEFORE = 20.0  # seconds from the first of them to the training
-LAST = 400.0  # seconds after which none comes
-RANGE = f"1-{NODES}"
-FIXED = tuple(str(nodes) for nodes in (1, 2, 4))
+LOAD = 0.6  # mean share of the nodes that the other jobs occupy
+JOB_NODES = (1, 1, 2, 3)  # nodes of the other jobs, with equal probabilities
+JOB_SECONDS = (10.0, 60.0)  # duration of the other jobs, uniform
+SECONDS_BEFORE_TRAINING = 20.0  # seconds from the first other job to the training
+LAST_SUBMISSION_SECONDS = 400.0  # seconds after which no other job is submitted
+NODE_RANGE = f"1-{NODES}"
+FIXED_NODES = tuple(str(nodes) for nodes in (1, 2, 4))
 MODEL = """
 import os
 import time
@@ -64,7 +63,7 @@ cluster: {{kind: slurm, device: cpu, minutes: 15, slurm: {{partition: main, memo
 
 @dataclass(frozen=True)
 class OtherJob:
-    """A job of the cluster: seconds from the first one to its submission, nodes and duration."""
+    """Another job of the cluster: seconds from the first one to its submission, nodes and duration."""
 
     at: float
     nodes: int
@@ -77,27 +76,27 @@ class ClusterRun:
 
     seed: int
     moldable: float
-    nodes_granted: int  # most nodes of an attempt of the moldable training
+    nodes_granted: int  # maximum over the attempts of the moldable training
     fixed: Mapping[str, float]
 
     @property
     def ratio(self) -> float:
-        """Turnaround compared with the best fixed number of nodes in hindsight."""
+        """Turnaround relative to that of the best fixed number of nodes in hindsight."""
         return self.moldable / min(self.fixed.values())
 
 
 def draw_jobs(random_: random.Random) -> list[OtherJob]:
-    """Return random jobs that occupy the cluster by `LOAD`."""
-    gap = statistics.mean(SIZES) * statistics.mean(SECONDS) / (LOAD * NODES)
+    """Return random jobs whose mean occupation of the cluster is `LOAD`."""
+    gap = statistics.mean(JOB_NODES) * statistics.mean(JOB_SECONDS) / (LOAD * NODES)
     jobs, at = [], 0.0
-    while at < LAST:
-        jobs.append(OtherJob(at, random_.choice(SIZES), random_.uniform(*SECONDS)))
+    while at < LAST_SUBMISSION_SECONDS:
+        jobs.append(OtherJob(at, random_.choice(JOB_NODES), random_.uniform(*JOB_SECONDS)))
         at += random_.expovariate(1 / gap)
     return jobs
 
 
 def submit_jobs(jobs: Sequence[OtherJob], over: threading.Event) -> None:
-    """Submit jobs at their moments until `over` is set."""
+    """Submit jobs at their times until `over` is set."""
     start = time.monotonic()
     for job in jobs:
         if over.wait(max(0.0, start + job.at - time.monotonic())):
@@ -109,13 +108,13 @@ def submit_jobs(jobs: Sequence[OtherJob], over: threading.Event) -> None:
 
 
 def measure(cluster: Any, folder: Path, jobs: Sequence[OtherJob], nodes: str) -> tuple[float, int]:
-    """Return the turnaround of one training among other jobs, in seconds, and the most nodes of an attempt.
+    """Return the turnaround of one training among other jobs in seconds, and the maximum number of nodes of an attempt.
 
     Args:
         cluster: the SlurmCluster of tests/slurm.
-        folder: of the job; it is made.
+        folder: of the job, which is created.
         jobs: the other jobs.
-        nodes: number of nodes, or a range of them.
+        nodes: number of nodes, or a range.
     """
     folder.mkdir()
     (folder / "slow.py").write_text(MODEL)
@@ -123,11 +122,11 @@ def measure(cluster: Any, folder: Path, jobs: Sequence[OtherJob], nodes: str) ->
     others = threading.Thread(target=submit_jobs, args=(jobs, over))
     others.start()
     try:
-        time.sleep(BEFORE)
+        time.sleep(SECONDS_BEFORE_TRAINING)
         start = time.time()
         tula("train", "job.yaml", "--nodes", nodes, "--batch", str(BATCH), "--no-wait")
         training = tula.run().get_training(tula.run().list_train_signatures()[0])
-        tula.until(training.summary, seconds=1200)
+        tula.wait_until(training.summary, seconds=1200)
     finally:
         over.set()
         others.join()
@@ -140,8 +139,8 @@ def measure(cluster: Any, folder: Path, jobs: Sequence[OtherJob], nodes: str) ->
 def run_once(cluster: Any, folder: Path, seed: int) -> ClusterRun:
     """Return the turnarounds of one run."""
     jobs = draw_jobs(random.Random(seed))
-    moldable, granted = measure(cluster, folder / f"{seed}-{RANGE}", jobs, RANGE)
-    fixed = {nodes: measure(cluster, folder / f"{seed}-{nodes}", jobs, nodes)[0] for nodes in FIXED}
+    moldable, granted = measure(cluster, folder / f"{seed}-{NODE_RANGE}", jobs, NODE_RANGE)
+    fixed = {nodes: measure(cluster, folder / f"{seed}-{nodes}", jobs, nodes)[0] for nodes in FIXED_NODES}
     return ClusterRun(seed, moldable, granted, fixed)
 
 

@@ -1,12 +1,12 @@
-"""How well one observed job predicts half of its GPUs, on published step times.
+"""Accuracy of predictions for half of the GPUs from one observed job, on published step times.
 
     python benchmarks/observe/observe.py step_times.csv [--json]
 
-Each configuration of each set that has a neighbour with half of the nodes (in one node: of the GPUs) and the same batch per
-GPU is taken as the only job observed, and `tula_cli.models.observed` predicts the neighbour's step time. Beside it stands the
-ring law alone: the same compute, and exposed synchronisation in proportion to (n - 1) / n. The priors of the step-time model
-were found on these and other tables; benchmarks/replay/replay_priors.py shows how little they depend on a single cluster.
-"fitted" is a bound for any such prediction: a median regression with 28 coefficients that was fitted to these pairs themselves.
+Each configuration with a neighbour on half of the nodes (within one node: of the GPUs) and the same batch per GPU is used as the
+only observed job, and `tula_cli.models.observed` predicts the neighbour's step time. It is compared with the ring law: the same
+compute time, and exposed synchronisation in proportion to (n - 1) / n. The priors of the step-time model were derived from these
+and other tables; benchmarks/replay/replay_priors.py shows how little they depend on a single cluster. "fitted" is a bound for any
+such prediction: a median regression with 28 coefficients fitted to these pairs themselves.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
 
-from replay_data import MeasuredSet, Where, load
+from replay_data import MeasuredSet, Where, load_sets
 
 from tula_cli.models.observed import MAX_ADVISED_COST_RATIO, predict_request, should_advise_request
 
@@ -40,12 +40,12 @@ class Pair:
     predicted: float
     low: float
     high: float
-    advised: bool  # the report advises the half
+    advised: bool  # whether the report advises to use the half
 
 
 @dataclass(frozen=True)
 class Score:
-    """Errors of the predicted step time as shares, and how often decisions are right."""
+    """Relative errors of the predicted step time, and the share of right decisions."""
 
     pairs: int
     ring_median: float
@@ -53,14 +53,16 @@ class Score:
     median: float
     p90: float
     covered: float  # by the 90 % interval
-    ring_right: float  # whether the half is at least 10 % cheaper
+    ring_right: float  # share of right predictions of whether the half is at least 10 % cheaper
     right: float
-    advised: float  # pairs for which the report advises the half
-    advised_cheaper: float | None  # of these, the share that needs at most 90 % of the node-hours; None without any
+    advised: float  # share of pairs for which the report advises the half
+    advised_cheaper: (
+        float | None
+    )  # of these, the share that needs at most 90 % of the node-hours; None if there are none
 
 
 def list_pairs(sets: Sequence[MeasuredSet]) -> Iterator[Pair]:
-    """Yield all pairs in which synchronisation was measured apart."""
+    """Yield all pairs in which synchronisation was measured separately."""
     for measured in sets:
         for place, observed in measured.truth.items():
             half = _find_half(place)
@@ -124,7 +126,7 @@ class FittedScore:
 
 
 def score_fitted(pairs: Sequence[Pair]) -> FittedScore:
-    """Return the score of a median regression of ln(half / observed) on what is known of the observed job."""
+    """Return the score of a median regression of ln(half / observed) on the quantities of the observed job."""
     from statsmodels.regression.quantile_regression import QuantReg
 
     nodes, gpus, compute, observed, predicted = (
@@ -138,7 +140,9 @@ def score_fitted(pairs: Sequence[Pair]) -> FittedScore:
     columns = np.column_stack([level * place for level in levels for place in places])
     actual = np.log([pair.actual / pair.observed for pair in pairs])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # few pairs do not determine all coefficients, which changes no fitted value
+        warnings.simplefilter(
+            "ignore"
+        )  # few pairs do not determine all coefficients, which does not affect the fitted values
         fitted = QuantReg(actual, columns).fit(q=0.5, max_iter=3000).fittedvalues
     error = abs(np.exp(fitted - actual) - 1)
     cheaper = np.log(MAX_ADVISED_COST_RATIO)
@@ -167,7 +171,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the same numbers as JSON")
     arguments = parser.parse_args()
     try:
-        pairs = list(list_pairs(load(*arguments.tables)))
+        pairs = list(list_pairs(load_sets(*arguments.tables)))
     except (OSError, ValueError) as error:
         sys.exit(f"observe.py: {error}")
     if not pairs:

@@ -1,27 +1,25 @@
-"""What adaptive gradient scaling adds to a training step: time side by side with the same step without it, and memory.
+"""Additional step time and memory of adaptive gradient scaling (AGS), measured side by side with the same step without AGS.
 
     python benchmarks/overhead/ags_overhead.py [--models resnet50,vgg11] [--batch 32] [--rounds 15] [--image 224]
                                       [--device auto] [--precision fp32] [--most 48GiB] [--threads N] [--cpu-time]
                                       [--no-memory] [--json] [--keep FILE]
-    torchrun --nproc-per-node 2 benchmarks/overhead/ags_overhead.py ...       (local norms need ranks; as many threads a rank)
+    torchrun --nproc-per-node 2 benchmarks/overhead/ags_overhead.py ...       (local norms need ranks; --threads is per rank)
 
-One process, one model, one batch and one base optimizer (the product's: SGD with momentum and weight decay, fused). A
-round takes one step of each variant, in a random order, through the parts that the product's own loop is made of.
-A ratio is that of a variant's step to the mean of the round's two plain steps; shown are the median over the rounds, with
-a 95 % interval of the median (bootstrap), and what the two plain steps differ by, which is the noise of it all. Forward
-and backward are the same in each, so the update alone is also timed: "by update" is the ratio if nothing else differed,
-far steadier on a machine that others use too; so is `--cpu-time`, which leaves out the time that they had the core (on
-the CPU, with one thread).
+One process measures one model, one batch and one base optimizer (that of tula: fused SGD with momentum and weight decay). A round
+has one step of each variant, in a random order, by the functions of tula's training loop. A ratio is that of a variant's step to the
+mean of the round's two plain steps; shown are the median over the rounds, a 95 % bootstrap interval of the median, and the
+difference of the two plain steps, which is the noise. Forward and backward passes are equal in all variants, so the update is also
+timed separately: "by update" is the ratio if only the update differed, which varies less on a shared machine; so does `--cpu-time`,
+which excludes the time of other processes (on the CPU, with one thread).
 
-Variants: plain; unscaled (AGS with element factors in a step that Algorithm 1 leaves unscaled: the norm alone); element,
-tensor, static (scaled steps); robust (new factors in each step: in one process that takes a small batch each time, with
-several ranks their own norms, which are taken in the backward pass, so that "by update" does not hold them); and, where
-asked for, clip (element, with gradients clipped) and ortho (steps that are turned). A refresh is timed apart, as what it adds to a scaled step.
+Variants: plain; unscaled (AGS with element factors in a step that Algorithm 1 leaves unscaled, which computes only the norm);
+element, tensor, static (scaled steps); robust (new factors in each step: in one process from a small batch, with several ranks from
+the ranks' norms, which are computed in the backward pass and so are not in "by update"); and on request clip (element with gradient
+clipping) and ortho (orthogonalised steps). A refresh is timed separately, as the time that it adds to a scaled step.
 
-With a GPU the largest local batch that fits into `--most`, a power of two times `--batch`, is measured besides it. `--keep`
-writes what there is after each model. Memory is that of
-AGS beside the plain step, in a process of its own with 4 samples: lasting, and at the peak of a step that refreshes; in
-copies of the parameters.
+With a GPU, the largest local batch that fits into `--most`, a power of two times `--batch`, is measured in addition. `--keep` writes
+all results after each model. Memory is the additional memory of AGS compared with the plain step, measured in a separate process
+with 4 samples: permanently, and at the peak of a step with a refresh, in copies of the parameters.
 """
 
 import argparse
@@ -56,10 +54,10 @@ if TYPE_CHECKING:
     from tula_cli.worker.train.loop import Trainer
 
 MODELS = {"resnet50": (224, 1000), "vgg11": (32, 100), "alexnet": (224, 101), "mobilenet_v3_large": (224, 257)}
-"""Side of the images and classes of the paper's four jobs (Table I)."""
-FURTHER = {"resnet18_cifar": (32, 10)}
+"""Image size and number of classes of the paper's four jobs (Table I)."""
+FURTHER_MODELS = {"resnet18_cifar": (32, 10)}
 
-PLAIN, AGAIN = "plain", "plain again"
+PLAIN_VARIANT, SECOND_PLAIN_VARIANT = "plain", "plain again"
 VARIANTS: dict[str, dict[str, Any]] = {
     "unscaled": {"delta": 0.0},
     "element": {"delta": "inf"},
@@ -67,24 +65,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "static": {"delta": "inf"},
     "robust": dict(AGS_PRESETS["robust"]),
 }
-"""What each changes of preset "paper"."""
+"""Changes of preset "paper" by variant."""
 STATIC_FACTOR = 2.0
 CLIP, ORTHO = "clip", "ortho"
-KNOWN = [*VARIANTS, CLIP, ORTHO]
-REFRESHING = ("element", "tensor")
-WITH_FACTORS = (*REFRESHING, CLIP)
-LIMIT = 1.0
-"""To which norm gradients are clipped."""
-BETWEEN = 100
+ALL_VARIANTS = [*VARIANTS, CLIP, ORTHO]
+REFRESHING_VARIANTS = ("element", "tensor")
+VARIANTS_WITH_FACTORS = (*REFRESHING_VARIANTS, CLIP)
+MAX_GRAD_NORM = 1.0
+"""Gradient norm of clipping."""
+STEPS_BETWEEN_REFRESHES = 100
 """Steps between two refreshes, for the share of a refresh."""
 
-NEVER = 10**9
+NEVER_REFRESH_STEPS = 10**9
 RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Seconds of one step: whole, and of its update (with a refresh: and of the small batch)."""
+class StepTimes:
+    """Seconds of one step: total, and of its update (with a refresh: and of the small batch)."""
 
     step: float
     update: float
@@ -92,33 +90,33 @@ class Timed:
 
 @dataclass(frozen=True)
 class Row:
-    """One variant against the plain step."""
+    """One variant compared with the plain step."""
 
     variant: str
     ratio: float  # median over the rounds
     low: float
     high: float  # 95 % interval of that median
     by_update: float  # the ratio if only the update differed
-    milliseconds: float  # that the update takes longer, median
+    milliseconds: float  # additional time of the update, median
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """What a refresh adds to a scaled step."""
+    """Additional time of a refresh in a scaled step."""
 
     variant: str
     milliseconds: float
-    of_a_step: float  # share of the plain step
-    share: float  # of a training with BETWEEN steps from one to the next
+    of_a_step: float  # relative to the plain step
+    share: float  # of a training with BETWEEN steps between refreshes
 
 
 @dataclass(frozen=True)
-class Held:
-    """Memory beside a plain training's, in copies of the parameters."""
+class MemoryCost:
+    """Additional memory compared with a plain training, in copies of the parameters."""
 
     variant: str
     lasting: float
-    peak: float  # in a step that refreshes (in a scaled step where none does)
+    peak: float  # in a step with a refresh (or in a scaled step of variants without one)
 
 
 @dataclass(frozen=True)
@@ -133,26 +131,26 @@ class Outcome:
     rounds: int
     step_milliseconds: float  # plain, median
     update_milliseconds: float
-    control: float  # the second plain step over the first, median
+    control: float  # ratio of the two plain steps, median
     rows: tuple[Row, ...]
     refreshes: tuple[Refresh, ...]
-    memory: tuple[Held, ...]
+    memory: tuple[MemoryCost, ...]
 
 
 # --- the steps
 
 
 class Bench:
-    """One model with all variants around its base optimizer.
+    """One model with all variants of its base optimizer.
 
     Args:
         model: of torchvision.
         image: side of the images.
         classes: outputs.
         batch: of one rank.
-        me: the group; with several ranks `robust` has a model of its own, for its hook cannot be taken off again.
+        me: the group; with several ranks, `robust` has a separate model, because its hook cannot be removed.
         names: the variants.
-        cpu_time: count the time this process computes, not the wall's.
+        cpu_time: measure CPU time of this process instead of wall time.
         precision: of train.precision.
     """
 
@@ -173,26 +171,26 @@ class Bench:
         from tula_cli.worker.methods.table import make_method
 
         self.batch, self.me, self.cpu_time = batch, me, cpu_time
-        self.plain = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
+        self.plain = build_trainer(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
         generator = torch.Generator().manual_seed(me.rank)
         self.inputs = torch.randn(batch, 3, image, image, generator=generator).to(me.device)
         self.targets = torch.randint(classes, (batch,), generator=generator).to(me.device)
-        self.trainers = {PLAIN: self.plain, AGAIN: self.plain}
+        self.trainers = {PLAIN_VARIANT: self.plain, SECOND_PLAIN_VARIANT: self.plain}
         for name in names:
             value = name == "robust" and me.world > 1
             base = self.plain
             if value:
-                base = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
+                base = build_trainer(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
             method = make_method("ortho" if name == ORTHO else "scaling")
-            self.trainers[name] = replace(base, optimizer=wrapped(base, name, batch=batch), method=method)
+            self.trainers[name] = replace(base, optimizer=make_optimizer(base, name, batch=batch), method=method)
         self.plain.parallel.train()
 
     @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.plain.parallel.parameters())
 
-    def step(self, name: str) -> Callable[[], Timed]:
-        """Take one step; what is returned tells its times, and waits for the device only then."""
+    def step(self, name: str) -> Callable[[], StepTimes]:
+        """Run one step; return a function that waits for the device and returns the times."""
         from tula_cli.worker.train import loop as worker_train_loop
 
         trainer = self.trainers[name]
@@ -204,70 +202,72 @@ class Bench:
         worker_train_loop._update(trainer)
         end = mark()
         seconds = trainer.clock.measure_seconds
-        return lambda: Timed(step=seconds(start, end), update=seconds(middle, end))
+        return lambda: StepTimes(step=seconds(start, end), update=seconds(middle, end))
 
-    def step_with_refresh(self, name: str) -> Callable[[], Timed]:
+    def step_with_refresh(self, name: str) -> Callable[[], StepTimes]:
         ags = self.trainers[name].ags
         assert ags is not None
         ags.start_epoch(1)
         timed = self.step(name)
-        ags.start_epoch(NEVER)
+        ags.start_epoch(NEVER_REFRESH_STEPS)
         return timed
 
     def warm_up(self) -> None:
-        """Take the steps that are unlike the others: the first, and those that make momentum, factors and buffers."""
+        """Run the first steps, which differ from later ones: they create momentum, factors and buffers."""
         for name in self.trainers:
-            if name in WITH_FACTORS:
+            if name in VARIANTS_WITH_FACTORS:
                 self.step(name)
                 self.step_with_refresh(name)
             for _ in range(2):
                 self.step(name)()
 
     def operations(self, name: str) -> int:
-        """Return the operations of a step at the dispatcher that start work: about its kernels."""
-        from operations import watched
+        """Return the number of operations of a step at the dispatcher that start work, approximately its kernels."""
+        from operations import count_operations
 
-        with watched() as seen:
+        with count_operations() as seen:
             self.step(name)()
         return seen.operations.total()
 
-    def rounds(self, count: int, *, seconds: float = float("inf")) -> dict[str, list[Timed]]:
-        """Take rounds of one step of each variant, and of one refresh of each that has factors.
+    def rounds(self, count: int, *, seconds: float = float("inf")) -> dict[str, list[StepTimes]]:
+        """Run rounds of one step of each variant, and one refresh of each variant with factors.
 
         Args:
             count: rounds.
-            seconds: after so many none begins, but three are always taken.
+            seconds: no round starts after this time, except the first three.
         """
-        actions: dict[str, Callable[[], Callable[[], Timed]]] = {}
+        actions: dict[str, Callable[[], Callable[[], StepTimes]]] = {}
         for name in self.trainers:
             actions[name] = lambda name=name: self.step(name)  # type: ignore[misc]
-            if name in REFRESHING:
+            if name in REFRESHING_VARIANTS:
                 actions[f"{name} refresh"] = lambda name=name: self.step_with_refresh(name)  # type: ignore[misc]
-        result: dict[str, list[Timed]] = {name: [] for name in actions}
+        result: dict[str, list[StepTimes]] = {name: [] for name in actions}
         order = list(actions)
         ends = time.monotonic() + seconds
         for turn in range(count):
             if turn >= 3 and time.monotonic() > ends:
                 break
             random.Random(turn).shuffle(order)
-            taken = [(name, actions[name]()) for name in order]  # a GPU is kept busy over the whole round
+            taken = [(name, actions[name]()) for name in order]  # keeps a GPU busy over the whole round
             for name, timed in taken:
                 result[name].append(timed())
         return result
 
 
-def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks", precision: str = "fp32") -> "Trainer":
-    """Return the product's trainer of a plain large batch, on random images."""
+def build_trainer(
+    model: str, *, image: int, classes: int, batch: int, me: "Ranks", precision: str = "fp32"
+) -> "Trainer":
+    """Return tula's trainer of a plain large batch on random images."""
     from gpu import rig
 
-    spec = rig.job(
+    spec = rig.make_job(
         model, image=image, classes=classes, batch=batch * me.world, device=me.device.type, precision=precision
     )  # fmt: skip
-    return rig.build(spec, me, batch=batch * me.world)
+    return rig.build_trainer(spec, me, batch=batch * me.world)
 
 
-def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimizer":
-    """Return AGS around the trainer's base, its small batch a quarter, at most the reference batch of 128; or ortho."""
+def make_optimizer(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimizer":
+    """Return AGS with the trainer's base optimizer and a small batch of a quarter, at most 128; or ortho."""
     from tula_cli.optim import Ortho, Static, TulaOptimizer, configure_ags
 
     if name == ORTHO:
@@ -278,21 +278,25 @@ def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimi
         settings["factors"] = Static(STATIC_FACTOR)
     opt = TulaOptimizer(
         trainer.base, model=trainer.parallel, b_large=trainer.batch, b_small=small, available=batch, **settings,
-        max_grad_norm=LIMIT if name == CLIP else None,
+        max_grad_norm=MAX_GRAD_NORM if name == CLIP else None,
     )  # fmt: skip
-    opt.start_epoch(NEVER)
+    opt.start_epoch(NEVER_REFRESH_STEPS)
     return opt
 
 
 # --- what they tell
 
 
-def outcome(bench: Bench, result: dict[str, list[Timed]], *, model: str, image: int, memory: Sequence[Held]) -> Outcome:
-    """Judge the rounds of one model."""
-    plain = [(a.step + b.step) / 2 for a, b in zip(result[PLAIN], result[AGAIN], strict=True)]
-    updates = [(a.update + b.update) / 2 for a, b in zip(result[PLAIN], result[AGAIN], strict=True)]
+def summarise_rounds(
+    bench: Bench, result: dict[str, list[StepTimes]], *, model: str, image: int, memory: Sequence[MemoryCost]
+) -> Outcome:
+    """Evaluate the rounds of one model."""
+    plain = [(a.step + b.step) / 2 for a, b in zip(result[PLAIN_VARIANT], result[SECOND_PLAIN_VARIANT], strict=True)]
+    updates = [
+        (a.update + b.update) / 2 for a, b in zip(result[PLAIN_VARIANT], result[SECOND_PLAIN_VARIANT], strict=True)
+    ]
     step = statistics.median(plain)
-    names = [name for name in bench.trainers if name not in (PLAIN, AGAIN)]
+    names = [name for name in bench.trainers if name not in (PLAIN_VARIANT, SECOND_PLAIN_VARIANT)]
     return Outcome(
         model=model,
         image=image,
@@ -302,10 +306,12 @@ def outcome(bench: Bench, result: dict[str, list[Timed]], *, model: str, image: 
         rounds=len(plain),
         step_milliseconds=1000 * step,
         update_milliseconds=1000 * statistics.median(updates),
-        control=statistics.median(b.step / a.step for a, b in zip(result[PLAIN], result[AGAIN], strict=True)),
-        rows=tuple(judge(name, result[name], plain, updates) for name in names),
+        control=statistics.median(
+            b.step / a.step for a, b in zip(result[PLAIN_VARIANT], result[SECOND_PLAIN_VARIANT], strict=True)
+        ),
+        rows=tuple(compare_with_plain(name, result[name], plain, updates) for name in names),
         refreshes=tuple(
-            refresh(name, result[name], result[f"{name} refresh"], step)
+            measure_refresh(name, result[name], result[f"{name} refresh"], step)
             for name in names
             if f"{name} refresh" in result
         ),
@@ -313,21 +319,21 @@ def outcome(bench: Bench, result: dict[str, list[Timed]], *, model: str, image: 
     )
 
 
-def judge(name: str, own: Sequence[Timed], plain: Sequence[float], updates: Sequence[float]) -> Row:
+def compare_with_plain(name: str, own: Sequence[StepTimes], plain: Sequence[float], updates: Sequence[float]) -> Row:
     """Compare a variant's steps with the plain ones of the same rounds."""
     ratios = [timed.step / base for timed, base in zip(own, plain, strict=True)]
     extra = statistics.median(timed.update - base for timed, base in zip(own, updates, strict=True))
-    low, high = interval(ratios)
+    low, high = bootstrap_interval(ratios)
     step = statistics.median(plain)
     return Row(name, statistics.median(ratios), low, high, by_update=1 + extra / step, milliseconds=1000 * extra)
 
 
-def refresh(name: str, scaled: Sequence[Timed], refreshed: Sequence[Timed], step: float) -> Refresh:
+def measure_refresh(name: str, scaled: Sequence[StepTimes], refreshed: Sequence[StepTimes], step: float) -> Refresh:
     extra = statistics.median(b.update - a.update for a, b in zip(scaled, refreshed, strict=True))
-    return Refresh(name, 1000 * extra, of_a_step=extra / step, share=extra / (BETWEEN * step + extra))
+    return Refresh(name, 1000 * extra, of_a_step=extra / step, share=extra / (STEPS_BETWEEN_REFRESHES * step + extra))
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median, by resampling."""
     drawn = np.random.default_rng(0).choice(np.array(values), size=(RESAMPLES, len(values)))
     low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
@@ -337,12 +343,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 # --- memory, in processes of their own
 
 
-def memory_of(model: str, options: argparse.Namespace) -> Iterator[Held]:
-    """Yield what each variant holds beside the plain step."""
-    # On the CPU what is freed has to go back to the system at once; that costs time, so not where time is measured.
+def measure_memory(model: str, options: argparse.Namespace) -> Iterator[MemoryCost]:
+    """Yield the additional memory of each variant compared with the plain step."""
+    # On the CPU, freed memory must return to the system immediately; this takes time, so it is not set when times are measured.
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "RANK": "0", "WORLD_SIZE": "1"}
     base: tuple[float, float] | None = None
-    for name in (PLAIN, *options.variants):
+    for name in (PLAIN_VARIANT, *options.variants):
         command = [sys.executable, __file__, "--models", model, "--device", options.device, "--hold", name]
         environment = {**os.environ, **settings, "LOCAL_RANK": "0"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -352,21 +358,21 @@ def memory_of(model: str, options: argparse.Namespace) -> Iterator[Held]:
         if base is None:
             base = (lasting, peak)
         else:
-            yield Held(name, lasting, peak - base[1])
+            yield MemoryCost(name, lasting, peak - base[1])
 
 
-def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
-    """Return (lasting, peak) of a step with 4 samples, with a refresh where there are any, in copies of the parameters."""
+def measure_variant_memory(model: str, name: str, me: "Ranks") -> tuple[float, float]:
+    """Return the permanent and the peak memory of a step with 4 samples, with a refresh if there are any, in copies of the parameters."""
     import torch
 
     from tula_cli.worker import device
 
-    image, classes = (MODELS | FURTHER)[model]
-    names = [] if name == PLAIN else [name]
+    image, classes = (MODELS | FURTHER_MODELS)[model]
+    names = [] if name == PLAIN_VARIANT else [name]
     bench = Bench(model, image=min(image, 64), classes=classes, batch=4, me=me, names=names)
     bench.warm_up()
     trainer = bench.trainers[name]
-    if trainer.ags and name in WITH_FACTORS:
+    if trainer.ags and name in VARIANTS_WITH_FACTORS:
         trainer.ags.start_epoch(1)
     trainer.clock.wait()
     memory = device.MemoryMeter(me.device)
@@ -382,8 +388,8 @@ def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
 # --- the largest batch of a GPU
 
 
-def largest_batch(fits: Callable[[int], bool], start: int, most: int = 2**16) -> int:
-    """Return the largest power of two times `start` that fits; 0 where not even that does."""
+def find_largest_batch(fits: Callable[[int], bool], start: int, most: int = 2**16) -> int:
+    """Return the largest power of two times `start` that fits; 0 if not even `start` fits."""
     batch = 0
     for tried in itertools.takewhile(lambda size: size <= most, (start * 2**k for k in itertools.count())):
         if not fits(tried):
@@ -392,10 +398,10 @@ def largest_batch(fits: Callable[[int], bool], start: int, most: int = 2**16) ->
     return batch
 
 
-def fits(
+def make_trial(
     model: str, image: int, classes: int, me: "Ranks", *, names: Sequence[str], most: int, precision: str = "fp32"
 ) -> Callable[[int], bool]:
-    """Return what tries a local batch: the variants, refreshes included, on a GPU that nothing else is on.
+    """Return a function that tries a local batch with all variants and refreshes, on a GPU without other processes.
 
     Args:
         model: of torchvision, or of tula.
@@ -419,7 +425,7 @@ def fits(
                 model, image=image, classes=classes, batch=batch, me=me, names=names, precision=precision
             ).warm_up()  # fmt: skip
             torch.cuda.synchronize()
-        except RuntimeError as error:  # cuDNN has other words than torch for a device that is full
+        except RuntimeError as error:  # cuDNN and torch have different messages for a full device
             if classify_failure(f"RuntimeError: {error}") != "device_oom":
                 raise
             return False
@@ -435,8 +441,8 @@ def fits(
 # --- the command
 
 
-def machine(me: "Ranks") -> dict[str, Any]:
-    """Say what is measured on, and how busy it is."""
+def describe_machine(me: "Ranks") -> dict[str, Any]:
+    """Describe the machine and its load."""
     import torch
 
     from tula_cli.host.machine import read_processor_name
@@ -447,13 +453,13 @@ def machine(me: "Ranks") -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "ranks": me.world,
-        "load": round(os.getloadavg()[0], 1),  # processes that want to run, a minute's average
+        "load": round(os.getloadavg()[0], 1),  # processes ready to run, mean of a minute
         "torch": torch.__version__,
     }
 
 
-def lines(result: Outcome) -> Iterator[str]:
-    """Yield one model's figures in words."""
+def format_outcome(result: Outcome) -> Iterator[str]:
+    """Yield the results of one model as text."""
     yield (
         f"{result.model}, {result.parameters / 1e6:.1f} M parameters, images of {result.image}, local batch {result.batch},"
         f" {result.rounds} rounds: a plain step takes {result.step_milliseconds:.1f} ms, of which its update"
@@ -467,24 +473,24 @@ def lines(result: Outcome) -> Iterator[str]:
     for item in result.refreshes:
         yield (
             f"  refresh of {item.variant} factors: {item.milliseconds:.1f} ms, {100 * item.of_a_step:.1f} % of a step,"
-            f" {100 * item.share:.2f} % with {BETWEEN} steps between two"
+            f" {100 * item.share:.2f} % with {STEPS_BETWEEN_REFRESHES} steps between two"
         )
     for kept in result.memory:
         yield f"  memory of {kept.variant}: {kept.lasting:.2f} copies of the parameters for good, {kept.peak:.2f} at the peak"
 
 
-def run(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
-    """Measure every model that was asked for."""
+def measure_models(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
+    """Measure all requested models."""
     results = []
     for model in options.models:
-        image, classes = (MODELS | FURTHER)[model]
+        image, classes = (MODELS | FURTHER_MODELS)[model]
         image = options.image or image
         batches = [options.batch]
         if me.device.type == "cuda" and me.world == 1:
-            tried = fits(
+            tried = make_trial(
                 model, image, classes, me, names=options.variants, most=options.most, precision=options.precision
             )  # fmt: skip
-            largest = largest_batch(tried, start=options.batch)
+            largest = find_largest_batch(tried, start=options.batch)
             batches += [largest] if largest > options.batch else []
         for batch in batches:
             bench = Bench(
@@ -500,19 +506,19 @@ def run(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
             bench.warm_up()
             timed = bench.rounds(options.rounds)
             alone = batch == options.batch and me.world == 1 and options.memory
-            memory = list(memory_of(model, options)) if alone else []
-            results.append(outcome(bench, timed, model=model, image=image, memory=memory))
+            memory = list(measure_memory(model, options)) if alone else []
+            results.append(summarise_rounds(bench, timed, model=model, image=image, memory=memory))
             del bench
             gc.collect()
             if me.is_first:
                 if options.keep:
                     write_atomic(options.keep, json.dumps([asdict(item) for item in results]) + "\n")
-                for line in lines(results[-1]):
+                for line in format_outcome(results[-1]):
                     print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
     return results
 
 
-def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
+def make_list_parser(known: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = text.split(",")
         if unknown := [name for name in names if name not in known]:
@@ -522,10 +528,10 @@ def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=listed([*MODELS, *FURTHER]), default=list(MODELS))
-    parser.add_argument("--variants", type=listed(KNOWN), help="by default all of AGS")
+    parser.add_argument("--models", type=make_list_parser([*MODELS, *FURTHER_MODELS]), default=list(MODELS))
+    parser.add_argument("--variants", type=make_list_parser(ALL_VARIANTS), help="by default all of AGS")
     parser.add_argument("--batch", type=int, default=32, help="of one rank")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--image", type=int, help="side of the images; by default that of the paper's job")
@@ -546,7 +552,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="measure time alone")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--hold", choices=[PLAIN, *KNOWN], help=argparse.SUPPRESS)
+    parser.add_argument("--hold", choices=[PLAIN_VARIANT, *ALL_VARIANTS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cpu_time:
         if options.threads not in (None, 1):
@@ -560,7 +566,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_arguments()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
     cores = len(os.sched_getaffinity(0))
@@ -575,14 +581,14 @@ def main() -> None:
         worker_ranks.join_process_group(Cluster(device=options.device), handover=Path(folder) / "handover") as me,
     ):
         if options.hold:
-            print(json.dumps(hold(options.models[0], options.hold, me)))
+            print(json.dumps(measure_variant_memory(options.models[0], options.hold, me)))
             return
         options.variants = options.variants or list(VARIANTS)
-        before = machine(me)
+        before = describe_machine(me)
         if me.is_first:
             text = ", ".join(f"{name} {value}" for name, value in before.items())
             print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
-        completed = run(options, me)
+        completed = measure_models(options, me)
         if options.json and me.is_first:
             after = round(os.getloadavg()[0], 1)
             print(

@@ -1,12 +1,12 @@
-"""The same ResNet as a script of one's own under the shim, and in tula's own loop: CPU time of a step, side by side.
+"""CPU time per step of the same ResNet as a script under the shim, compared with tula's training loop.
 
     python benchmarks/overhead/script_way.py [--pairs 60] [--batch 32] [--side 32] [--fused] [--json]
 
-One process, one rank, no data-loader processes, one thread: the script is tests/scripts/resnet.py as it is, under the shim in
-its mode of a training; tula's own loop has the same network, data, batch and optimizer. After each step of the script comes
-one of the loop, without the shim's hooks, so that what else the machine does meets both alike. Shown is the median over the
-pairs of what the script's step takes more, with a 90 % interval of it (order statistics). `--fused` gives the script the two
-settings of torch that tula's own loop has and few scripts have: a fused optimizer, and gradients that are views of DDP's buckets.
+One process, one rank, no data-loader processes, one thread. The script is the unchanged tests/scripts/resnet.py under the shim in
+training mode; tula's training loop has the same network, data, batch and optimizer. Each step of the script is followed by one of
+the loop without the shim's hooks, so that other load of the machine affects both equally. Shown is the median over the pairs of the
+additional time of the script's step, with a 90 % interval (order statistics). `--fused` adds to the script two settings of torch
+that tula's loop has and few scripts have: a fused optimizer, and gradients that are views of DDP's buckets.
 """
 
 import argparse
@@ -24,22 +24,22 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 SCRIPT = BENCHMARKS.parent / "tests" / "scripts" / "resnet.py"
 sys.path += [str(path) for path in (BENCHMARKS, BENCHMARKS / "script_cases" / "stand_in", SCRIPT.parent)]
 
-from script_cases.step_cost import summary  # noqa: E402
+from script_cases.step_cost import summarise_pairs  # noqa: E402
 
 from tula_cli.run.records.scripts import ShimPlan  # noqa: E402
 from tula_cli.spec.job import JobSpec  # noqa: E402
 
 SHIM = BENCHMARKS.parent / "tula_cli" / "shim"
-WARM_UP = 4  # steps of each that are not counted
+WARM_UP_STEPS = 4  # first steps of each that are not counted
 EPOCHS = 10_000
 
 
-class Over(Exception):
-    """There are as many pairs as were asked for."""
+class EnoughPairs(Exception):
+    """Raised when the requested number of pairs is measured."""
 
 
-def job(*, batch: int, side: int) -> JobSpec:
-    """Return the job of tula's own loop that does what the script does."""
+def make_job(*, batch: int, side: int) -> JobSpec:
+    """Return the job of tula's training loop that corresponds to the script."""
     return JobSpec.model_validate(
         {
             "name": "own",
@@ -53,7 +53,7 @@ def job(*, batch: int, side: int) -> JobSpec:
     )
 
 
-def shim(folder: str) -> None:
+def install_shim(folder: str) -> None:
     """Install the shim, as its sitecustomize does after `import torch`."""
     plan = ShimPlan(task="script-way", folder=folder, mode="train")
     Path(folder, "plan.json").write_text(plan.model_dump_json())
@@ -63,7 +63,7 @@ def shim(folder: str) -> None:
 
 
 def measure(*, pairs: int, batch: int, side: int, fused: bool) -> dict[str, Any]:
-    """Return CPU milliseconds of a step of tula's own loop, and what the script's step is more, in percent."""
+    """Return CPU milliseconds per step of tula's loop, and the additional time of the script's step in percent."""
     import torch
     from gpu import rig
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -72,14 +72,14 @@ def measure(*, pairs: int, batch: int, side: int, fused: bool) -> dict[str, Any]
 
     torch.set_num_threads(1)
     result: list[list[float]] = []
-    with tempfile.TemporaryDirectory() as folder, rig.alone("cpu") as me:
-        steps = worker_train_loop.run_steps(rig.build(job(batch=batch, side=side), me, batch=batch))
-        shim(folder)
+    with tempfile.TemporaryDirectory() as folder, rig.join_alone("cpu") as me:
+        steps = worker_train_loop.run_steps(rig.build_trainer(make_job(batch=batch, side=side), me, batch=batch))
+        install_shim(folder)
         switch, busy, began = import_module("ruler").Switch(), False, time.process_time()
 
         def stepped(*_: object) -> None:
             nonlocal busy, began
-            if busy:  # the optimizer of tula's own loop
+            if busy:  # the optimizer of tula's training loop
                 return
             script = time.process_time() - began
             switch.put(False)
@@ -87,8 +87,8 @@ def measure(*, pairs: int, batch: int, side: int, fused: bool) -> dict[str, Any]
             next(steps)
             result.append([time.process_time() - began, script])
             busy = False
-            if len(result) == pairs + WARM_UP:
-                raise Over
+            if len(result) == pairs + WARM_UP_STEPS:
+                raise EnoughPairs
             switch.put(True)
             began = time.process_time()
 
@@ -97,9 +97,9 @@ def measure(*, pairs: int, batch: int, side: int, fused: bool) -> dict[str, Any]
         sys.argv += ["--fused"] if fused else []
         try:
             runpy.run_path(str(SCRIPT), run_name="__main__")
-        except Over:
+        except EnoughPairs:
             steps.close()
-    return summary(result[WARM_UP:])
+    return summarise_pairs(result[WARM_UP_STEPS:])
 
 
 def main() -> None:

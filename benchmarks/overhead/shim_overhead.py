@@ -1,12 +1,12 @@
-"""What the shim adds to a step of a script: CPU time of the smallest step there is, with the hooks and without.
+"""Additional CPU time of the shim per step of a script with a minimal step.
 
     python benchmarks/overhead/shim_overhead.py [--pairs 100] [--json]
 
-A process for each mode of the shim takes steps of one layer fed by a DataLoader, in pairs of blocks of 50: one with the hooks in
-place, one with what torch had there before, in a random order. The modes: a probe that times all its steps, a training (a
-heartbeat a second, a row every ten), and an observed job. Shown is the CPU time of a step without the hooks, and the median
-over the pairs of what it takes more with them, with a 90 % interval of that median (order statistics). Pairs, because others
-on the machine make a step dearer, in CPU time too, and both blocks of a pair alike.
+One process per mode of the shim runs steps of one layer with a DataLoader, in pairs of blocks of 50 steps: one block with the hooks,
+one with torch's original functions, in a random order. The modes: a probe that times all its steps, a training (one heartbeat per
+second, one row per ten seconds), and an observed job. Shown are the CPU time of a step without the hooks, and the median over the
+pairs of the additional time with them, with a 90 % interval of that median (order statistics). Pairs are used because other
+processes on the machine increase also CPU time, for both blocks of a pair equally.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from tula_cli.run.records.scripts import ShimPlan
 
 ROOT = Path(__file__).parents[2]
 MODES = ("probe", "train", "observe")
-BLOCK = 50  # steps
+BLOCK_STEPS = 50  # steps
 
 
-def installed(mode: str, folder: str, steps: int) -> Callable[[bool], None]:
-    """Install the shim; return what puts its hooks in place, or what was there before."""
+def install_shim(mode: str, folder: str, steps: int) -> Callable[[bool], None]:
+    """Install the shim; return a function that enables or disables its hooks."""
     import torch
     from torch.optim.optimizer import _global_optimizer_post_hooks as after_step
     from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
@@ -58,14 +58,14 @@ def installed(mode: str, folder: str, steps: int) -> Callable[[bool], None]:
 
 
 def measure(mode: str, *, pairs: int) -> dict[str, float]:
-    """Return CPU seconds of a step: `plain`, and what the hooks are `more`, with an interval from `low` to `high`."""
+    """Return CPU seconds per step: `plain`, and the additional time `more` of the hooks, with an interval from `low` to `high`."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
     torch.set_num_threads(1)
-    steps = BLOCK * 2 * (pairs + 1)
+    steps = BLOCK_STEPS * 2 * (pairs + 1)
     with tempfile.TemporaryDirectory() as folder:
-        put = installed(mode, folder, steps)
+        put = install_shim(mode, folder, steps)
         network = torch.nn.Linear(32, 32)
         optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
         batches = iter(DataLoader(TensorDataset(torch.randn(steps * 4, 32)), 4))
@@ -73,12 +73,12 @@ def measure(mode: str, *, pairs: int) -> dict[str, float]:
         def block(ours: bool) -> float:
             put(ours)
             began = time.process_time()
-            for _ in range(BLOCK):
+            for _ in range(BLOCK_STEPS):
                 (x,) = next(batches)
                 optimizer.zero_grad()
                 network(x).square().mean().backward()
                 optimizer.step()
-            return (time.process_time() - began) / BLOCK
+            return (time.process_time() - began) / BLOCK_STEPS
 
         results = []
         for _ in range(pairs + 1):
@@ -86,14 +86,14 @@ def measure(mode: str, *, pairs: int) -> dict[str, float]:
             results.append({ours: block(ours) for ours in order})
     del results[0]  # the first steps allocate and import
     more = sorted(pair[True] - pair[False] for pair in results)
-    reach = 1.645 * math.sqrt(pairs) / 2  # ranks around the median that hold it in 90 % of cases
+    reach = 1.645 * math.sqrt(pairs) / 2  # the ranks around the median that contain it in 90 % of cases
     low, high = (more[min(pairs - 1, max(0, round(pairs / 2 + side * reach)))] for side in (-1, 1))
     plain = statistics.median(pair[False] for pair in results)
     return {"plain": plain, "more": statistics.median(more), "low": low, "high": high}
 
 
-def measure_apart(mode: str, *, pairs: int) -> dict[str, float]:
-    """Return what `measure` tells in a process of its own."""
+def measure_in_process(mode: str, *, pairs: int) -> dict[str, float]:
+    """Run `measure` in a separate process and return its result."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         os.write(writing, json.dumps(measure(mode, pairs=pairs)).encode())
@@ -114,7 +114,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in ("torch", "torch._dynamo"):  # optimizers import the latter with the first of them
         importlib.import_module(name)
-    results = {mode: measure_apart(mode, pairs=arguments.pairs) for mode in MODES}
+    results = {mode: measure_in_process(mode, pairs=arguments.pairs) for mode in MODES}
     if arguments.json:
         print(json.dumps(results))
         return

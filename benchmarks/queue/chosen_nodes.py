@@ -1,4 +1,4 @@
-"""How long a training takes on the nodes and with the time limit that the bounds choose, compared with the best in hindsight."""
+"""Time to the result of trainings on the nodes and with the time limit chosen by the bounds, compared with the best in hindsight."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,88 +8,90 @@ from statistics import mean, median
 import numpy as np
 from easy_backfilling import Cluster
 from lublin_feitelson import ModelJob
-from size_classes import PastWait, WaitBound, wait_bound
+from size_classes import PastWait, WaitBound, bound_wait
 from workload_format import LoggedJob
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
-MINUTES = (60, 240, 720, 1440)
+TIME_LIMITS = (60, 240, 720, 1440)
 NODE_HOURS = (4.0, 200.0)  # of the training on one node, log-uniform
-SERIAL = (0.002, 0.05)  # share of it that more nodes do not speed up, log-uniform
-NEAR = 0.1
+SERIAL_SHARES = (0.002, 0.05)  # serial share of the work, log-uniform
+NEAR_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """The request of a chain of jobs: nodes and time limit of each of its jobs."""
 
     nodes: int
     minutes: float
-    links: int  # that a training needs
+    links: int  # number of jobs that a training needs
 
 
 @dataclass(frozen=True)
 class Choices:
-    """How far what was chosen is from the best in hindsight."""
+    """The distance of the choices from the best in hindsight."""
 
     by: str
     trainings: int
     mean_regret: float  # of the time to the result
     median_regret: float
-    near: float  # share of the trainings that take at most a tenth more
-    nodes_near: float  # the same, where the best time limit in hindsight goes with the chosen nodes
+    near: float  # share of the trainings that take at most a tenth longer
+    nodes_near: float  # the same with the chosen nodes and the best time limit in hindsight
 
     @property
     def words(self) -> str:
         return (
             f"{self.trainings} trainings take {self.mean_regret:.1%} more than the best in hindsight on average, "
-            f"{self.median_regret:.1%} in the median; {self.near:.0%} at most {NEAR:.0%} more, by their nodes {self.nodes_near:.0%}"
+            f"{self.median_regret:.1%} in the median; {self.near:.0%} at most {NEAR_SHARE:.0%} more, by their nodes {self.nodes_near:.0%}"
         )
 
 
 Rule = Callable[[WaitBound | None, float | None], float]
-"""The wait that a job of a chain is expected to have, by its bound and by the scheduler's estimate, which only the first job has."""
+"""The expected wait of a job of a chain from its bound and from the scheduler's estimate, which only the first job has."""
 RULES: dict[str, Rule | None] = {
     "run time alone": None,
-    "bound": lambda bound, _: _bound(bound),
-    "bound and estimate": lambda bound, estimate: max(_bound(bound), estimate or 0.0),
-    "median": lambda bound, _: _middle(bound),
-    "median and estimate": lambda bound, estimate: max(_middle(bound), estimate or 0.0),
+    "bound": lambda bound, _: _read_bound(bound),
+    "bound and estimate": lambda bound, estimate: max(_read_bound(bound), estimate or 0.0),
+    "median": lambda bound, _: _read_median(bound),
+    "median and estimate": lambda bound, estimate: max(_read_median(bound), estimate or 0.0),
     "estimate, then nothing": lambda _, estimate: estimate or 0.0,
-    "estimate, then median": lambda bound, estimate: _middle(bound) if estimate is None else estimate,
-    "estimate, then bound": lambda bound, estimate: _bound(bound) if estimate is None else estimate,
+    "estimate, then median": lambda bound, estimate: _read_median(bound) if estimate is None else estimate,
+    "estimate, then bound": lambda bound, estimate: _read_bound(bound) if estimate is None else estimate,
 }
 
 
-def links_wait(ask: Ask, first: float, later: float) -> float:
-    """Return the seconds that all links wait together: a bound where those of the links are bounds.
+def chain_wait(ask: Request, first: float, later: float) -> float:
+    """Return the total wait of all jobs of a chain in seconds; it is a bound if the waits of the jobs are bounds.
 
-    It holds the more surely the more links there are, for they are not all long at once.
+    The more jobs there are, the more certainly it holds, because not all waits are long at once.
 
     Args:
         ask: the chain.
-        first: of the first link, to which the scheduler's own estimate may have been added.
-        later: of each other one.
+        first: wait of the first job, which may include the scheduler's estimate.
+        later: wait of each other job.
     """
     return first + (ask.links - 1) * later
 
 
-def _bound(bound: WaitBound | None) -> float:
+def _read_bound(bound: WaitBound | None) -> float:
     return bound.seconds if bound else 0.0
 
 
-def _middle(bound: WaitBound | None) -> float:
+def _read_median(bound: WaitBound | None) -> float:
     return bound.middle if bound else 0.0
 
 
-def choices(nodes: int, jobs: Sequence[ModelJob], log: Sequence[LoggedJob], *, count: int, seed: int) -> list[Choices]:
-    """Return by each rule how well it chooses for trainings that come at moments of the last two thirds of a log.
+def judge_choices(
+    nodes: int, jobs: Sequence[ModelJob], log: Sequence[LoggedJob], *, count: int, seed: int
+) -> list[Choices]:
+    """Return for each rule the quality of its choices for trainings submitted in the last two thirds of a log.
 
     Args:
         nodes: of the cluster.
         jobs: that it schedules.
-        log: what it makes of them.
-        count: of trainings.
-        seed: of what they take and when they come.
+        log: the resulting log.
+        count: number of trainings.
+        seed: of the durations and submission times of the trainings.
     """
     rng = np.random.default_rng([seed, 1])
     moments = np.sort(rng.uniform(jobs[len(jobs) // 3].submitted, jobs[9 * len(jobs) // 10].submitted, count))
@@ -98,39 +100,43 @@ def choices(nodes: int, jobs: Sequence[ModelJob], log: Sequence[LoggedJob], *, c
     regrets_by_rule: dict[str, list[tuple[float, float]]] = {name: [] for name in RULES}
     for moment in moments:
         cluster.until(float(moment))
-        hours, serial = (float(np.exp(rng.uniform(*np.log(ends)))) for ends in (NODE_HOURS, SERIAL))
+        hours, serial = (float(np.exp(rng.uniform(*np.log(ends)))) for ends in (NODE_HOURS, SERIAL_SHARES))
         runs = {count: 3600 * hours * ((1 - serial) / count + serial) for count in NODES}
-        asks = _asks(runs)
-        actual = {ask: _actual(cluster, ask, runs[ask.nodes]) for ask in asks}
+        asks = _list_requests(runs)
+        actual = {ask: _simulate_duration(cluster, ask, runs[ask.nodes]) for ask in asks}
         best = min(actual.values())
         known = [past for past in history if past.known_at <= moment]
-        bounds = {ask: wait_bound(known, nodes=ask.nodes, minutes=ask.minutes, now=float(moment)) for ask in asks}
+        bounds = {ask: bound_wait(known, nodes=ask.nodes, minutes=ask.minutes, now=float(moment)) for ask in asks}
         for name, rule in RULES.items():
-            chosen = min(asks, key=lambda ask: _expected(ask, rule, bounds[ask], cluster.earliest(ask.nodes), runs))
+            chosen = min(
+                asks, key=lambda ask: _expected_duration(ask, rule, bounds[ask], cluster.earliest(ask.nodes), runs)
+            )
             best_on_nodes = min(took for ask, took in actual.items() if ask.nodes == chosen.nodes)
             regrets_by_rule[name].append((actual[chosen] / best - 1, best_on_nodes / best - 1))
-    return [_summed(name, pairs) for name, pairs in regrets_by_rule.items()]
+    return [_summarise(name, pairs) for name, pairs in regrets_by_rule.items()]
 
 
-def _asks(runs: dict[int, float]) -> list[Ask]:
-    """Return what may be asked for; of limits that one job ends within, the shortest alone."""
+def _list_requests(runs: dict[int, float]) -> list[Request]:
+    """Return the possible requests; of the limits that one job finishes within, only the shortest."""
     asks = []
     for nodes, seconds in runs.items():
-        for minutes in MINUTES:
+        for minutes in TIME_LIMITS:
             links = max(1, math.ceil(seconds / 60 / minutes))
-            asks.append(Ask(nodes, minutes, links))
+            asks.append(Request(nodes, minutes, links))
             if links == 1:
                 break
     return asks
 
 
-def _expected(ask: Ask, rule: Rule | None, bound: WaitBound | None, estimate: float, runs: dict[int, float]) -> float:
-    waits = 0.0 if rule is None else links_wait(ask, rule(bound, estimate), rule(bound, None))
+def _expected_duration(
+    ask: Request, rule: Rule | None, bound: WaitBound | None, estimate: float, runs: dict[int, float]
+) -> float:
+    waits = 0.0 if rule is None else chain_wait(ask, rule(bound, estimate), rule(bound, None))
     return runs[ask.nodes] + waits
 
 
-def _actual(cluster: Cluster, ask: Ask, seconds: float) -> float:
-    """Return how long a training takes from now on, waits included."""
+def _simulate_duration(cluster: Cluster, ask: Request, seconds: float) -> float:
+    """Return the duration of a training from now on, including waits."""
     forked, started, remaining = cluster.fork(), cluster.now, seconds
     for _ in range(ask.links):
         job = ModelJob(forked.now, ask.nodes, min(remaining, 60.0 * ask.minutes), 60.0 * ask.minutes)
@@ -140,7 +146,7 @@ def _actual(cluster: Cluster, ask: Ask, seconds: float) -> float:
     return forked.now - started
 
 
-def _summed(name: str, pairs: Sequence[tuple[float, float]]) -> Choices:
+def _summarise(name: str, pairs: Sequence[tuple[float, float]]) -> Choices:
     regrets = [regret for regret, _ in pairs]
-    near, nodes_near = (mean(row[place] <= NEAR for row in pairs) for place in (0, 1))
+    near, nodes_near = (mean(row[place] <= NEAR_SHARE for row in pairs) for place in (0, 1))
     return Choices(name, len(pairs), mean(regrets), median(regrets), near, nodes_near)

@@ -1,5 +1,6 @@
-"""A scheduler with EASY backfilling (Lifka 1995): first come, first served, and a job may pass others if by its time limit it
-does not put off the one at their head."""
+"""A scheduler with EASY backfilling (Lifka 1995): first come, first served, but a job may overtake others if, by its time limit, it
+does not delay the first one.
+"""
 
 import copy
 import heapq
@@ -11,11 +12,11 @@ from lublin_feitelson import ModelJob
 
 @dataclass
 class Cluster:
-    """A machine at a moment, and the jobs that are still to come. Seconds."""
+    """A cluster at a moment, and the jobs to come. Seconds."""
 
     nodes: int
     ahead: Sequence[ModelJob]  # ascending by submission
-    next: int = 0  # of those
+    next: int = 0  # index into `ahead`
     now: float = 0.0
     free: int = -1
     waiting: list[ModelJob] = field(default_factory=list)
@@ -23,7 +24,7 @@ class Cluster:
         default_factory=list
     )  # heap: end, number, nodes, end by the limit
     starts: dict[int, float] = field(default_factory=dict)  # by id() of the job
-    granted: dict[int, int] = field(default_factory=dict)  # nodes, likewise
+    granted: dict[int, int] = field(default_factory=dict)  # nodes, by id() of the job
     count: int = 0
 
     def __post_init__(self) -> None:
@@ -31,24 +32,24 @@ class Cluster:
             self.free = self.nodes
 
     def fork(self) -> "Cluster":
-        """Return a copy that goes its own way."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other.waiting, other.running, other.starts, other.granted = list(self.waiting), list(self.running), {}, {}
         return other
 
     def until(self, moment: float) -> None:
-        """Let everything happen up to a moment, and what happens at it."""
+        """Simulate all events up to and including a moment."""
         while (at := self._next_event()) is not None and at <= moment:
             self._advance(at)
         self.now = max(self.now, moment)
 
     def finish(self) -> None:
-        """Let every job start."""
+        """Simulate until all jobs have started."""
         while (at := self._next_event()) is not None:
             self._advance(at)
 
     def wait_of(self, job: ModelJob) -> float:
-        """Return how long a job waits that is submitted now, beside all others that are to come; this machine goes on till then."""
+        """Return the wait of a job that is submitted now, in addition to all jobs to come; simulates until it starts."""
         self.waiting.append(job)
         self._schedule()
         while id(job) not in self.starts:
@@ -58,7 +59,7 @@ class Cluster:
         return self.starts[id(job)] - job.submitted
 
     def earliest(self, nodes: int) -> float:
-        """Return the wait until so many nodes are free by the limits of what runs: what `sbatch --test-only` looks at."""
+        """Return the wait until `nodes` nodes are free by the limits of the running jobs, as `sbatch --test-only` estimates it."""
         free = self.free
         if free >= nodes:
             return 0.0
@@ -103,7 +104,7 @@ class Cluster:
         self.waiting = remaining
 
     def _reservation(self, nodes: int) -> tuple[float, int]:
-        """Return when the job at the head can start by the limits of what runs, and the nodes that are left over then."""
+        """Return when the first pending job can start by the limits of the running jobs, and the nodes left over then."""
         free = self.free
         for by_limit, count in sorted((row[3], row[2]) for row in self.running):
             free += count
@@ -112,7 +113,7 @@ class Cluster:
         raise AssertionError("a job asks for more nodes than there are")
 
     def _start(self, job: ModelJob, available: int) -> int:
-        """Start a job on as many of the available nodes as it takes; return how many."""
+        """Start a job on as many of the available nodes as it takes; return their number."""
         nodes = job.choose_nodes(available)
         self.free -= nodes
         self.starts[id(job)], self.granted[id(job)] = self.now, nodes

@@ -1,8 +1,8 @@
 """An upper bound of a quantile of waits from their history alone, in the manner of QBETS (Nurmi, Brevik, Wolski 2007).
 
-No distribution and no model of the scheduler: of n waits the k-th smallest is above the quantile q with confidence C where
-P(Binomial(n, q) < k) >= C. Queues change: a run of waits above their bounds that is too long for chance trims the history
-to its newest waits.
+It assumes no distribution and no model of the scheduler: the k-th smallest of n waits is above the quantile q with confidence C if
+P(Binomial(n, q) < k) >= C. Queues change: if more successive waits exceed their bounds than chance allows, the history is cut to its
+newest waits.
 """
 
 import bisect
@@ -12,23 +12,23 @@ from collections import deque
 
 QUANTILE = 0.9
 CONFIDENCE = 0.95
-"""That the bound is not below the quantile, were the waits independent. They are not, so that 90 % are covered at best: lower
-confidences cover fewer (benchmarks/queue/queue_bounds.py --confidence).
+"""Confidence that the bound is not below the quantile, for independent waits. Waits are not independent, so at best 90 % are covered;
+lower confidences cover fewer (benchmarks/queue/queue_bounds.py --confidence).
 """
-MOST = 1000
-"""Waits that are remembered: with more, the bound hardly comes nearer to the quantile."""
-RUNS = ((0.3, 4), (0.5, 5), (0.65, 7), (0.75, 8), (0.85, 11), (0.925, 19), (1.0, 32))
-"""By the correlation of a wait with the one before it (up to the first), the length of a run of exceedances of the 0.9 quantile
-that one run in a hundred has: of a normal autoregressive series of first order, by simulation of a million values each.
+MAX_HISTORY = 1000
+"""Maximum length of the history: with more waits, the bound hardly gets closer to the quantile."""
+MAX_RUNS = ((0.3, 4), (0.5, 5), (0.65, 7), (0.75, 8), (0.85, 11), (0.925, 19), (1.0, 32))
+"""By the correlation of successive waits (up to the first number), the length of a run of exceedances of the 0.9 quantile that occurs
+with probability 1 %: of a normal autoregressive series of first order, by simulation of a million values each.
 """
 
 
-@functools.lru_cache(maxsize=4 * MOST)
-def rank(count: int, *, quantile: float = QUANTILE, confidence: float = CONFIDENCE) -> int | None:
-    """Return which of so many values in ascending order, from 1, bounds their quantile from above; None: they are too few.
+@functools.lru_cache(maxsize=4 * MAX_HISTORY)
+def bound_rank(count: int, *, quantile: float = QUANTILE, confidence: float = CONFIDENCE) -> int | None:
+    """Return the rank (from 1, ascending) of the value that bounds the quantile from above; None if there are too few values.
 
     Args:
-        count: values, independent of each other.
+        count: number of independent values.
         quantile: between 0 and 1.
         confidence: that the bound is not below the quantile.
     """
@@ -40,8 +40,8 @@ def rank(count: int, *, quantile: float = QUANTILE, confidence: float = CONFIDEN
     return None
 
 
-def fewest(quantile: float = QUANTILE, confidence: float = CONFIDENCE) -> int:
-    """Return how many values a bound needs: 29 for the 0.9 quantile at 95 % confidence."""
+def min_values(quantile: float = QUANTILE, confidence: float = CONFIDENCE) -> int:
+    """Return the number of values that a bound needs: 29 for the 0.9 quantile at 95 % confidence."""
     return math.ceil(math.log1p(-confidence) / math.log(quantile) - 1e-12)
 
 
@@ -51,29 +51,29 @@ def _probability(k: int, count: int, quantile: float) -> float:
 
 
 class WaitSeries:
-    """Waits (seconds) in the order in which they became known, back to the last change point."""
+    """Waits (seconds) in the order in which they became known, since the last change point."""
 
     def __init__(self, *, quantile: float = QUANTILE, confidence: float = CONFIDENCE) -> None:
         self.quantile, self.confidence = quantile, confidence
         self.waits: deque[float] = deque()
         self.changes = 0  # change points so far
         self._ascending: list[float] = []
-        self._exceeding = 0  # the newest waits in a row that were above their bounds
+        self._exceeding = 0  # number of newest successive waits above their bounds
 
     def add(self, wait: float) -> None:
-        """Take the next wait, after the bound that was valid for it."""
+        """Add a wait, after reading the bound that was valid for it."""
         bound = self.bound()
         self._exceeding = self._exceeding + 1 if bound is not None and wait > bound else 0
         self.waits.append(wait)
         bisect.insort(self._ascending, wait)
-        if len(self.waits) > MOST:
+        if len(self.waits) > MAX_HISTORY:
             self._drop()
         if self._exceeding and self._exceeding >= self._longest_run():
             self._trim()
 
     def bound(self) -> float | None:
-        """Return the bound of the quantile, seconds; None where there are too few waits."""
-        place = rank(len(self._ascending), quantile=self.quantile, confidence=self.confidence)
+        """Return the bound of the quantile in seconds; None if there are too few waits."""
+        place = bound_rank(len(self._ascending), quantile=self.quantile, confidence=self.confidence)
         return None if place is None else self._ascending[place - 1]
 
     def middle(self) -> float | None:
@@ -81,8 +81,8 @@ class WaitSeries:
         return self._ascending[(len(self._ascending) - 1) // 2] if self._ascending else None
 
     def _trim(self) -> None:
-        """Keep as many of the newest waits as a bound needs."""
-        for _ in range(len(self.waits) - fewest(self.quantile, self.confidence)):
+        """Cut the history to the newest waits that a bound needs."""
+        for _ in range(len(self.waits) - min_values(self.quantile, self.confidence)):
             self._drop()
         self._exceeding = 0
         self.changes += 1
@@ -92,14 +92,14 @@ class WaitSeries:
         del self._ascending[bisect.bisect_left(self._ascending, oldest)]
 
     def _longest_run(self) -> int:
-        if self._exceeding < RUNS[0][1]:
-            return RUNS[0][1]
+        if self._exceeding < MAX_RUNS[0][1]:
+            return MAX_RUNS[0][1]
         alike = _correlation(self.waits)
-        return next(longest for most, longest in RUNS if alike <= most)
+        return next(longest for most, longest in MAX_RUNS if alike <= most)
 
 
 def _correlation(waits: deque[float]) -> float:
-    """Return that of successive logarithms: waits are distributed over orders of magnitude."""
+    """Return the correlation of successive logarithms, because waits are distributed over orders of magnitude."""
     import numpy as np
 
     logs = np.log1p(np.asarray(waits))

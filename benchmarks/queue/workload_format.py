@@ -1,4 +1,4 @@
-"""The Standard Workload Format: a job a line, 18 numbers, -1 for what is not known."""
+"""The Standard Workload Format: one job per line, 18 numbers, -1 for unknown values."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ class LoggedJob:
     submitted: float
     wait: float
     run: float
-    nodes: int  # processors, where each job has whole nodes of one
+    nodes: int  # processors, if each job has whole nodes with one processor
     limit: float
 
 
 def read_log(path: Path) -> list[LoggedJob]:
-    """Return the jobs of a log whose wait and size are known, in the order of their submission.
+    """Return the jobs of a log with known wait and size, in the order of their submission.
 
     Raises:
-        ValueError: a line has fewer fields than the format says.
+        ValueError: a line has too few fields.
     """
     return parse_log(path.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
 def parse_log(lines: Iterable[str]) -> list[LoggedJob]:
-    """Return the jobs of the lines of a log; as `read_log`."""
+    """Return the jobs of the lines of a log, as `read_log` does."""
     jobs = []
     for line in lines:
         if not line.strip() or line.startswith(";"):

@@ -1,4 +1,4 @@
-"""A model whose compute is slept, so that ranks share a small machine, and only gradients move for real."""
+"""A model whose computation sleeps, so that ranks share a small machine; only the gradients are really reduced."""
 
 import math
 import time
@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-FLOOR = 0.015  # seconds of a step, whatever its batch
-STEP = 8  # samples that a step computes at once: its time grows in stairs, with a plateau up to each
-EACH = 0.00025  # seconds more for each of these samples
-LARGEST = 256  # samples of a local batch; larger ones are only built without data, and wait no longer
+FIXED_SECONDS = 0.015  # seconds of a step, independent of the batch
+STEP_SAMPLES = 8  # samples that a step computes at once: its time is a step function of the batch, with a plateau up to each multiple
+SECONDS_PER_SAMPLE = 0.00025  # additional seconds per such group of samples
+MAX_TIMED_SAMPLES = 256  # maximum local batch; larger ones only occur in fake-tensor runs, and sleep no longer
 BLOCKS = 4
-WIDTH = 320  # of the square matrix of each block: 1.6 MB of gradients in all
+WIDTH = 320  # of the square matrix of each block: 1.6 MB of gradients in total
 FEATURES, CLASSES = 64, 10
 
 
 def compute_seconds(local_batch: int) -> float:
-    """Return the seconds of a training step's compute: one third forward, two thirds backward."""
-    return FLOOR + EACH * STEP * math.ceil(min(local_batch, LARGEST) / STEP)
+    """Return the seconds of a training step: one third forward, two thirds backward."""
+    return FIXED_SECONDS + SECONDS_PER_SAMPLE * STEP_SAMPLES * math.ceil(
+        min(local_batch, MAX_TIMED_SAMPLES) / STEP_SAMPLES
+    )
 
 
 class SleepInBackward(torch.autograd.Function):
@@ -36,7 +38,7 @@ class SleepInBackward(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A matrix whose passes take their share of the model's time."""
+    """A matrix whose passes sleep for their share of the model's time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class Block(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (N, WIDTH) to the same shape."""
-        if type(inputs) is not torch.Tensor:  # built on fake tensors, for the estimate of memory
+        if type(inputs) is not torch.Tensor:  # fake tensors, for the estimate of memory
             return torch.relu(self.matrix(inputs))
         seconds = compute_seconds(len(inputs)) / BLOCKS
         time.sleep(seconds / 3)
@@ -72,7 +74,7 @@ class Net(nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Random samples of CLASSES classes; the same every time."""
+    """Random samples of CLASSES classes; the same in each process."""
 
     classes = tuple(range(CLASSES))
 

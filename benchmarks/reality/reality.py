@@ -1,19 +1,18 @@
-"""Compare what `tula recommend` and `tula train` predict with what happens, on real ranks.
+"""Compare predictions of `tula recommend` and `tula train` with measurements on real ranks.
 
     python benchmarks/reality/reality.py [--jobs loop script ...] [--sweeps 3] [--full 2] [--budget 25m] [--out build/reality]
         [--keep FILE.csv] [--json] [--tiny]
     python benchmarks/reality/reality.py --summary benchmarks/results/reality.csv
 
-Compute is slept (plateau.py: a third in the forward and the rest in the backward pass, on a curve with a plateau), so that four
-ranks share a small machine; gloo synchronises for real. The jobs: `loop` (tula's own training loop), `script` (a user's script)
-and `fsdp` on 1, 2 and 4 ranks of this machine, and the same as `loop-links`, `script-links` and `fsdp-links` on four nodes of a
-SLURM cluster of network namespaces (root, `make slurm-packages`), whose links have a bandwidth and, where the kernel has netem,
-a delay.
+Computation sleeps (plateau.py: one third in the forward pass and the rest in the backward pass, on a curve with a plateau), so that
+four ranks share a small machine; gloo really synchronises. The jobs: `loop` (tula's training loop), `script` (a user's script) and
+`fsdp` on 1, 2 and 4 ranks of this machine, and the same as `loop-links`, `script-links` and `fsdp-links` on four nodes of a SLURM
+cluster in network namespaces (root, `make slurm-packages`), whose links have a bandwidth and, if the kernel has netem, a delay.
 
-Of each job some sweeps are made, with a recommendation by time and by knee each, and some full searches, which measure every
-configuration: the truth, several times. One training follows the first sweep's recommendation. Compared are the step time of
-all configurations, the parts of a training's time, how often the intervals hold the truth, how far the full searches differ
-among themselves, and the time that the choice loses. A stage that is complete under --out is not run again.
+For each job there are several sweeps, each with a recommendation by time and by knee, and several full searches, which measure all
+configurations as reference. One training uses the first sweep's recommendation. Compared are the step times of all configurations,
+the parts of a training's time, the coverage of the intervals, the differences among the full searches, and the time lost by the
+choice. Stages that are complete under --out are not run again.
 """
 
 import argparse
@@ -30,17 +29,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from comparison import Row, compare_job, read_rows, tables, write_rows
+from comparison import Row, compare_job, format_tables, read_rows, write_rows
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("loop", "script", "fsdp")
-LINKS = "-links"
-JOBS = (*KINDS, *(f"{kind}{LINKS}" for kind in KINDS))
+LINKS_SUFFIX = "-links"
+JOBS = (*KINDS, *(f"{kind}{LINKS_SUFFIX}" for kind in KINDS))
 DEFAULT_JOBS = ("loop", "loop-links", "script", "fsdp")
-NODES = 4  # of the SLURM cluster
-ONE_JOB = "Licenses=machine:1"  # line of slurm.conf: nodes share this machine's cores, so only one job runs at a time
-FIRST_ESTIMATE = {"sweep": 70.0, "full": 110.0, "train": 40.0}  # seconds, until a stage of the kind has run
-MARGIN = 1.2  # by which a stage may take longer than the one before
+NODES = 4  # number of nodes of the SLURM cluster
+ONE_JOB = (
+    "Licenses=machine:1"  # line of slurm.conf: nodes share this machine's cores, so only one job may run at a time
+)
+DEFAULT_SECONDS = {"sweep": 70.0, "full": 110.0, "train": 40.0}  # seconds, until a stage of the kind has run
+TIME_MARGIN = 1.2  # factor by which a stage may take longer than the previous one
 
 BUILT_IN = """\
 model: {name: "plateau:Net"}
@@ -61,7 +62,7 @@ ON_LINKS = "{kind: slurm, device: cpu, minutes: 20, slurm: {memory: 1500M, extra
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the benchmark that is complete or is not: a search with its recommendations, or the training."""
+    """One step of the benchmark: a search with its recommendations, or the training."""
 
     job: str
     kind: str  # "sweep", "full", "train"
@@ -72,12 +73,12 @@ class Stage:
         return self.kind if self.kind == "train" else f"{self.kind}{self.number}"
 
     def path(self, out: Path) -> Path:
-        """Return the file that holds its results once it is complete."""
+        """Return the file with its results, which exists when the stage is complete."""
         return out / self.job / f"{self.name}.json"
 
 
 class StageFailed(Exception):
-    """A command of a stage has failed; the text is the end of what it printed."""
+    """A command of a stage failed; the message is the end of its output."""
 
 
 class Tula:
@@ -86,7 +87,7 @@ class Tula:
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.folder = folder
         given = {**os.environ, **environment}
-        path = f"{Path(sys.executable).parent}{os.pathsep}{given['PATH']}"  # `python` of the script's command too
+        path = f"{Path(sys.executable).parent}{os.pathsep}{given['PATH']}"  # also for `python` in the script's command
         self.environment = {**given, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
     def __call__(self, *arguments: str) -> dict[str, Any]:
@@ -104,13 +105,13 @@ class Tula:
 # --- stages
 
 
-def on_links(job: str) -> bool:
+def uses_cluster(job: str) -> bool:
     """Return whether a job runs on the nodes of the SLURM cluster."""
-    return job.endswith(LINKS)
+    return job.endswith(LINKS_SUFFIX)
 
 
-def planned_stages(jobs: Sequence[str], *, sweeps: int, full: int) -> list[Stage]:
-    """Return all stages in the order in which they run: first one of everything for each job, then the repetitions."""
+def plan_stages(jobs: Sequence[str], *, sweeps: int, full: int) -> list[Stage]:
+    """Return all stages in the order in which they run: first one of each kind for each job, then the repetitions."""
     stages = []
     for number in range(1, max(sweeps, full) + 1):
         for job in jobs:
@@ -120,9 +121,9 @@ def planned_stages(jobs: Sequence[str], *, sweeps: int, full: int) -> list[Stage
     return stages
 
 
-def job_text(job: str, strategy: str, *, tiny: bool) -> str:
+def render_job(job: str, strategy: str, *, tiny: bool) -> str:
     """Return the job file of a job."""
-    kind = job.removesuffix(LINKS)
+    kind = job.removesuffix(LINKS_SUFFIX)
     epochs, nodes, steps, seconds = (1, [1, 2], 5, 0.001) if tiny else (10, [1, 2, 4], 10, 1.5)
     if kind == "script":
         work = SCRIPT.replace("EPOCHS", str(epochs))
@@ -136,16 +137,16 @@ name: {job}
 {work}train: {train}
 search: {{nodes: {nodes}, min_batch: 32, max_batch: 256, strategy: {strategy}, min_steps: {steps},
          max_seconds: {seconds}, {SEARCH}}}
-cluster: {ON_LINKS if on_links(job) else LOCAL}
+cluster: {ON_LINKS if uses_cluster(job) else LOCAL}
 pricing: {{kind: node_hour, price: 1.0}}
 """
 
 
-def prepare(folder: Path, job: str, *, tiny: bool) -> None:
-    """Write the job files and the modules that it names; files that are up to date remain untouched."""
+def write_files(folder: Path, job: str, *, tiny: bool) -> None:
+    """Write the job files and the modules that they name; up-to-date files are not touched."""
     folder.mkdir(parents=True, exist_ok=True)
     modules = {name: (HERE / name).read_text() for name in ("plateau.py", "train_plateau.py")}
-    jobs = {f"{strategy}.yaml": job_text(job, strategy, tiny=tiny) for strategy in ("sweep", "full")}
+    jobs = {f"{strategy}.yaml": render_job(job, strategy, tiny=tiny) for strategy in ("sweep", "full")}
     for name, text in {**modules, **jobs}.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:
@@ -153,7 +154,7 @@ def prepare(folder: Path, job: str, *, tiny: bool) -> None:
 
 
 def run_stage(stage: Stage, tula: Tula, seconds: float) -> dict[str, Any]:
-    """Run a stage and return its results; its jobs are cancelled when they have not finished in so many seconds."""
+    """Run a stage and return its results; its jobs are cancelled after `seconds`."""
     runs = "sweep1" if stage.kind == "train" else stage.name
     where = ("full.yaml" if stage.kind == "full" else "sweep.yaml", "--run-dir", runs)
     wait = ("--yes", "--wait", "--timeout", f"{seconds:.0f}")
@@ -163,18 +164,18 @@ def run_stage(stage: Stage, tula: Tula, seconds: float) -> dict[str, Any]:
         profile = tula("profile", *where, *wait)
         by = {name: tula("recommend", *where, "--objective", name) for name in ("time", "knee")}
     except (StageFailed, KeyboardInterrupt):
-        with suppress(StageFailed):  # nothing may have been submitted
+        with suppress(StageFailed):  # there may be no submitted job
             tula("cancel", "--run-dir", runs)
         raise
     return {"profile": profile, **by}
 
 
-def expected_seconds(stage: Stage, out: Path) -> float:
-    """Return how long a stage will take: as the longest of its kind that this job has, with a margin; else of all jobs; else a guess."""
+def estimate_seconds(stage: Stage, out: Path) -> float:
+    """Return the expected duration of a stage: the maximum of its kind for this job with a margin; else for all jobs; else a default."""
     seconds = {path: json.loads(path.read_text())["seconds"] for path in sorted(out.glob(f"*/{stage.kind}*.json"))}
     same_job = [value for path, value in seconds.items() if path.parent.name == stage.job]
     measured = same_job or list(seconds.values())
-    return MARGIN * max(measured) if measured else FIRST_ESTIMATE[stage.kind]
+    return TIME_MARGIN * max(measured) if measured else DEFAULT_SECONDS[stage.kind]
 
 
 def run_stages(
@@ -186,14 +187,14 @@ def run_stages(
         stages: in their order.
         out: folder of all jobs.
         deadline: by time.monotonic().
-        tiny: whether searches are as small as can be.
-        cluster: environment variables by which commands use the SLURM cluster.
+        tiny: whether searches are minimal.
+        cluster: environment variables of the SLURM cluster for commands.
     """
     failed: set[str] = set()
     for stage in stages:
         if stage.path(out).exists():
             continue
-        expected, remaining = expected_seconds(stage, out), deadline - time.monotonic()
+        expected, remaining = estimate_seconds(stage, out), deadline - time.monotonic()
         if expected > remaining:
             yield stage, f"it takes about {expected:.0f} s, and {max(remaining, 0):.0f} s are left"
         elif stage.kind == "train" and not Stage(stage.job, "sweep", 1).path(out).exists():
@@ -206,10 +207,10 @@ def run_stages(
                 file=sys.stderr,
                 flush=True,
             )
-            prepare(out / stage.job, stage.job, tiny=tiny)
+            write_files(out / stage.job, stage.job, tiny=tiny)
             began = time.monotonic()
             try:
-                results = run_stage(stage, Tula(out / stage.job, cluster if on_links(stage.job) else {}), remaining)
+                results = run_stage(stage, Tula(out / stage.job, cluster if uses_cluster(stage.job) else {}), remaining)
             except StageFailed as failure:
                 failed.add(stage.job)
                 yield stage, str(failure)
@@ -247,7 +248,7 @@ def _cluster_module() -> Any:
 
 @contextmanager
 def cluster_with_links(rate: str, delay: str) -> Iterator[dict[str, str]]:
-    """Bring up a SLURM cluster whose links have a bandwidth and a delay, in tc's words; return the variables to use it."""
+    """Start a SLURM cluster whose links have a bandwidth and a delay in tc's notation; return its environment variables."""
     with _cluster_module().SlurmCluster(NODES, prefix=f"r{os.getpid()}n", rate=rate, extra=ONE_JOB) as cluster:
         if delay and not delay_links(cluster, rate, delay):
             print(f"links have {rate} and no delay: the kernel has no netem", file=sys.stderr, flush=True)
@@ -255,7 +256,7 @@ def cluster_with_links(rate: str, delay: str) -> Iterator[dict[str, str]]:
 
 
 def delay_links(cluster: Any, rate: str, delay: str) -> bool:
-    """Give both directions of every link a delay too; return whether the kernel can do that."""
+    """Add a delay to both directions of each link; return whether the kernel supports this."""
     for number, name in enumerate(cluster.names, 1):
         for link in (["qdisc", "replace", "dev", f"link{number}"], ["-n", name, "qdisc", "replace", "dev", "eth0"]):
             shape = ["root", "netem", "rate", rate, "delay", delay]
@@ -267,8 +268,8 @@ def delay_links(cluster: Any, rate: str, delay: str) -> bool:
 # --- the command line
 
 
-def seconds_of(text: str) -> float:
-    """Return the seconds of a duration such as 90s, 25m or 1.5h; of a plain number as minutes."""
+def parse_duration(text: str) -> float:
+    """Convert a duration such as 90s, 25m or 1.5h to seconds; a plain number is in minutes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 25m or 1.5h")
@@ -283,7 +284,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sweeps", type=int, default=3, help="sweeps of each job (%(default)s)")
     parser.add_argument("--full", type=int, default=2, help="full searches of each job (%(default)s)")
     parser.add_argument(
-        "--budget", type=seconds_of, default="25m", help="start no stage that does not end in it (%(default)s)"
+        "--budget", type=parse_duration, default="25m", help="start no stage that does not end in it (%(default)s)"
     )
     parser.add_argument("--rate", default="200mbit", help="bandwidth of each link (%(default)s)")
     parser.add_argument("--delay", default="500us", help="of each link, each way (%(default)s); empty for none")
@@ -304,14 +305,14 @@ def main() -> int:
         return 0
     out = options.out.absolute() / ("tiny" if options.tiny else "")
     jobs = options.jobs or list(DEFAULT_JOBS)
-    if any(map(on_links, jobs)) and (reason := _cluster_module().describe_why_no_cluster()):
+    if any(map(uses_cluster, jobs)) and (reason := _cluster_module().describe_why_no_cluster()):
         if options.jobs:
             sys.exit(f"no cluster can run here: {reason}")
         print(f"no jobs on links: {reason}", file=sys.stderr)
-        jobs = [job for job in jobs if not on_links(job)]
+        jobs = [job for job in jobs if not uses_cluster(job)]
     deadline = time.monotonic() + options.budget
-    stages = planned_stages(jobs, sweeps=options.sweeps, full=options.full)
-    needs_cluster = any(on_links(stage.job) and not stage.path(out).exists() for stage in stages)
+    stages = plan_stages(jobs, sweeps=options.sweeps, full=options.full)
+    needs_cluster = any(uses_cluster(stage.job) and not stage.path(out).exists() for stage in stages)
     links: AbstractContextManager[dict[str, str]] = (
         cluster_with_links(options.rate, options.delay) if needs_cluster else nullcontext({})
     )
@@ -327,7 +328,7 @@ def main() -> int:
 
 
 def print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
-    print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else tables(rows))
+    print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else format_tables(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A user's own training script: plain DDP over gloo on the model of plateau.py, an evaluation and a checkpoint after each epoch."""
+"""A user's training script: plain DDP with gloo on the model of plateau.py, with an evaluation and a checkpoint after each epoch."""
 
 import argparse
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""How often the watch over step times errs, and how late it is: python benchmarks/replay/change_point.py [--series 60] [--json]
+"""Error rate and delay of the detection of changed step times: python benchmarks/replay/change_point.py [--series 60] [--json]
 
-Series of step times are made up: Student's t with 3 degrees of freedom on the logarithm, a spike of up to ten times in fifty,
-independent or with neighbours alike (autoregressive, by its coefficient). Alarms where nothing has changed, in so many looks;
-looks until a lasting change of 20 % is told, median and largest, and the share of series in which it is.
+Series of step times are simulated: Student's t with 3 degrees of freedom on the logarithm, with a spike of up to ten times in one of
+fifty values, independent or autoregressive (by the coefficient). Reported are false alarms in series without a change by number of
+polls; polls until a lasting change of 20 % is detected, median and maximum; and the share of series in which it is detected.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from tula_cli.models.time.changes import ChangePointTest
 
-LOOKS = 500  # of a series without a change
-BEFORE, AFTER = 60, 200  # looks around a change
+POLLS = 500  # number of polls of a series without a change
+POLLS_BEFORE, POLLS_AFTER = 60, 200  # number of polls before and after a change
 SHIFTS = {"slower": 1.2, "faster": 1 / 1.2}
 
 
-def step_times(rng: Generator, count: int, alike: float) -> NDArray[np.float64]:
+def simulate_step_times(rng: Generator, count: int, alike: float) -> NDArray[np.float64]:
     """Return times around 50 ms; `alike` is the autoregressive coefficient of their logarithms."""
     noise = 0.04 * rng.standard_t(3, count)
     for index in range(1, count):
@@ -29,8 +29,8 @@ def step_times(rng: Generator, count: int, alike: float) -> NDArray[np.float64]:
     return np.asarray(0.05 * np.exp(noise) * spikes)
 
 
-def told(series: NDArray[np.float64]) -> list[int]:
-    """Return at which values a change is told."""
+def detect_changes(series: NDArray[np.float64]) -> list[int]:
+    """Return the indices at which a change is detected."""
     test = ChangePointTest()
     return [at for at, value in enumerate(series) if test.add(float(value)) is not None]
 
@@ -40,14 +40,14 @@ def measure(count: int) -> list[dict[str, Any]]:
     rows = []
     for alike in (0.0, 0.5, 0.8):
         rng = np.random.default_rng(14)
-        alarms = sum(len(told(step_times(rng, LOOKS, alike))) for _ in range(count))
-        row: dict[str, Any] = {"alike": alike, "looks": count * LOOKS, "alarms": alarms}
+        alarms = sum(len(detect_changes(simulate_step_times(rng, POLLS, alike))) for _ in range(count))
+        row: dict[str, Any] = {"alike": alike, "looks": count * POLLS, "alarms": alarms}
         for name, factor in SHIFTS.items():
             delays = []
             for _ in range(count):
-                series = step_times(rng, BEFORE + AFTER, alike)
-                series[BEFORE:] *= factor
-                delays += [at + 1 - BEFORE for at in told(series) if at >= BEFORE][:1]
+                series = simulate_step_times(rng, POLLS_BEFORE + POLLS_AFTER, alike)
+                series[POLLS_BEFORE:] *= factor
+                delays += [at + 1 - POLLS_BEFORE for at in detect_changes(series) if at >= POLLS_BEFORE][:1]
             row[name] = {"told": len(delays) / count}
             if delays:
                 row[name] |= {"median": float(np.median(delays)), "largest": max(delays)}

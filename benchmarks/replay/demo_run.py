@@ -1,11 +1,11 @@
-"""Writes the run of `tula recommend --demo` from published measurements.
+"""Write the run of `tula recommend --demo` from published measurements.
 
     python benchmarks/replay/demo_run.py step_times.csv statistical_efficiency.csv
 
-The tables are those of replay.py and efficiency.py. The run is ResNet-18 on CIFAR-10 with one T4 GPU of each node
-(AWS g4dn.12xlarge, which has four). Published are the step times, their exposed synchronisation, and the gradients of a training at the small
-batch. The memory is that of `tula check`, because it was not published. The start of a job and the evaluation were not
-published either: they count as no time.
+The tables are those of replay.py and efficiency.py. The run is ResNet-18 on CIFAR-10 with one T4 GPU per node (AWS g4dn.12xlarge has
+four). The step times, their exposed synchronisation, and the gradients of a training at the small batch were published. The memory
+is an estimate of `tula check`, because it was not published. The start of a job and the evaluation were not published either and
+count as no time.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from replay_data import MeasuredSet, Where, load
+from replay_data import MeasuredSet, Where, load_sets
 
 from tula_cli.cluster.inspection import inspect
 from tula_cli.run.directory import RunDir
@@ -28,7 +28,7 @@ from tula_cli.spec.load import validate_job
 
 ROOT = Path(__file__).parents[2] / "tula_cli" / "demo"
 NOISE_EPOCHS = range(1, 4)
-"""The epochs whose gradients count: the first ones, because probes measure at the start of a training."""
+"""The epochs whose gradients are used: the first ones, because probes measure at the start of a training."""
 PUBLISHED = 1634169600.0  # Unix time of 2021-10-14
 MIN_BATCH, MAX_BATCH = 128, 4096
 JOB: dict[str, Any] = {
@@ -62,7 +62,7 @@ def main() -> None:
     spec = validate_job(JOB, source="demo_run.py")
     steps = next(
         measured
-        for measured in load(arguments.steps)
+        for measured in load_sets(arguments.steps)
         if (measured.cluster, measured.app, measured.gpus_per_node) == ("aws", "cifar10", 1)
     )
     shutil.rmtree(ROOT, ignore_errors=True)
@@ -78,9 +78,9 @@ def main() -> None:
 
 
 def select_probes(steps: MeasuredSet, spec: JobSpec) -> Iterator[tuple[Where, int]]:
-    """Yield what a sweep measures, with the nominal local batch: 129 images, as published, stand for 128.
+    """Yield the configurations of a sweep with their nominal local batch: the published 129 images stand for 128.
 
-    These are all batches on one node, the smallest one on the others, and the largest one on the most nodes.
+    These are all batches on one node, the smallest one on the others, and the largest one on the largest number of nodes.
     """
     by_nodes: dict[int, list[tuple[Where, int]]] = {}
     for place, batch in sorted(steps.batches.items()):
@@ -94,17 +94,17 @@ def select_probes(steps: MeasuredSet, spec: JobSpec) -> Iterator[tuple[Where, in
 
 
 def estimate_footprints() -> dict[int, Footprint]:
-    """Return the memory of each local batch, as `tula check` estimates it: of random images, which need no download."""
+    """Return the memory of each local batch as `tula check` estimates it, with random images, which need no download."""
     images = {"name": "FakeData", "args": {"size": 50_000, "image_size": [3, 32, 32], "num_classes": 10}}
     inspection = inspect(validate_job({**JOB, "dataset": images}, source="demo_run.py"))
     return {footprint.local_batch: footprint for footprint in inspection.footprints}
 
 
 def read_gradients(path: Path, batch: int, local_batch: int) -> GradientStats | None:
-    """Return the squared norms at two batches; None except for several ranks at the smallest batch, 128.
+    """Return the squared norms at two batches, for several ranks at the smallest batch (128); otherwise None.
 
-    Published of each epoch are |G|^2, that of the whole gradient, and the variance of a gradient of the smallest batch. The
-    mean of some epochs counts; its standard error is that of their scatter.
+    Published for each epoch are |G|^2 of the whole gradient, and the variance of a gradient of the smallest batch. The result is the
+    mean of some epochs; its standard error is that of their scatter.
     """
     table = pd.read_csv(path)
     of_app = table[table.app == "cifar10"]
@@ -125,7 +125,7 @@ def read_gradients(path: Path, batch: int, local_batch: int) -> GradientStats | 
 
 
 def make_result(steps: MeasuredSet, place: Where, footprint: Footprint, gradients: GradientStats | None) -> Measured:
-    """Return the record of a probe; what was not published is None, or 0 where a record has no None."""
+    """Return the record of a probe; unpublished values are None, or 0 if the field cannot be None."""
     seen = steps.truth[place]
     local_batch = footprint.local_batch
     return Measured(

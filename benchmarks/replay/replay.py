@@ -1,20 +1,19 @@
-"""Replay measured step times: what a search would have seen, and how well the rest is predicted from it.
+"""Replay searches on measured step times, and report the errors of predictions for the configurations that were not probed.
 
     python benchmarks/replay/replay.py TABLE.csv... [--json] [--apart] [--sizes 2,4,8,16]
     python benchmarks/replay/replay.py TABLE.csv... --timing | --knee | --html FILE
 
-Every strategy measures its probes only, every model is fitted to them, all else is predicted. Errors are shares of the
-measured step time: the median and the 90th percentile over the unseen configurations of a set (at the sizes offered), then
-the mean over sets; the median over those that may be chosen; and the median at sizes never offered. A figure that is
-perfect by construction, as nothing was left unseen, is "-". Regret is how much longer (or dearer) the chosen configuration
-really is than the best; under a cap, only global batches up to the cap may be chosen, for every cap with a choice. Cost
-of probing is in node-seconds relative to one job for every candidate; the probes of one size share a job. Inside one
-node, sizes and costs count GPUs.
+Each strategy measures only its probes, each model is fitted to them, and all other step times are predicted. Errors are relative to
+the measured step time: the median and the 90th percentile over the unseen configurations of a set (at the offered sizes), then the
+mean over sets; the median over the candidates among them; and the median at sizes that were not offered. "-" means that no
+configuration was unseen, so that there is no error. Regret is how much longer (or more expensive) the chosen configuration is than
+the best; under a cap, only global batches up to the cap may be chosen, for each cap with a choice. The cost of probing is in
+node-seconds relative to one job per candidate; the probes of one size share a job. Within one node, sizes and costs count GPUs.
 
-With --repeats what a probe sees is the first run of a configuration that was measured more than once (a column `run` tells runs
-apart, else the order of the rows), and the truth that all is judged by is the median of the others, another day perhaps;
-without it the median of all is both. How far two runs are apart is told wherever there are any: the noise floor. And with
---repeats, how often the intervals of the configurations that were measured hold their other runs.
+With --repeats, a probe has the times of the first run of a configuration that was measured several times (a column `run` identifies
+runs, else the order of the rows), and the reference is the median of the others, possibly of another day; without it both are the
+median of all. The difference of two runs is reported if there are any: the noise floor. With --repeats, the coverage of the intervals
+of measured configurations for their other runs is reported, too.
 """
 
 import argparse
@@ -31,24 +30,32 @@ from typing import Any
 
 import numpy as np
 from replay_baselines import MODELS
-from replay_data import KINDS, MeasuredSet, Where, load, read
-from replay_score import STRATEGIES, Score, metered, predictor, score, true_knee, truth
+from replay_data import KINDS, MeasuredSet, Where, load_sets, read_tables
+from replay_score import (
+    STRATEGIES,
+    Score,
+    choose_true_knee,
+    fit_predictor,
+    list_true_predictions,
+    run_strategy,
+    score_set,
+)
 
 from tula_cli.models.time import step_time
 from tula_cli.models.time.noise import Z90
 
-__all__ = ["load", "score"]
+__all__ = ["load_sets", "score_set"]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over sets, as shares; regrets also the worst. nan where no set tells."""
+    """Means over sets, as shares; for regrets also the maximum. nan if no set has the value."""
 
     sets: int
     median: float
     p90: float
-    candidates: float  # median error at those that may be chosen, and were not measured
-    elsewhere: float  # median error at sizes never offered
+    candidates: float  # median error at candidates that were not measured
+    elsewhere: float  # median error at sizes that were not offered
     fastest: float
     fastest_worst: float
     capped_fastest: float
@@ -59,7 +66,7 @@ class Summary:
     capped_cheapest_worst: float
     knee: float
     knee_within_one: float
-    knee_lost: float  # time, against the true knee
+    knee_lost: float  # additional time compared with the true knee
     covered: float
     cost: float
     refused: int
@@ -106,8 +113,8 @@ def _mean(values: Iterable[float]) -> float:
 Group = tuple[str, list[MeasuredSet]]
 
 
-def groups(sets: Sequence[MeasuredSet], *, apart: bool) -> list[Group]:
-    """Return what is reported together: each cluster by kind, or each cluster and each app; and all."""
+def make_groups(sets: Sequence[MeasuredSet], *, apart: bool) -> list[Group]:
+    """Return the groups of the report: each cluster by kind, or each cluster and each app; and all sets."""
     clusters = sorted({each.cluster for each in sets})
     if apart:
         results = [(f"cluster {name}", [s for s in sets if s.cluster == name]) for name in clusters]
@@ -119,12 +126,12 @@ def groups(sets: Sequence[MeasuredSet], *, apart: bool) -> list[Group]:
 
 
 Scores = dict[tuple[str, str], dict[str, Score]]
-"""(strategy, model) to the name of the set to its score."""
+"""(strategy, model) -> name of the set -> score"""
 
 
-def scores(sets: Sequence[MeasuredSet], strategies: Iterable[str], models: Iterable[str]) -> Scores:
+def score_all(sets: Sequence[MeasuredSet], strategies: Iterable[str], models: Iterable[str]) -> Scores:
     return {
-        (strategy, model): {each.name: score(each, strategy, model) for each in sets}
+        (strategy, model): {each.name: score_set(each, strategy, model) for each in sets}
         for strategy, model in itertools.product(strategies, models)
     }
 
@@ -135,44 +142,46 @@ _HEAD = (
 )
 
 
-def table(group: Group, result: Scores) -> str:
+def format_table(group: Group, result: Scores) -> str:
     title, members = group
     lines = [f"{title} ({len(members)} sets)", _HEAD]
     for (strategy, model), by_set in result.items():
-        lines.append(_line(f"{strategy}, {model}", Summary.of([by_set[each.name] for each in members])))
-    return "\n".join([*lines, constant_answer(members), ""])
+        lines.append(_format_row(f"{strategy}, {model}", Summary.of([by_set[each.name] for each in members])))
+    return "\n".join([*lines, describe_constant_answer(members), ""])
 
 
-def constant_answer(members: Sequence[MeasuredSet]) -> str:
-    """Say how often the best answer without any probe is the true knee: always the k-th batch, from either end."""
-    places = [place for each in members if (place := _knee_place(each)) is not None]
+def describe_constant_answer(members: Sequence[MeasuredSet]) -> str:
+    """Report how often the best answer without probes is the true knee: always the k-th batch, from either end."""
+    places = [place for each in members if (place := _find_knee_position(each)) is not None]
     if not places:
         return ""
-    best = max((_hits(side, k), -k, name) for name, side in _sides(places).items() for k in range(max(side) + 1))
+    best = max(
+        (_count_hits(side, k), -k, name) for name, side in _count_by_side(places).items() for k in range(max(side) + 1)
+    )
     (exact, within), k, name = best
     return (
         f"best constant answer to the knee: step {-k} from the {name}, exact {exact:.0%}, within one step {within:.0%}"
     )
 
 
-def _knee_place(measured: MeasuredSet) -> tuple[int, int] | None:
-    """Return how many batches are smaller, and larger, than the true knee; None where too few batches."""
-    knee = true_knee(measured)
+def _find_knee_position(measured: MeasuredSet) -> tuple[int, int] | None:
+    """Return the number of smaller and of larger batches than the true knee; None with too few batches."""
+    knee = choose_true_knee(measured)
     if knee is None:
         return None
-    batches = sorted({row.batch for row in truth(measured)})
+    batches = sorted({row.batch for row in list_true_predictions(measured)})
     return batches.index(knee), len(batches) - 1 - batches.index(knee)
 
 
-def _sides(places: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
+def _count_by_side(places: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
     return {"smallest": [place[0] for place in places], "largest": [place[1] for place in places]}
 
 
-def _hits(places: Sequence[int], k: int) -> tuple[float, float]:
+def _count_hits(places: Sequence[int], k: int) -> tuple[float, float]:
     return _mean(float(place == k) for place in places), _mean(float(abs(place - k) <= 1) for place in places)
 
 
-def _line(name: str, s: Summary) -> str:
+def _format_row(name: str, s: Summary) -> str:
     regrets = [
         (s.fastest, s.fastest_worst),
         (s.capped_fastest, s.capped_fastest_worst),
@@ -180,50 +189,52 @@ def _line(name: str, s: Summary) -> str:
         (s.capped_cheapest, s.capped_cheapest_worst),
     ]
     return (
-        f"{name:24} {_percent(s.median)}  {_percent(s.p90)}  {_percent(s.candidates)}  {_percent(s.elsewhere)}"
-        + "".join(f"  {_percent(mean)} {_percent(worst, 0)}" for mean, worst in regrets)
-        + f"  {_percent(s.knee, 0)} {_percent(s.knee_within_one, 0)}  {_percent(s.covered, 0)} {s.cost:5.2f}"
+        f"{name:24} {_format_percent(s.median)}  {_format_percent(s.p90)}  {_format_percent(s.candidates)}  {_format_percent(s.elsewhere)}"
+        + "".join(f"  {_format_percent(mean)} {_format_percent(worst, 0)}" for mean, worst in regrets)
+        + f"  {_format_percent(s.knee, 0)} {_format_percent(s.knee_within_one, 0)}  {_format_percent(s.covered, 0)} {s.cost:5.2f}"
         + (f"  {s.refused} refused" if s.refused else "")
     )
 
 
-def _percent(share: float, digits: int = 1) -> str:
+def _format_percent(share: float, digits: int = 1) -> str:
     return "    -" if math.isnan(share) else f"{share:5.{digits}%}"
 
 
-# Apart: rows that no search could have asked for
+# Rows that no search could have requested
 
 
 @dataclass(frozen=True)
-class Apart:
+class UnequalErrors:
     rows: int
     median: float
     p90: float
 
     @classmethod
-    def of(cls, errors: Iterable[float]) -> "Apart":
+    def of(cls, errors: Iterable[float]) -> "UnequalErrors":
         known = [error for error in errors if not math.isnan(error)]
         return cls(len(known), float(np.median(known)), float(np.percentile(known, 90)))
 
 
-def mixed(paths: Sequence[Path], sets: Sequence[MeasuredSet], strategy: str, model: str) -> dict[str, Apart]:
-    """Return, by cluster, how well rows with unequal numbers of GPUs on their nodes are predicted.
+def score_unequal(
+    paths: Sequence[Path], sets: Sequence[MeasuredSet], strategy: str, model: str
+) -> dict[str, UnequalErrors]:
+    """Return by cluster the prediction errors of rows with unequal numbers of GPUs on their nodes.
 
-    Each is taken for one with its nodes and the nearest equal number of GPUs for which there is a set.
+    Each row is treated as having its nodes and the nearest equal number of GPUs for which there is a set.
     """
     errors: dict[str, list[float]] = defaultdict(list)
     for each, rows in _nearest_sets(paths, sets):
-        estimates = predictor(each, strategy, model)([place for place, _ in rows])
+        estimates = fit_predictor(each, strategy, model)([place for place, _ in rows])
         pairs = zip(estimates, rows, strict=True)
         errors[each.cluster] += [abs(estimate.seconds / seconds - 1) for estimate, (_, seconds) in pairs]
-    return {cluster: Apart.of(result) for cluster, result in errors.items()}
+    return {cluster: UnequalErrors.of(result) for cluster, result in errors.items()}
 
 
 def _nearest_sets(
     paths: Sequence[Path], sets: Sequence[MeasuredSet]
 ) -> list[tuple[MeasuredSet, list[tuple[Where, float]]]]:
-    """Return, for each set, where unequal rows would be on it and their step times."""
-    rows = read(*paths)
+    """Return for each set the corresponding configurations of unequal rows and their step times."""
+    rows = read_tables(*paths)
     rows = rows[(rows.flag == "ok") & rows.gpus_per_node.isna() & (rows.nodes > 1)]
     result: dict[str, list[tuple[Where, float]]] = defaultdict(list)
     for row in rows.to_dict("records"):
@@ -236,20 +247,20 @@ def _nearest_sets(
     return [(each, result[each.name]) for each in sets if each.name in result]
 
 
-# Repeats
+# Repeated runs
 
 
 @dataclass(frozen=True)
-class Again:
-    """How far two runs of the same configuration are apart: no model of one run foresees another better. |ln ratio|."""
+class RepeatDifferences:
+    """The difference of two runs of the same configuration, a lower limit for errors of any model. |ln ratio|."""
 
     configurations: int
     median: float
     p90: float
 
     @classmethod
-    def of(cls, sets: Iterable[MeasuredSet]) -> "Again | None":
-        """Return what the sets tell; None where nothing was measured more than once. What is inside one node counts once."""
+    def of(cls, sets: Iterable[MeasuredSet]) -> "RepeatDifferences | None":
+        """Return the differences of the sets; None without repeated runs. Runs within one node count once."""
         whole = [each for each in sets if each.gpus_per_node is not None]
         noise = [off for each in whole for off in each.noise]
         if not noise:
@@ -265,10 +276,10 @@ class Again:
 
 @dataclass(frozen=True)
 class MeasuredRows:
-    """How often the interval of a configuration that was measured holds its other runs."""
+    """Coverage of the interval of a measured configuration for its other runs."""
 
     strategy: str
-    configurations: int  # that were measured again
+    configurations: int  # number of configurations with several runs
     covered: float
 
     def __str__(self) -> str:
@@ -278,11 +289,11 @@ class MeasuredRows:
         )
 
 
-def measured_rows(sets: Iterable[MeasuredSet], strategy: str) -> MeasuredRows | None:
-    """Return the coverage of the intervals that a fit to a strategy's probes gives these probes; None if none was repeated."""
+def score_measured_rows(sets: Iterable[MeasuredSet], strategy: str) -> MeasuredRows | None:
+    """Return the coverage of the intervals of a fit to a strategy's probes for these probes; None if none was repeated."""
     inside: list[bool] = []
     for each in sets:
-        probes = metered(each, STRATEGIES[strategy]).seen
+        probes = run_strategy(each, STRATEGIES[strategy]).seen
         again = [place for place in probes if place in each.first and place in each.again]
         if each.gpus_per_node is None or not again:
             continue
@@ -294,12 +305,12 @@ def measured_rows(sets: Iterable[MeasuredSet], strategy: str) -> MeasuredRows | 
     return MeasuredRows(strategy, len(inside), float(np.mean(inside))) if inside else None
 
 
-# Time
+# Computing time
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Processor time, which other work on the machine does not stretch."""
+    """Processor time, which is independent of other processes."""
 
     fit_median: float  # seconds
     fit_worst: float  # seconds
@@ -311,11 +322,11 @@ class Timing:
         return f"{fits}, {self.predictions} predictions {self.predicting:.2f} s of processor time"
 
 
-def timing(sets: Sequence[MeasuredSet], strategy: str, model: str, count: int = 100_000) -> Timing:
-    """Return how long a fit takes, and predicting many candidates from one."""
-    fits = [score(each, strategy, model).fit_seconds for each in sets]
+def measure_timing(sets: Sequence[MeasuredSet], strategy: str, model: str, count: int = 100_000) -> Timing:
+    """Return the times of a fit and of predicting many candidates."""
+    fits = [score_set(each, strategy, model).fit_seconds for each in sets]
     largest = max((each for each in sets if each.kind != "one node"), key=lambda each: len(each.truth), default=sets[0])
-    predict = predictor(largest, strategy, model)
+    predict = fit_predictor(largest, strategy, model)
     gpus = largest.gpus_per_node or 1
     places = [Where(nodes, gpus, batch) for nodes in range(1, 101) for batch in range(1, count // 100 + 1)]
     began = time.process_time()
@@ -324,50 +335,52 @@ def timing(sets: Sequence[MeasuredSet], strategy: str, model: str, count: int = 
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = _parse_arguments()
     try:
-        _report(arguments)
-    except (OSError, ValueError) as error:  # a table that is none, or a page that cannot be written
+        _print_report(arguments)
+    except (OSError, ValueError) as error:  # an invalid table, or a page that cannot be written
         sys.exit(f"replay.py: {error}")
 
 
-def _report(arguments: argparse.Namespace) -> None:
-    sets = load(*arguments.tables, sizes=arguments.sizes, repeats=arguments.repeats)
+def _print_report(arguments: argparse.Namespace) -> None:
+    sets = load_sets(*arguments.tables, sizes=arguments.sizes, repeats=arguments.repeats)
     if not sets:
         raise ValueError("the tables hold no set with two sizes and two batches to offer (see --sizes and the columns)")
     if arguments.timing:
         for model in arguments.models:
-            print(f"{model:14} {timing(sets, 'sweep', model)}")
+            print(f"{model:14} {measure_timing(sets, 'sweep', model)}")
         return
     if arguments.knee or arguments.html:
-        _knees(sets, arguments)
+        _print_knees(sets, arguments)
         return
-    flagged = load(*arguments.tables, sizes=arguments.sizes, repeats=arguments.repeats, flagged=True)
-    reported = groups(sets, apart=arguments.apart)
+    flagged = load_sets(*arguments.tables, sizes=arguments.sizes, repeats=arguments.repeats, flagged=True)
+    reported = make_groups(sets, apart=arguments.apart)
     if flagged:
         reported.append(("flagged, in no figure above", flagged))
-    result = scores([*sets, *flagged], arguments.strategies, arguments.models)
-    apart = {name: mixed(arguments.tables, sets, *name) for name in result}
-    again = Again.of(sets)
-    measured = [row for name in arguments.strategies if (row := measured_rows(sets, name)) is not None]
+    result = score_all([*sets, *flagged], arguments.strategies, arguments.models)
+    apart = {name: score_unequal(arguments.tables, sets, *name) for name in result}
+    again = RepeatDifferences.of(sets)
+    measured = [row for name in arguments.strategies if (row := score_measured_rows(sets, name)) is not None]
     if arguments.json:
         rows = {"repeats": again and asdict(again), "measured": [asdict(row) for row in measured]}
         print(json.dumps({**_as_json(reported, result, apart), **rows}, indent=1))
         return
-    print("\n".join([_text(reported, result, apart), *map(str, filter(None, [again, *measured]))]))
+    print("\n".join([_format_report(reported, result, apart), *map(str, filter(None, [again, *measured]))]))
 
 
-def _knees(sets: Sequence[MeasuredSet], arguments: argparse.Namespace) -> None:
-    import replay_knee  # plotly is not needed for anything else
+def _print_knees(sets: Sequence[MeasuredSet], arguments: argparse.Namespace) -> None:
+    import replay_knee  # only this option needs plotly
 
     if arguments.knee:
-        print(replay_knee.table(sets, arguments.strategies))
+        print(replay_knee.format_table(sets, arguments.strategies))
     if arguments.html:
-        replay_knee.page(sets, arguments.html)
+        replay_knee.write_page(sets, arguments.html)
 
 
-def _text(reported: Sequence[Group], result: Scores, apart: Mapping[tuple[str, str], Mapping[str, Apart]]) -> str:
-    lines = [table(group, result) for group in reported]
+def _format_report(
+    reported: Sequence[Group], result: Scores, apart: Mapping[tuple[str, str], Mapping[str, UnequalErrors]]
+) -> str:
+    lines = [format_table(group, result) for group in reported]
     lines.append("nodes with unequal numbers of GPUs, predicted at the nearest equal number")
     for (strategy, model), by_cluster in apart.items():
         cells = [f"{c}: median {a.median:.1%}, p90 {a.p90:.1%} of {a.rows}" for c, a in by_cluster.items()]
@@ -375,7 +388,7 @@ def _text(reported: Sequence[Group], result: Scores, apart: Mapping[tuple[str, s
     return "\n".join(lines)
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE.csv")
     parser.add_argument("--json", action="store_true", help="print the same numbers as JSON")
@@ -383,10 +396,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timing", action="store_true", help="print how long fits and predictions take, no errors")
     parser.add_argument("--knee", action="store_true", help="compare rules for the knee, and nothing else")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with every set's curve and its knees")
-    parser.add_argument("--sizes", type=_numbers, help="offer these sizes, such as 2,4,8,16")
+    parser.add_argument("--sizes", type=_parse_numbers, help="offer these sizes, such as 2,4,8,16")
     parser.add_argument("--repeats", action="store_true", help="take probes of one run, and judge them by the others")
-    parser.add_argument("--strategies", type=_names, default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}")
-    parser.add_argument("--models", type=_names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--strategies", type=_parse_names, default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}")
+    parser.add_argument("--models", type=_parse_names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
     arguments = parser.parse_args()
     for given, known in ((arguments.strategies, STRATEGIES), (arguments.models, MODELS)):
         if unknown := [name for name in given if name not in known]:
@@ -396,20 +409,20 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _names(text: str) -> list[str]:
+def _parse_names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
 def _as_json(
-    reported: Sequence[Group], result: Scores, apart: Mapping[tuple[str, str], Mapping[str, Apart]]
+    reported: Sequence[Group], result: Scores, apart: Mapping[tuple[str, str], Mapping[str, UnequalErrors]]
 ) -> dict[str, Any]:
-    """Return every figure of the text; where no set tells, null."""
+    """Return all values of the text; null if no set has the value."""
 
-    def plain(record: Summary | Apart) -> dict[str, Any]:
+    def plain(record: Summary | UnequalErrors) -> dict[str, Any]:
         return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in asdict(record).items()}
 
     names = {key: ", ".join(key) for key in result}

@@ -1,9 +1,8 @@
 """Tables of measured step times, as sets in which a search can be replayed.
 
-A set is one app on one cluster with one number of GPUs a node, measured on several numbers of nodes; or inside one node,
-on several numbers of GPUs. What is offered to a search are its candidates: sizes that are power-of-two multiples of the
-smallest, and of each the batch measured nearest to every power-of-two multiple of the smallest batch. The other sizes
-and the batches in between are there to be predicted.
+A set is one app on one cluster with one number of GPUs per node, measured on several numbers of nodes; or within one node, on several
+numbers of GPUs. Its candidates are offered to a search: sizes that are power-of-two multiples of the smallest, and for each the
+batches measured nearest to the power-of-two multiples of the smallest batch. The other sizes and batches are only predicted.
 """
 
 import itertools
@@ -23,15 +22,17 @@ from tula_cli.models.time.step_time import Observation
 Kind = Literal["one GPU a node", "several GPUs a node", "one node"]
 KINDS: tuple[Kind, ...] = ("one GPU a node", "several GPUs a node", "one node")
 
-NEAR = 0.45  # octaves: how far the batch measured nearest to a multiple may be from it; half an octave is in between
-HOURS = 2.0  # that a training takes where it is fastest: what a probe may cost depends on it
+MAX_OCTAVES = (
+    0.45  # octaves: maximum distance of the nearest measured batch from a multiple; half an octave is in the middle
+)
+TRAINING_HOURS = 2.0  # duration of the training at its fastest, on which the allowed cost of probes depends
 _PLACE = ["nodes", "gpus_per_node", "local_batch"]
 COLUMNS = ("cluster", "app", "nodes", "gpus_per_node", "replicas", "local_batch", "step_time_s", "sync_time_s", "flag")
 
 
 @dataclass(frozen=True, order=True)
 class Where:
-    """What a step time is measured at."""
+    """The configuration of a measured step time."""
 
     nodes: int
     gpus_per_node: int
@@ -44,21 +45,21 @@ class Where:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a search knows before it measures: where it may."""
+    """What a search knows before it measures: its candidates."""
 
     candidates: tuple[Where, ...]  # by size, then local batch
     batches: Mapping[Where, int] = field(repr=False)  # nominal global batches
     collective: str
-    along: Literal["nodes", "gpus_per_node"]  # what the size of the cluster is counted in
-    samples: float  # of the training that the search is for
-    whole_steps: bool  # compute is not measured apart from synchronisation
+    along: Literal["nodes", "gpus_per_node"]  # the quantity that counts as the size of the cluster
+    samples: float  # of the training for which the search is made
+    whole_steps: bool  # whether compute is not measured separately from synchronisation
 
     def size(self, where: Where) -> int:
         return where.nodes if self.along == "nodes" else where.gpus_per_node
 
     @property
     def by_size(self) -> dict[int, list[int]]:
-        """Size to local batches, both ascending: what the strategies of `tula_cli.services.search` take."""
+        """Size -> local batches, both ascending, for the strategies of `tula_cli.services.search`."""
         result: dict[int, list[int]] = {}
         for where in self.candidates:
             result.setdefault(self.size(where), []).append(where.local_batch)
@@ -70,29 +71,31 @@ class Offer:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredSet:
-    """All that was measured of one app on one cluster and one shape of node. Hashed by identity."""
+    """All measurements of one app on one cluster and one node type. Hashed by identity."""
 
     cluster: str
     app: str
     kind: Kind
-    gpus_per_node: int | None  # None inside one node, where it is what changes
+    gpus_per_node: int | None  # None within one node, where it varies
     flag: str
     truth: Mapping[Where, Observation] = field(repr=False)
-    batches: Mapping[Where, int] = field(repr=False)  # candidate to its nominal global batch, smallest x 2^k
+    batches: Mapping[Where, int] = field(repr=False)  # candidate -> nominal global batch, smallest x 2^k
     collective: str = "ring"
-    hours: float = HOURS
-    again: Mapping[Where, tuple[float, ...]] = field(default_factory=dict, repr=False)  # step times by run, of several
+    hours: float = TRAINING_HOURS
+    again: Mapping[Where, tuple[float, ...]] = field(
+        default_factory=dict, repr=False
+    )  # step times by run, if there are several
     first: Mapping[Where, Observation] = field(
         default_factory=dict, repr=False
-    )  # what probes see, where truth is other runs
+    )  # what probes see, if the reference is other runs
 
     def probe(self, place: Where) -> Observation:
-        """Return what a probe of a configuration sees."""
+        """Return the observation of a probe of a configuration."""
         return self.first.get(place, self.truth[place])
 
     @cached_property
     def noise(self) -> tuple[float, ...]:
-        """How far two runs of a configuration are apart, |ln ratio|, of each two of each that was measured again."""
+        """The differences |ln ratio| of all pairs of runs of each repeated configuration."""
         pairs = (pair for times in self.again.values() for pair in itertools.combinations(times, 2))
         return tuple(abs(math.log(first / other)) for first, other in pairs)
 
@@ -114,42 +117,44 @@ class MeasuredSet:
         return f"{self.cluster} {self.app} {shape}"
 
 
-def load(
+def load_sets(
     *paths: Path | str, flagged: bool = False, sizes: Iterable[int] | None = None, repeats: bool = False
 ) -> list[MeasuredSet]:
     """Return the sets of the tables that offer at least two sizes and two batches, ordered by name.
 
-    Where a configuration was measured more than once, the median counts; with `repeats` what its first run has seen is what a
-    probe sees, and the median of the others the truth. A missing sync_time_s stays missing (nan).
+    If a configuration was measured several times, its time is the median; with `repeats`, a probe sees the first run, and the median of
+    the others is the reference. A missing sync_time_s stays missing (nan).
 
     Args:
-        paths: CSV files with COLUMNS; gpus_per_node is empty where nodes differ (those rows are left out).
+        paths: CSV files with COLUMNS; gpus_per_node is empty if nodes differ (those rows are left out).
         flagged: the rows whose flag is not ok, instead of those whose flag is.
-        sizes: the sizes offered instead of the power-of-two multiples of the smallest.
-        repeats: judge by other runs than the probes are taken from. A column `run` says which rows belong together; without
-            one the n-th row of each configuration is that of the n-th run.
+        sizes: the offered sizes, instead of the power-of-two multiples of the smallest.
+        repeats: compare with other runs than those of the probes. A column `run` identifies the runs; without it, the n-th row of each
+            configuration belongs to the n-th run.
 
     Raises:
-        ValueError: a table lacks a column; names it.
+        ValueError: a table lacks a column, which the message names.
     """
-    rows = read(*paths)
+    rows = read_tables(*paths)
     rows = rows[((rows.flag != "ok") == flagged) & rows.gpus_per_node.notna()]
     wanted = None if sizes is None else frozenset(sizes)
-    results = [made for key, group in _sets(rows) if (made := _set(*key, group, wanted, repeats)) is not None]
+    results = [
+        made for key, group in _group_rows(rows) if (made := _make_set(*key, group, wanted, repeats)) is not None
+    ]
     return sorted(results, key=lambda s: (s.cluster, s.app, s.kind, s.gpus_per_node or 0))
 
 
-def read(*paths: Path | str) -> pd.DataFrame:
-    """Return the usable rows of the tables below each other; of a run's results.csv what was measured.
+def read_tables(*paths: Path | str) -> pd.DataFrame:
+    """Return the usable rows of the tables in one table; of a run's results.csv only measured rows.
 
     Raises:
-        ValueError: a table lacks a column; names it.
+        ValueError: a table lacks a column, which the message names.
     """
     tables = []
     for path in paths:
         table = pd.read_csv(path)
         if "outcome" in table.columns:
-            table = _of_run(table, Path(path))
+            table = _read_run(table, Path(path))
         for column in ("nodes", "local_batch", "step_time_s", "sync_time_s", "gpus_per_node", "replicas"):
             if column in table.columns:
                 table[column] = pd.to_numeric(table[column], errors="coerce")
@@ -167,8 +172,8 @@ def read(*paths: Path | str) -> pd.DataFrame:
     return rows[usable]
 
 
-def _of_run(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Return what a run has measured, under the name of its directory."""
+def _read_run(table: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Return the measurements of a run, named by its directory."""
     result = table[table.outcome == "measured"]
     return result.assign(
         cluster=path.resolve().parent.name,
@@ -179,7 +184,7 @@ def _of_run(table: pd.DataFrame, path: Path) -> pd.DataFrame:
     )
 
 
-def _sets(rows: pd.DataFrame) -> Iterable[tuple[tuple[str, str, str, int | None], pd.DataFrame]]:
+def _group_rows(rows: pd.DataFrame) -> Iterable[tuple[tuple[str, str, str, int | None], pd.DataFrame]]:
     for key, group in rows.groupby(["cluster", "app", "flag", "gpus_per_node"]):
         cluster, app, flag, gpus = cast("tuple[str, str, str, float]", key)
         yield (cluster, app, flag, int(gpus)), group
@@ -187,47 +192,49 @@ def _sets(rows: pd.DataFrame) -> Iterable[tuple[tuple[str, str, str, int | None]
         yield (*cast("tuple[str, str, str]", key), None), group
 
 
-def _set(
+def _make_set(
     cluster: str, app: str, flag: str, gpus: int | None, rows: pd.DataFrame, wanted: Set[int] | None, repeats: bool
 ) -> MeasuredSet | None:
-    """Return the set; None where fewer than two sizes, or fewer than two batches, are offered."""
-    first = _first_run(rows) if repeats else rows.iloc[:0]
+    """Return the set; None if fewer than two sizes, or fewer than two batches, are offered."""
+    first = _select_first_run(rows) if repeats else rows.iloc[:0]
     others = rows.drop(first.index)
-    truth = {**_observations(first), **_observations(others)}
-    batches = _candidates(truth, inside=gpus is None, wanted=wanted)
+    truth = {**_make_observations(first), **_make_observations(others)}
+    batches = _choose_candidates(truth, inside=gpus is None, wanted=wanted)
     sizes = {w.gpus_per_node if gpus is None else w.nodes for w in batches}
     if len(sizes) < 2 or len({w.local_batch for w in batches}) < 2:
         return None
     kind: Kind = "one node" if gpus is None else "one GPU a node" if gpus == 1 else "several GPUs a node"
-    return MeasuredSet(cluster, app, kind, gpus, flag, truth, batches, again=_again(rows), first=_observations(first))
+    return MeasuredSet(
+        cluster, app, kind, gpus, flag, truth, batches, again=_read_repeats(rows), first=_make_observations(first)
+    )
 
 
-def _again(rows: pd.DataFrame) -> dict[Where, tuple[float, ...]]:
-    """Return the step time in each run of the configurations that several have measured."""
+def _read_repeats(rows: pd.DataFrame) -> dict[Where, tuple[float, ...]]:
+    """Return the step time in each run for the configurations with several runs."""
     runs = rows.groupby([*_PLACE, "run"], as_index=False, sort=False)[["step_time_s"]].median()
     times: dict[Where, tuple[float, ...]] = defaultdict(tuple)
     for row in runs.to_dict("records"):
-        times[where(row)] += (float(row["step_time_s"]),)
+        times[make_where(row)] += (float(row["step_time_s"]),)
     return {place: result for place, result in times.items() if len(result) > 1}
 
 
-def _first_run(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the run that comes first of those that hold a configuration, of each configuration."""
+def _select_first_run(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return for each configuration the rows of the first run that contains it."""
     order = {run: place for place, run in enumerate(rows.run.unique())}
     places = rows.run.map(order)
     return rows[places == places.groupby([rows[column] for column in _PLACE]).transform("min")]
 
 
-def _observations(rows: pd.DataFrame) -> dict[Where, Observation]:
+def _make_observations(rows: pd.DataFrame) -> dict[Where, Observation]:
     medians = rows.groupby(_PLACE, as_index=False)[["step_time_s", "sync_time_s"]].median()
-    return {where(row): _observation(row) for row in medians.to_dict("records")}
+    return {make_where(row): _make_observation(row) for row in medians.to_dict("records")}
 
 
-def where(row: Mapping[Hashable, Any]) -> Where:
+def make_where(row: Mapping[Hashable, Any]) -> Where:
     return Where(int(row["nodes"]), int(row["gpus_per_node"]), int(row["local_batch"]))
 
 
-def _observation(row: Mapping[Hashable, Any]) -> Observation:
+def _make_observation(row: Mapping[Hashable, Any]) -> Observation:
     step, sync = float(row["step_time_s"]), float(row["sync_time_s"])
     return Observation(
         nodes=int(row["nodes"]),
@@ -238,8 +245,8 @@ def _observation(row: Mapping[Hashable, Any]) -> Observation:
     )
 
 
-def _candidates(measured: Iterable[Where], *, inside: bool, wanted: Set[int] | None) -> dict[Where, int]:
-    """Return what is offered, with its nominal global batch."""
+def _choose_candidates(measured: Iterable[Where], *, inside: bool, wanted: Set[int] | None) -> dict[Where, int]:
+    """Return the candidates with their nominal global batches."""
     local_batches: dict[int, list[Where]] = defaultdict(list)
     for place in sorted(measured):
         local_batches[place.gpus_per_node if inside else place.nodes].append(place)
@@ -249,15 +256,15 @@ def _candidates(measured: Iterable[Where], *, inside: bool, wanted: Set[int] | N
         place: nominal * place.replicas
         for size, places in local_batches.items()
         if (math.log2(size / smallest) % 1 == 0 if wanted is None else size in wanted)
-        for nominal, place in _multiples(places, smallest_batch)
+        for nominal, place in _find_multiples(places, smallest_batch)
     }
 
 
-def _multiples(places: Sequence[Where], smallest: int) -> Iterable[tuple[int, Where]]:
-    """Return the power-of-two multiples of the smallest batch, each with the place measured nearest to it."""
+def _find_multiples(places: Sequence[Where], smallest: int) -> Iterable[tuple[int, Where]]:
+    """Return the power-of-two multiples of the smallest batch, each with the nearest measured configuration."""
     nominal = smallest
-    while nominal <= places[-1].local_batch * 2**NEAR:
+    while nominal <= places[-1].local_batch * 2**MAX_OCTAVES:
         nearest = min(places, key=lambda place: abs(math.log2(place.local_batch / nominal)))
-        if abs(math.log2(nearest.local_batch / nominal)) < NEAR:
+        if abs(math.log2(nearest.local_batch / nominal)) < MAX_OCTAVES:
             yield nominal, nearest
         nominal *= 2

@@ -1,8 +1,8 @@
-"""How well step times on more nodes than were measured are foreseen: python benchmarks/replay/replay_further.py TABLE.csv... [--json]
+"""Prediction errors on more nodes than were measured: python benchmarks/replay/replay_further.py TABLE.csv... [--json]
 
-Of each set every candidate on the smaller sizes is measured, and all on larger ones is predicted: by how many times as large
-they are than the largest measured (2, 4, 8), the median error, the share inside the 90 % interval, and the median width of
-that interval, its upper end over its lower one.
+In each set, every candidate on the smaller sizes is measured, and all on larger ones are predicted. By the ratio of sizes (2, 4, 8)
+to the largest measured size: the median error, the coverage of the 90 % interval, and the median width of that interval (upper end
+divided by lower end).
 """
 
 import math
@@ -11,18 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from replay_command import run
+from replay_command import run_command
 from replay_data import MeasuredSet
 
 from tula_cli.models.time import step_time
 
 
 @dataclass(frozen=True)
-class Further:
-    """Configurations so many times as large as the largest that was measured."""
+class FurtherErrors:
+    """Configurations at one ratio to the largest measured size."""
 
     cluster: str
-    most: int  # the largest size measured
+    most: int  # largest measured size
     times: int
     configurations: int
     median: float
@@ -30,14 +30,16 @@ class Further:
     width: float
 
 
-def judge(sets: Iterable[MeasuredSet], most: Sequence[int] = (2, 4)) -> list[Further]:
+def judge(sets: Iterable[MeasuredSet], most: Sequence[int] = (2, 4)) -> list[FurtherErrors]:
     result: dict[tuple[str, int, int], list[tuple[float, bool, float]]] = defaultdict(list)
     for each in sets:
         for largest in most:
             for times, row in _rows(each, largest):
                 result[each.cluster, largest, times].append(row)
     return [
-        Further(cluster, largest, times, len(rows), *map(float, (np.median(off), np.mean(inside), np.median(width))))
+        FurtherErrors(
+            cluster, largest, times, len(rows), *map(float, (np.median(off), np.mean(inside), np.median(width)))
+        )
         for (cluster, largest, times), rows in sorted(result.items())
         for off, inside, width in [zip(*rows, strict=True)]
     ]
@@ -61,7 +63,7 @@ def _rows(each: MeasuredSet, largest: int) -> Iterable[tuple[int, tuple[float, b
             )
 
 
-def line(row: Further) -> str:
+def format_row(row: FurtherErrors) -> str:
     return (
         f"{row.cluster}, measured up to {row.most}, {row.times} times as many: {row.configurations} configurations,"
         f" median error {row.median:.1%}, interval holds {row.covered:.0%}, its ends {row.width:.1f} times apart"
@@ -69,7 +71,7 @@ def line(row: Further) -> str:
 
 
 def main() -> None:
-    run(judge, line, about=__doc__)
+    run_command(judge, format_row, about=__doc__)
 
 
 if __name__ == "__main__":

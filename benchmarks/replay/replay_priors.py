@@ -1,14 +1,13 @@
-"""Priors found without an app, or without a cluster, and judged on it: how well the step-time model does elsewhere.
+"""Derive priors without one app or one cluster, and evaluate the step-time model on it.
 
     python benchmarks/replay/replay_priors.py TABLE.csv... [--json] [--turns 8]
 
-The priors of the step-time model come from measurements (`tula_cli.models.time.step_time.PRIORS`), so errors on the same
-measurements flatter them. Here they are found anew by expectation maximisation (empirical Bayes), from a vague start and
-without looking at any error of prediction: every set is fitted to all that was measured of it; the parameters of all sets
-then give the new priors their means and spreads, and so on. Sets of one app are alike, so what is to be expected of another
-app is judged by how far the apps are apart. (What shapes the curves, p, q and the lengths of the residuals, stays as it is:
-four numbers.) Each app, then each cluster, is left out of that once and judged on, as replay.py judges:
-its probes alone are seen, all else is predicted.
+The priors of the step-time model come from measurements (`tula_cli.models.time.step_time.PRIORS`), so errors on the same measurements
+are too small. Here they are derived again by expectation maximisation (empirical Bayes) from a vague start and without using
+prediction errors: each set is fitted to all its measurements; the parameters of all sets give the new priors their means and spreads,
+and so on. Sets of one app are similar, so the spread for another app is derived from the differences of apps. (The parameters of the
+shapes of the curves, p, q and the lengths of the residuals, are not changed: four numbers.) Each app, then each cluster, is left out
+once, and the model is evaluated on it as in replay.py: it sees only the probes and predicts all other step times.
 """
 
 import argparse
@@ -21,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from replay_baselines import with_priors
-from replay_data import MeasuredSet, load
-from replay_score import score
+from replay_baselines import make_product_model
+from replay_data import MeasuredSet, load_sets
+from replay_score import score_set
 
 from tula_cli.models.time import step_time
 from tula_cli.models.time.step_time import PARAMETERS, PRIORS, Prior, Priors, SmoothResidual, StepModel
@@ -39,7 +38,7 @@ VAGUE = replace(
     level=Prior(-1.0, 2.5),
     growth=Prior(0.0, 1.0),
     log_sync_within_node=Prior(-1.0, 1.5),
-    forward=Prior(-0.7, 1.0),  # a third of the compute, the textbook's share of the forward pass
+    forward=Prior(-0.7, 1.0),  # a third of the compute, the usual share of the forward pass
     exposed=Prior(-2.0, 1.5),
     compute=replace(PRIORS.compute, sd=0.1, white=0.1),
     sync=replace(PRIORS.sync, sd=0.3, white=0.3),
@@ -47,18 +46,18 @@ VAGUE = replace(
     compute_noise=0.05,
     sync_noise=0.05,
 )
-"""Where the search for priors begins."""
+"""Start of the expectation maximisation."""
 
 
 @dataclass(frozen=True)
 class Posterior:
-    """The posterior after the probes, as far as it can serve to derive priors for other jobs."""
+    """The posterior after the probes, as far as it is used to derive priors for other jobs."""
 
     means: Floats  # of the parameters, in the order of Priors.parameters
     variances: Floats
-    compute: Floats  # expected squares of the residual's whitened coordinates: 1 where it goes as far as its prior says
+    compute: Floats  # expected squares of the residual's whitened coordinates: 1 if it is as large as its prior
     sync: Floats
-    noise: float  # as a multiple of that of the priors
+    noise: float  # relative to that of the priors
 
     @classmethod
     def of(cls, model: StepModel) -> "Posterior":
@@ -75,21 +74,21 @@ class Posterior:
         )
 
 
-def found_on(sets: Sequence[MeasuredSet], *, turns: int) -> Priors:
-    """Return the priors that the sets make each other, after some turns of expectation maximisation from VAGUE."""
+def derive_priors(sets: Sequence[MeasuredSet], *, turns: int) -> Priors:
+    """Return the priors derived from the sets by `turns` iterations of expectation maximisation from VAGUE."""
     priors = VAGUE
     for _ in range(turns):
         fits = [step_time.fit_step_time(list(s.truth.values()), collective=s.collective, priors=priors) for s in sets]
-        priors = refined(priors, [Posterior.of(fit.model) for fit in fits], [each.app for each in sets])
+        priors = refine_priors(priors, [Posterior.of(fit.model) for fit in fits], [each.app for each in sets])
     return priors
 
 
-def refined(priors: Priors, posteriors: Sequence[Posterior], apps: Sequence[str]) -> Priors:
-    """Return the priors that many jobs tell for one of another app (the M step).
+def refine_priors(priors: Priors, posteriors: Sequence[Posterior], apps: Sequence[str]) -> Priors:
+    """Return the priors for a job of another app, derived from many jobs (the M step).
 
-    Residuals keep the shares of what is smooth and what is not, and noises their ratios.
+    Residuals keep the shares of their smooth and rough parts, and noises their ratios.
     """
-    expected_value = _expected(
+    expected_value = _make_prior(
         np.array([result.means for result in posteriors]), np.array([found.variances for found in posteriors]), apps
     )
     noise = math.sqrt(float(np.mean([outcome.noise**2 for outcome in posteriors])))
@@ -102,19 +101,19 @@ def refined(priors: Priors, posteriors: Sequence[Posterior], apps: Sequence[str]
         log_sync_within_node=expected_value[4],
         forward=expected_value[5],
         exposed=expected_value[6],
-        compute=_scaled(priors.compute, [value.compute for value in posteriors]),
-        sync=_scaled(priors.sync, [posterior.sync for posterior in posteriors]),
+        compute=_scale_residual(priors.compute, [value.compute for value in posteriors]),
+        sync=_scale_residual(priors.sync, [posterior.sync for posterior in posteriors]),
         step_noise=noise * priors.step_noise,
         compute_noise=noise * priors.compute_noise,
         sync_noise=noise * priors.sync_noise,
     )
 
 
-def _expected(means: Floats, variances: Floats, apps: Sequence[str]) -> list[Prior]:
-    """Return what is to be expected of a set of another app, from posteriors of shape (sets, parameters).
+def _make_prior(means: Floats, variances: Floats, apps: Sequence[str]) -> list[Prior]:
+    """Return the prior for a set of another app, from posteriors of shape (sets, parameters).
 
-    Its variance is what the sets' posteriors leave, that of sets of one app, and that of apps; a further app is off their
-    mean by that of one app and that of the mean of so many.
+    Its variance is the sum of the variances of the sets' posteriors, of sets of one app, and of apps; another app differs from their mean
+    by the deviation of one app and that of the mean.
     """
     names = sorted(set(apps))
     members = [np.array([app == name for app in apps]) for name in names]
@@ -125,13 +124,13 @@ def _expected(means: Floats, variances: Floats, apps: Sequence[str]) -> list[Pri
     return [Prior(float(mean), float(sd)) for mean, sd in zip(centres.mean(axis=0), sds, strict=True)]
 
 
-def _scaled(residual: SmoothResidual, squares: Iterable[Floats]) -> SmoothResidual:
+def _scale_residual(residual: SmoothResidual, squares: Iterable[Floats]) -> SmoothResidual:
     scale = math.sqrt(float(np.mean(np.concatenate(list(squares)))))
     return replace(residual, sd=scale * residual.sd, white=scale * residual.white)
 
 
 @dataclass(frozen=True)
-class Judged:
+class PriorScore:
     """Means over sets, as shares."""
 
     median: float
@@ -139,51 +138,55 @@ class Judged:
     covered: float  # by the 90 % interval
 
 
-def judged(sets: Sequence[MeasuredSet], strategy: str, priors: Priors) -> dict[str, Judged]:
-    """Return how well each set is predicted, by its name."""
-    scores = {each.name: score(each, strategy, with_priors(priors)) for each in sets}
+def score_sets(sets: Sequence[MeasuredSet], strategy: str, priors: Priors) -> dict[str, PriorScore]:
+    """Return the errors of each set by its name."""
+    scores = {each.name: score_set(each, strategy, make_product_model(priors)) for each in sets}
     return {
-        name: Judged(result.median, result.p90, float(np.mean(result.covered)) if result.covered else math.nan)
+        name: PriorScore(result.median, result.p90, float(np.mean(result.covered)) if result.covered else math.nan)
         for name, result in scores.items()
     }
 
 
-def mean(result: Iterable[Judged]) -> Judged:
+def mean_score(result: Iterable[PriorScore]) -> PriorScore:
     rows = list(result)
-    return Judged(*(float(np.nanmean([getattr(row, name) for row in rows])) for name in ("median", "p90", "covered")))
+    return PriorScore(
+        *(float(np.nanmean([getattr(row, name) for row in rows])) for name in ("median", "p90", "covered"))
+    )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One app or cluster: judged with the priors as they are, with those found on all, and with those found without it."""
+    """One app or cluster: errors with the current priors, with priors derived from all sets, and with those derived without it."""
 
     left_out: str
     sets: int
     strategy: str
-    shipped: Judged
-    same: Judged
-    without: Judged
+    shipped: PriorScore
+    same: PriorScore
+    without: PriorScore
 
 
-def rows(sets: Sequence[MeasuredSet], of: Callable[[MeasuredSet], str], kind: str, *, turns: int) -> list[Row]:
+def leave_one_out(sets: Sequence[MeasuredSet], of: Callable[[MeasuredSet], str], kind: str, *, turns: int) -> list[Row]:
     """Leave out each value of `of` once; the last rows are means over all sets."""
-    everywhere = found_on(sets, turns=turns)
+    everywhere = derive_priors(sets, turns=turns)
     made: dict[str, list[Row]] = {name: [] for name in STRATEGIES}
-    by_set: dict[str, list[tuple[Judged, Judged, Judged]]] = {name: [] for name in STRATEGIES}
+    by_set: dict[str, list[tuple[PriorScore, PriorScore, PriorScore]]] = {name: [] for name in STRATEGIES}
     for value in sorted({of(each) for each in sets}):
         inside = [each for each in sets if of(each) == value]
-        elsewhere = found_on([each for each in sets if of(each) != value], turns=turns)
+        elsewhere = derive_priors([each for each in sets if of(each) != value], turns=turns)
         for strategy in STRATEGIES:
-            columns = [judged(inside, strategy, priors) for priors in (PRIORS, everywhere, elsewhere)]
+            columns = [score_sets(inside, strategy, priors) for priors in (PRIORS, everywhere, elsewhere)]
             by_set[strategy] += zip(*(column.values() for column in columns), strict=True)
-            made[strategy].append(Row(f"{kind} {value}", len(inside), strategy, *(mean(c.values()) for c in columns)))
+            made[strategy].append(
+                Row(f"{kind} {value}", len(inside), strategy, *(mean_score(c.values()) for c in columns))
+            )
     for strategy, result in by_set.items():
-        together = [mean(column) for column in zip(*result, strict=True)]
+        together = [mean_score(column) for column in zip(*result, strict=True)]
         made[strategy].append(Row(f"each {kind} once", len(sets), strategy, *together))
     return [row for strategy in STRATEGIES for row in made[strategy]]
 
 
-def line(row: Row) -> str:
+def format_row(row: Row) -> str:
     cells = "".join(
         f"   {100 * j.median:5.1f} / {100 * j.p90:4.1f} %, {100 * j.covered:3.0f} %"
         for j in (row.shipped, row.same, row.without)
@@ -198,25 +201,25 @@ HEAD = (
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = _parse_arguments()
     try:
-        sets = load(*arguments.tables)
+        sets = load_sets(*arguments.tables)
         if len({each.app for each in sets}) < 2:
             raise ValueError("the tables hold sets of fewer than two apps: none can be left out")
     except (OSError, ValueError) as error:
         sys.exit(f"replay_priors.py: {error}")
-    result = rows(sets, lambda each: each.app, "app", turns=arguments.turns)
+    result = leave_one_out(sets, lambda each: each.app, "app", turns=arguments.turns)
     if len({each.cluster for each in sets}) > 1:
-        result += rows(sets, lambda each: each.cluster, "cluster", turns=arguments.turns)
+        result += leave_one_out(sets, lambda each: each.cluster, "cluster", turns=arguments.turns)
     if arguments.json:
-        everywhere = found_on(sets, turns=arguments.turns)
+        everywhere = derive_priors(sets, turns=arguments.turns)
         print(json.dumps({"rows": [asdict(row) for row in result], "found_on_all": asdict(everywhere)}, indent=1))
         return
-    print(HEAD, *map(line, result), sep="\n")
-    print(f"\nfound on all sets: {found_on(sets, turns=arguments.turns)}")
+    print(HEAD, *map(format_row, result), sep="\n")
+    print(f"\nfound on all sets: {derive_priors(sets, turns=arguments.turns)}")
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE.csv")
     parser.add_argument("--json", action="store_true", help="print the same numbers, and the priors found, as JSON")

@@ -1,4 +1,4 @@
-"""A search replayed on one set: it sees its probes only, a model is fitted to them, all else is judged."""
+"""Replay a search on one set: it sees only its probes, a model is fitted to them, and all else is evaluated."""
 
 import math
 import time
@@ -20,20 +20,20 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
 from tula_cli.spec.sections import Search
 
-PROBE = Search().estimate_probe_seconds  # a real probe: its warm-up, what it times, and its other looks
-START_UP = 30.0  # seconds of one job before its first step
+PROBE_SECONDS = Search().estimate_probe_seconds  # duration of a real probe: warm-up, timed steps and other measurements
+START_SECONDS = 30.0  # seconds of one job before its first step
 TOLERANCE = search.REGRET_TOLERANCE
-FEWEST = 5  # batches that a knee is judged on
+MIN_KNEE_BATCHES = 5  # minimum number of batches to evaluate a knee
 
 Measure = Callable[[Iterable[Where]], list[Observation]]
-"""Reveals candidates. One call is one round: its probes of one size share a job."""
+"""Reveals the times of candidates. One call is one round, in which the probes of one size share a job."""
 
 Strategy = Callable[[Offer, Measure], None]
-"""Measures what it wants, in one round or in several."""
+"""Measures candidates in one or several rounds."""
 
 
-def planned(name: str) -> Strategy:
-    """Return a strategy that knows its probes beforehand."""
+def make_planned_strategy(name: str) -> Strategy:
+    """Return a strategy with fixed probes."""
 
     def probe(offer: Offer, measure: Measure) -> None:
         chosen = search.STRATEGIES[name](offer.by_size)
@@ -42,8 +42,8 @@ def planned(name: str) -> Strategy:
     return probe
 
 
-def in_rounds(offer: Offer, measure: Measure) -> None:
-    """Probe where it is expected to improve the decisions most, until nothing is."""
+def probe_in_rounds(offer: Offer, measure: Measure) -> None:
+    """Probe the candidates that are expected to improve the decisions most, until there is none."""
     start = adaptive.choose_first_probes(offer.by_size.items(), whole_steps=offer.whole_steps)
     seen = measure(offer.at(size, batch) for size, batch in start)
     while True:
@@ -67,8 +67,8 @@ def _open_candidates(offer: Offer, fit: step_time.StepTimeFit, seen: Iterable[Ob
             node_or_gpu_count=offer.size(place),
             steps=offer.samples / (place.replicas * place.local_batch),
             price=float(offer.size(place)),
-            probe_seconds=offer.size(place) * PROBE(float(seconds)),
-            job_seconds=offer.size(place) * START_UP,
+            probe_seconds=offer.size(place) * PROBE_SECONDS(float(seconds)),
+            job_seconds=offer.size(place) * START_SECONDS,
             measured=measured.get(place),
         )
         for place, seconds in zip(places, fit.predict_all(*columns).seconds, strict=True)
@@ -76,25 +76,25 @@ def _open_candidates(offer: Offer, fit: step_time.StepTimeFit, seen: Iterable[Ob
 
 
 STRATEGIES: dict[str, Strategy] = {
-    **{name: planned(name) for name in ("partial", "sweep", "full")},
-    "adaptive": in_rounds,
+    **{name: make_planned_strategy(name) for name in ("partial", "sweep", "full")},
+    "adaptive": probe_in_rounds,
 }
 
 
 class Meter:
-    """Reveals the candidates of a set as a probe sees them, and adds up what measuring them takes."""
+    """Reveals the times of the candidates of a set as a probe sees them, and adds up the cost of measuring."""
 
     def __init__(self, measured: MeasuredSet) -> None:
         self._set = measured
         self.seen: dict[Where, Observation] = {}
         self.cost = 0.0  # node-seconds
-        self.wall = 0.0  # seconds, where the jobs of a round run side by side
+        self.wall = 0.0  # seconds, with the jobs of a round in parallel
 
     def __call__(self, places: Iterable[Where]) -> list[Observation]:
         wanted = sorted(set(places))
         assert all(place in self._set.batches for place in wanted), "only candidates can be measured"
         fresh = {place: self._set.probe(place) for place in wanted if place not in self.seen}
-        jobs = {size: _job(size, probes) for size, probes in self._jobs(fresh).items()}
+        jobs = {size: _job_seconds(size, probes) for size, probes in self._jobs(fresh).items()}
         self.cost += sum(jobs.values())
         self.wall += max((taken / size for size, taken in jobs.items()), default=0.0)
         self.seen |= fresh
@@ -108,50 +108,50 @@ class Meter:
 
 
 @cache
-def metered(measured: MeasuredSet, strategy: Strategy) -> Meter:
-    """Return what a strategy measures; the same for every model."""
+def run_strategy(measured: MeasuredSet, strategy: Strategy) -> Meter:
+    """Return the measurements of a strategy, which are the same for all models."""
     meter = Meter(measured)
     strategy(measured.offer, meter)
     return meter
 
 
-def _job(size: int, probes: Iterable[Observation]) -> float:
-    return size * (START_UP + sum(PROBE(probe.seconds) for probe in probes))
+def _job_seconds(size: int, probes: Iterable[Observation]) -> float:
+    return size * (START_SECONDS + sum(PROBE_SECONDS(probe.seconds) for probe in probes))
 
 
-def exhaustive(measured: MeasuredSet) -> float:
-    """Return what one job for every candidate takes. Node-seconds."""
+def exhaustive_cost(measured: MeasuredSet) -> float:
+    """Return the cost of one job per candidate in node-seconds."""
     offer = measured.offer
-    return sum(_job(offer.size(place), [measured.truth[place]]) for place in offer.candidates)
+    return sum(_job_seconds(offer.size(place), [measured.truth[place]]) for place in offer.candidates)
 
 
 @dataclass(frozen=True)
 class Regrets:
-    """How much longer, or dearer, the choice is than the best, as a share of the best."""
+    """How much longer, or more expensive, the choice is than the best, relative to the best."""
 
     free: float
-    capped: tuple[float, ...]  # one for every cap on the global batch that leaves a choice
+    capped: tuple[float, ...]  # one for each cap on the global batch that leaves a choice
 
 
 @dataclass(frozen=True)
-class KneeMissed:
-    steps: int  # of the batch, from the true knee to the one predicted
-    lost: float  # how much longer it takes than the true knee, as a share
+class KneeError:
+    steps: int  # from the true to the predicted knee, in steps of the batch
+    lost: float  # relative additional time compared with the true knee
 
 
 @dataclass(frozen=True)
 class Score:
-    """One set under one strategy and one model. Shares."""
+    """One set under one strategy and one model, as shares."""
 
-    errors: tuple[float, ...]  # at unseen configurations of the sizes offered
-    candidates: tuple[float, ...]  # at those of them that may be chosen
-    elsewhere: tuple[float, ...]  # at sizes never offered
-    covered: tuple[bool, ...]  # by the 90 % interval, of all of these that have one
-    refused: int  # configurations the model would not predict
-    fastest: Regrets | None  # None where every candidate was measured: there is nothing to regret
+    errors: tuple[float, ...]  # at unseen configurations of the offered sizes
+    candidates: tuple[float, ...]  # at the candidates among them
+    elsewhere: tuple[float, ...]  # at sizes that were not offered
+    covered: tuple[bool, ...]  # by the 90 % interval, for all of these with an interval
+    refused: int  # number of configurations without a prediction
+    fastest: Regrets | None  # None if all candidates were measured, so that there is no regret
     cheapest: Regrets | None
-    knee: KneeMissed | None  # None too where there are too few batches
-    cost: float  # of probing, relative to exhaustive
+    knee: KneeError | None  # also None with too few batches
+    cost: float  # cost of probing relative to `exhaustive`
     probes: int
     fit_seconds: float  # of processor time
 
@@ -164,9 +164,9 @@ class Score:
         return float(np.percentile(self.errors, 90)) if self.errors else math.nan
 
 
-def score(measured: MeasuredSet, strategy: str | Strategy, model: str | Model) -> Score:
-    """Let a strategy probe a set, fit a model to that alone, and judge it on all else."""
-    meter = metered(measured, STRATEGIES[strategy] if isinstance(strategy, str) else strategy)
+def score_set(measured: MeasuredSet, strategy: str | Strategy, model: str | Model) -> Score:
+    """Probe a set by a strategy, fit a model to the probes, and evaluate it on all else."""
+    meter = run_strategy(measured, STRATEGIES[strategy] if isinstance(strategy, str) else strategy)
     began = time.process_time()
     predict = (MODELS[model] if isinstance(model, str) else model)(list(meter.seen.values()), measured.collective)
     fit_seconds = time.process_time() - began
@@ -174,8 +174,8 @@ def score(measured: MeasuredSet, strategy: str | Strategy, model: str | Model) -
     estimates = dict(zip(unseen, predict(unseen), strict=True)) if unseen else {}
     offered = [place for place in unseen if measured.offer.size(place) in measured.offered_sizes]
     remaining = [place for place in measured.offer.candidates if place not in meter.seen]
-    judged = bool(remaining or measured.first)  # else the choice is by the truth itself
-    choice = Choices(measured, {**estimates, **smoothed(meter.seen, predict)})
+    judged = bool(remaining or measured.first)  # otherwise the choice uses the reference itself
+    choice = Choices(measured, {**estimates, **smooth_observations(meter.seen, predict)})
     return Score(
         errors=_errors(measured, estimates, offered),
         candidates=_errors(measured, estimates, remaining),
@@ -185,14 +185,14 @@ def score(measured: MeasuredSet, strategy: str | Strategy, model: str | Model) -
         fastest=choice.regrets("time") if judged else None,
         cheapest=choice.regrets("cost") if judged else None,
         knee=choice.knee_missed() if judged else None,
-        cost=meter.cost / exhaustive(measured),
+        cost=meter.cost / exhaustive_cost(measured),
         probes=len(meter.seen),
         fit_seconds=fit_seconds,
     )
 
 
-def smoothed(seen: Mapping[Where, Observation], predict: Predictor) -> dict[Where, Estimate]:
-    """Return what was measured, with what the model says of it."""
+def smooth_observations(seen: Mapping[Where, Observation], predict: Predictor) -> dict[Where, Estimate]:
+    """Return the measured configurations with the predictions of the model."""
     fitted = predict(list(seen))
     return {
         place: Estimate(seen[place].seconds, fitted=None if math.isnan(model.seconds) else model.seconds)
@@ -215,64 +215,64 @@ def _covered(measured: MeasuredSet, estimates: Mapping[Where, Estimate]) -> tupl
 
 @dataclass(frozen=True)
 class Choices:
-    """What the product chooses among the candidates of a set when it believes the given step times."""
+    """The choices of tula among the candidates of a set for given step times."""
 
     measured: MeasuredSet
     believed: Mapping[Where, Estimate] = field(repr=False)
 
     def regrets(self, wanted: Curve) -> Regrets:
-        believed, true = predictions(self.measured, self.believed), truth(self.measured)
+        believed, true = make_predictions(self.measured, self.believed), list_true_predictions(self.measured)
         regrets = []
         for cap in sorted({row.batch for row in true}):
-            actual = {(row.nodes, row.batch): _value(row, wanted) for row in true if row.batch <= cap}
+            actual = {(row.nodes, row.batch): _objective_value(row, wanted) for row in true if row.batch <= cap}
             if len(actual) > 1:
                 rows = [row for row in believed if row.batch <= cap]
                 chosen = objective.choose_configuration(Candidates.from_predictions(rows), objective=wanted).prediction
                 regrets.append(actual[chosen.nodes, chosen.batch] / min(actual.values()) - 1)
         return Regrets(regrets[-1], tuple(regrets[:-1]))
 
-    def knee_missed(self) -> KneeMissed | None:
-        """Return how far the knee believed in is off the true one; None where there are too few batches."""
-        true = true_knee(self.measured)
+    def knee_missed(self) -> KneeError | None:
+        """Return the distance of the predicted knee from the true one; None with too few batches."""
+        true = choose_true_knee(self.measured)
         if true is None:
             return None
-        result = knee(predictions(self.measured, self.believed))
-        times = {row.batch: row.hours for row in objective.find_envelope(truth(self.measured))}
-        return KneeMissed(round(math.log2(result / true)), max(0.0, times[result] / times[true] - 1))
+        result = choose_knee(make_predictions(self.measured, self.believed))
+        times = {row.batch: row.hours for row in objective.find_envelope(list_true_predictions(self.measured))}
+        return KneeError(round(math.log2(result / true)), max(0.0, times[result] / times[true] - 1))
 
 
-def _value(row: Prediction, wanted: Curve) -> float:
+def _objective_value(row: Prediction, wanted: Curve) -> float:
     return row.hours if wanted == "time" else row.cost
 
 
-def knee(rows: Sequence[Prediction]) -> int:
-    """Return the global batch that the product takes for the objective knee."""
+def choose_knee(rows: Sequence[Prediction]) -> int:
+    """Return the global batch that tula chooses for the objective knee."""
     return objective.choose_configuration(Candidates.from_predictions(rows), objective="knee").prediction.batch
 
 
 @cache
-def true_knee(measured: MeasuredSet) -> int | None:
-    """Return the knee of what was measured; None where there are too few batches to judge one on."""
-    rows = truth(measured)
-    return knee(rows) if len({row.batch for row in rows}) >= FEWEST else None
+def choose_true_knee(measured: MeasuredSet) -> int | None:
+    """Return the knee of the measured times; None with too few batches."""
+    rows = list_true_predictions(measured)
+    return choose_knee(rows) if len({row.batch for row in rows}) >= MIN_KNEE_BATCHES else None
 
 
 @cache
-def truth(measured: MeasuredSet) -> list[Prediction]:
-    """Return the candidates with what was measured."""
-    return predictions(measured, {place: Estimate(measured.truth[place].seconds) for place in measured.batches})
+def list_true_predictions(measured: MeasuredSet) -> list[Prediction]:
+    """Return the candidates with their measured times."""
+    return make_predictions(measured, {place: Estimate(measured.truth[place].seconds) for place in measured.batches})
 
 
-def predictions(measured: MeasuredSet, times: Mapping[Where, Estimate]) -> list[Prediction]:
-    """Return the candidates as the product's forecasts; those without a step time are left out."""
+def make_predictions(measured: MeasuredSet, times: Mapping[Where, Estimate]) -> list[Prediction]:
+    """Return the candidates as predictions of tula, without those that have no step time."""
     return [
-        _prediction(measured, place, times[place])
+        _make_prediction(measured, place, times[place])
         for place in measured.offer.candidates
         if not math.isnan(times[place].seconds)
     ]
 
 
-def _prediction(measured: MeasuredSet, place: Where, step: Estimate) -> Prediction:
+def _make_prediction(measured: MeasuredSet, place: Where, step: Estimate) -> Prediction:
     size, hours = measured.offer.size(place), measured.offer.samples / (place.replicas * place.local_batch) / 3600
     return Prediction(
         nodes=size,
@@ -292,7 +292,7 @@ def _prediction(measured: MeasuredSet, place: Where, step: Estimate) -> Predicti
     )
 
 
-def predictor(measured: MeasuredSet, strategy: str, model: str) -> Predictor:
-    """Return a model fitted to what a strategy probes."""
-    meter = metered(measured, STRATEGIES[strategy])
+def fit_predictor(measured: MeasuredSet, strategy: str, model: str) -> Predictor:
+    """Return a model fitted to the probes of a strategy."""
+    meter = run_strategy(measured, STRATEGIES[strategy])
     return MODELS[model](list(meter.seen.values()), measured.collective)

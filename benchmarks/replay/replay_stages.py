@@ -1,17 +1,17 @@
-"""What stages on fewer nodes are worth on measured step times: python benchmarks/replay/replay_stages.py TABLE.csv... [--json]
+"""Saving by ramp stages on fewer nodes, on measured step times: python benchmarks/replay/replay_stages.py TABLE.csv... [--json]
 
-Of each set (an app on one cluster, with one number of GPUs a node) trainings of 20 epochs are compared, whose steps take what was
-measured, in between on the line through log batch and log time on the same nodes, and beyond (small batches on many nodes) what
-tula's model says, fitted to all that was measured:
+For each set (an app on one cluster, with one number of GPUs per node) trainings of 20 epochs are compared. Step times are the measured
+ones; between them, they are interpolated linearly in log batch and log time on the same nodes; outside (small batches on many nodes)
+they are predicted by tula's model, fitted to all measurements:
 
-- the reference batch, the smallest that was measured, on the nodes on which it takes the fewest node-hours, or the least time;
-- every larger batch that was measured, fixed for the whole training: faster, and at a loss of accuracy that nothing here tells;
-- a batch that grows from the reference up to that (`train.ramp: auto`, which kept the small batch's accuracy in the trainings of
-  docs/explanation/accuracy.md), with the same nodes throughout, and with those that each stage is worth (`train.ramp_nodes: auto`).
+- the reference batch (the smallest measured one), on the nodes with the fewest node-hours, or with the least time;
+- each larger measured batch, fixed for the whole training: faster, with a loss of accuracy that is not considered here;
+- a batch that grows from the reference batch to that one (`train.ramp: auto`, which kept the small batch's accuracy in the trainings
+  of docs/explanation/accuracy.md), with the same nodes throughout, and with the best nodes of each stage (`train.ramp_nodes: auto`).
 
-The saving is that of the last by node-hours against the best reference batch, and against the same ramp with the same nodes; the
-speed-up is against the reference batch at its fastest. A change of nodes takes a start (--start), and none waits for nodes. The
-length is that of HOURS on the fastest fixed configuration. Evaluation and checkpoints are left out of all.
+The saving is that of the last one by node-hours compared with the best reference batch, and with the same ramp on the same nodes; the
+speedup is relative to the reference batch at its fastest. A change of nodes costs a start (--start); there are no queue waits. The
+length is that of HOURS on the fastest fixed configuration. Evaluation and checkpoints are left out.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import cast
 
 import numpy as np
 from replay_baselines import MODELS, Predictor
-from replay_data import MeasuredSet, Where, load
+from replay_data import MeasuredSet, Where, load_sets
 
 from tula_cli.models.choice.candidates import Ints, convert_to_columns, convert_to_configs
 from tula_cli.models.choice.grid import Config
@@ -36,16 +36,16 @@ from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.spec.job import JobSpec
 
 EPOCHS = 20
-START = 60.0  # seconds from a change of nodes to the first step there
-ALLOWS, REACHES = (
+START_SECONDS = 60.0  # seconds from a change of nodes to the first step afterwards
+MIN_SPEEDUP, TARGET_SPEEDUP = (
     6.0,
     4.0,
-)  # where the largest batch is that many times as fast as the reference, a ramp is to be that many
+)  # minimum speedup of the largest batch over the reference batch, and the speedup that the ramp is then to reach
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a training takes."""
+class TrainingCost:
+    """The cost of a training."""
 
     nodes: int  # at the end
     batch: int
@@ -55,32 +55,32 @@ class Taken:
 
 @dataclass(frozen=True)
 class Row:
-    """What the trainings of one set take; node-hours and hours of a training of HOURS on its fastest configuration."""
+    """Costs of the trainings of one set; node-hours and hours of a training of HOURS on its fastest configuration."""
 
     name: str
-    reference: int  # batch
-    least: Taken  # the reference batch by node-hours
-    fastest: Taken  # and by time
-    fixed: Taken  # the fastest fixed batch
-    same: Taken  # the ramp with the same nodes throughout, least node-hours
-    stages: Taken  # and with the nodes of each stage
-    sooner: Taken  # that by time
-    at_speed: float  # node-hours saved at the fastest ramp by nodes of its stages, those chosen by cost, and
-    slower: float  # how much longer it then takes
+    reference: int  # batch size
+    least: TrainingCost  # the reference batch with the fewest node-hours
+    fastest: TrainingCost  # the reference batch with the least time
+    fixed: TrainingCost  # the fastest fixed batch
+    same: TrainingCost  # the ramp with the same nodes throughout and the fewest node-hours
+    stages: TrainingCost  # the ramp with the nodes of each stage
+    sooner: TrainingCost  # the same with the least time
+    at_speed: float  # node-hours saved at the fastest ramp if the nodes of its stages are chosen by cost
+    slower: float  # relative additional time in that case
 
     @property
     def saved(self) -> float:
-        """Node-hours that the ramp saves against the best reference batch."""
+        """Node-hours that the ramp saves compared with the best reference batch."""
         return 1 - self.stages.node_hours / self.least.node_hours
 
     @property
     def by_nodes(self) -> float:
-        """Of these, against the same ramp with the same nodes throughout, each at its best."""
+        """Node-hours saved compared with the same ramp with the same nodes throughout, each at its best."""
         return 1 - self.stages.node_hours / self.same.node_hours
 
     @property
     def allowed(self) -> float:
-        """How many times as fast as the reference batch the fastest fixed batch is."""
+        """Speedup of the fastest fixed batch over the reference batch."""
         return self.fastest.hours / self.fixed.hours
 
     @property
@@ -108,14 +108,14 @@ class Trainings:
         ]
 
     def describe_why_unknown(self, config: Config) -> str:
-        """Return why nothing tells the time of a configuration; empty where something does."""
+        """Return why the time of a configuration is unknown; empty if it is known."""
         line = self.lines.get(config.nodes, [])
         local_batch, rest = divmod(config.batch, config.nodes * self.gpus)
         known = bool(line) and not rest and line[0][0] <= local_batch <= line[-1][0]
         return "" if known else "it was not measured"
 
     def seconds(self, config: Config) -> float:
-        """Return the step time at a configuration, measured where it was."""
+        """Return the step time of a configuration: measured, interpolated or predicted."""
         local_batch = max(1, config.batch // (config.nodes * self.gpus))
         if self.describe_why_unknown(config):
             return float(self.model([Where(config.nodes, self.gpus, local_batch)])[0].seconds)
@@ -123,7 +123,7 @@ class Trainings:
         return float(np.exp(np.interp(math.log(local_batch), np.log(sizes), np.log(times))))
 
     def predict_steps(self, nodes: Ints, batch: Ints) -> Estimates:
-        """Return the step times at many configurations, without intervals."""
+        """Return the step times of many configurations, without intervals."""
         unknown = np.full(len(nodes), math.nan)
         seconds = np.array([self.seconds(config) for config in convert_to_configs(nodes, batch)])
         return Estimates(seconds, low=unknown, high=unknown, fitted=unknown)
@@ -134,16 +134,16 @@ class Trainings:
 
     @cached_property
     def size(self) -> int:
-        """Samples of an epoch."""
+        """Samples per epoch."""
         rate = max(config.batch / self.seconds(config) for config in self.candidates)
         return round(3600 * self.measured.hours * rate / EPOCHS)
 
-    def fixed(self, config: Config) -> Taken:
+    def fixed(self, config: Config) -> TrainingCost:
         hours = (EPOCHS * (self.size // config.batch) * self.seconds(config) + self.start) / 3600
-        return Taken(config.nodes, config.batch, hours, config.nodes * hours)
+        return TrainingCost(config.nodes, config.batch, hours, config.nodes * hours)
 
-    def grown(self, config: Config, *, nodes: str, by: StageObjective) -> Taken:
-        """Return what a ramp up to a configuration takes."""
+    def grown(self, config: Config, *, nodes: str, by: StageObjective) -> TrainingCost:
+        """Return the cost of a ramp up to a configuration."""
         times = StageTimes(
             self.spec(nodes),
             self.size,
@@ -163,7 +163,7 @@ class Trainings:
         steps = [((stage.nodes or config.nodes), stage.steps * stage.step_time) for stage in every]
         hours = (sum(seconds for _, seconds in steps) + self.start * len(counts)) / 3600
         node_hours = (sum(count * seconds for count, seconds in steps) + self.start * sum(counts)) / 3600
-        return Taken(config.nodes, config.batch, hours, node_hours)
+        return TrainingCost(config.nodes, config.batch, hours, node_hours)
 
     def spec(self, nodes: str) -> JobSpec:
         return JobSpec.model_validate(
@@ -181,7 +181,7 @@ class Trainings:
         )  # fmt: skip
 
     def row(self) -> Row | None:
-        """Return what its trainings take; None where no batch was measured beyond the reference's."""
+        """Return the costs of the trainings; None if no batch above the reference was measured."""
         larger = [config for config in self.candidates if config.batch > self.reference]
         references = [self.fixed(config) for config in self.candidates if config.batch == self.reference]
         if not (references and larger):
@@ -205,52 +205,52 @@ class Trainings:
         )
 
 
-def _hours(taken: Taken) -> float:
+def _hours(taken: TrainingCost) -> float:
     return taken.hours
 
 
-def _node_hours(taken: Taken) -> float:
+def _node_hours(taken: TrainingCost) -> float:
     return taken.node_hours
 
 
-def judge(sets: Sequence[MeasuredSet], *, start: float = START) -> list[Row]:
-    """Return a row a set of several nodes in which a batch can grow."""
+def judge(sets: Sequence[MeasuredSet], *, start: float = START_SECONDS) -> list[Row]:
+    """Return one row for each set with several nodes in which a batch can grow."""
     results = [Trainings(each, start).row() for each in sets if each.gpus_per_node is not None]
     return [row for row in results if row is not None]
 
 
-def lines(rows: Sequence[Row]) -> list[str]:
-    """Return the rows in words, and what they come to."""
+def format_rows(rows: Sequence[Row]) -> list[str]:
+    """Format the rows and their means as text."""
     head = "node-hours against the reference batch, of these by nodes; the fastest ramp: saved by nodes, longer; speed-up of a fixed batch, of the ramp"
     results = [
         f"{row.name:44} {row.saved:6.0%} {row.by_nodes:6.0%}  {row.at_speed:6.0%} {row.slower:+6.0%}  {row.allowed:6.1f} {row.speedup:6.1f}"
         for row in rows
     ]
     saved, at_speed = ([getattr(row, name) for row in rows] for name in ("saved", "at_speed"))
-    wide = [row for row in rows if row.allowed >= ALLOWS]
+    wide = [row for row in rows if row.allowed >= MIN_SPEEDUP]
     return [
         head,
         *results,
         f"{len(rows)} sets: at least 20 % fewer node-hours than the best reference batch in {sum(s >= 0.2 for s in saved)}, median"
         f" {np.median(saved):.0%}; at the fastest ramp {sum(s >= 0.2 for s in at_speed)} save 20 % by the nodes of stages, median"
         f" {np.median(at_speed):.0%}",
-        f"where a fixed batch is {ALLOWS:g} times as fast ({len(wide)} sets) the ramp is {REACHES:g} times as fast in"
-        f" {sum(row.speedup >= REACHES for row in wide)}",
+        f"where a fixed batch is {MIN_SPEEDUP:g} times as fast ({len(wide)} sets) the ramp is {TARGET_SPEEDUP:g} times as fast in"
+        f" {sum(row.speedup >= TARGET_SPEEDUP for row in wide)}",
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", metavar="TABLE.csv")
-    parser.add_argument("--start", type=float, default=START, help="seconds that a start takes")
+    parser.add_argument("--start", type=float, default=START_SECONDS, help="seconds that a start takes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    rows = judge(load(*cast("list[str]", arguments.tables)), start=arguments.start)
+    rows = judge(load_sets(*cast("list[str]", arguments.tables)), start=arguments.start)
     if arguments.json:
         message = ("saved", "by_nodes", "allowed", "speedup")
         json.dump([asdict(row) | {name: getattr(row, name) for name in message} for row in rows], sys.stdout, indent=1)
         return
-    print("\n".join(lines(rows)))
+    print("\n".join(format_rows(rows)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Which strategy is worth most, by how long the training is: python benchmarks/replay/replay_worth.py TABLE.csv... [--json]
+"""Total cost of strategies by the length of the training: python benchmarks/replay/replay_worth.py TABLE.csv... [--json]
 
-Of each set and strategy, as shares of the best training there is: the node-seconds of probing with what the choice of the
-cheapest loses against the cheapest (money), and the wall time of probing with what the choice of the fastest loses against
-the fastest (time); the same where the batch is bounded, in the mean over every bound (capped). Jobs of one round run side
-by side, and every round waits for the last one; a queue would count for each round once more.
+For each set and strategy, relative to the best training: the node-seconds of probing plus the loss of choosing the predicted cheapest
+configuration (money), and the wall time of probing plus the loss of choosing the predicted fastest (time); the same for bounded
+batches, as the mean over all bounds (capped). Jobs of one round run in parallel, and each round waits for its last job; a queue would
+add one wait per round.
 """
 
 import argparse
@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 import numpy as np
-from replay_data import MeasuredSet, load
-from replay_score import STRATEGIES, Regrets, metered, score, truth
+from replay_data import MeasuredSet, load_sets
+from replay_score import STRATEGIES, Regrets, list_true_predictions, run_strategy, score_set
 
-LENGTHS = (0.1, 0.5, 2.0, 10.0, 50.0)  # hours of the training where it is fastest
+LENGTHS = (0.1, 0.5, 2.0, 10.0, 50.0)  # hours of the training at its fastest
 
 
 @dataclass(frozen=True)
-class StageObjective:
-    """Means over the sets, as shares of the best training."""
+class StrategyCost:
+    """Means over the sets, relative to the best training."""
 
     hours: float
     strategy: str
@@ -33,33 +33,37 @@ class StageObjective:
     capped_time: float
 
 
-def judge(sets: Sequence[MeasuredSet], lengths: Iterable[float] = LENGTHS) -> list[StageObjective]:
-    return [_of(sets, hours, name) for hours in lengths for name in STRATEGIES]
+def judge(sets: Sequence[MeasuredSet], lengths: Iterable[float] = LENGTHS) -> list[StrategyCost]:
+    return [_summarise(sets, hours, name) for hours in lengths for name in STRATEGIES]
 
 
-def _of(sets: Sequence[MeasuredSet], hours: float, strategy: str) -> StageObjective:
-    rows = [_taken(replace(each, hours=hours), strategy) for each in sets]
+def _summarise(sets: Sequence[MeasuredSet], hours: float, strategy: str) -> StrategyCost:
+    rows = [_cost_of_set(replace(each, hours=hours), strategy) for each in sets]
     money, capped_money, time, capped_time = (float(np.mean(column)) for column in zip(*rows, strict=True))
-    return StageObjective(hours, strategy, len(rows), money, capped_money, time, capped_time)
+    return StrategyCost(hours, strategy, len(rows), money, capped_money, time, capped_time)
 
 
-def _taken(measured: MeasuredSet, strategy: str) -> tuple[float, float, float, float]:
-    meter, result, true = metered(measured, STRATEGIES[strategy]), score(measured, strategy, "tula"), truth(measured)
+def _cost_of_set(measured: MeasuredSet, strategy: str) -> tuple[float, float, float, float]:
+    meter, result, true = (
+        run_strategy(measured, STRATEGIES[strategy]),
+        score_set(measured, strategy, "tula"),
+        list_true_predictions(measured),
+    )
     money = meter.cost / (3600 * min(row.cost for row in true))
     time = meter.wall / (3600 * min(row.hours for row in true))
     return (
-        money + _free(result.cheapest),
-        money + _capped(result.cheapest),
-        time + _free(result.fastest),
-        time + _capped(result.fastest),
+        money + _uncapped_regret(result.cheapest),
+        money + _mean_capped_regret(result.cheapest),
+        time + _uncapped_regret(result.fastest),
+        time + _mean_capped_regret(result.fastest),
     )
 
 
-def _free(regrets: Regrets | None) -> float:
-    return 0.0 if regrets is None else regrets.free  # all was measured
+def _uncapped_regret(regrets: Regrets | None) -> float:
+    return 0.0 if regrets is None else regrets.free  # all candidates were measured
 
 
-def _capped(regrets: Regrets | None) -> float:
+def _mean_capped_regret(regrets: Regrets | None) -> float:
     return 0.0 if regrets is None or not regrets.capped else float(np.mean(regrets.capped))
 
 
@@ -71,7 +75,7 @@ def main() -> None:
         "--hours", type=float, nargs="+", default=LENGTHS, help="lengths of the training where it is fastest"
     )
     arguments = parser.parse_args()
-    rows = judge(load(*cast("list[str]", arguments.tables)), arguments.hours)
+    rows = judge(load_sets(*cast("list[str]", arguments.tables)), arguments.hours)
     if arguments.json:
         json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
         return

@@ -1,1 +1,1 @@
-"""Scripts of others, jobs for them, and data that they read."""
+"""Third-party scripts, jobs for them, and their data."""

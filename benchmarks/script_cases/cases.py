@@ -1,4 +1,4 @@
-"""Scripts of others, and a job for each: small enough for a CPU, with the options that the scripts have anyway."""
+"""Third-party scripts, and a job for each: small enough for a CPU, with options that the scripts have."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ IMAGE, SEARCH = (
 
 @dataclass(frozen=True)
 class Case:
-    """A script as its authors wrote it.
+    """An unchanged third-party script.
 
-    `option` names the folder of a checkout on the command line, and `inside` the part of it that is copied and worked in.
-    `{data}` in the job is a folder that `make` fills. `replace_gradients`: it was written for CUDA and NCCL, and meets the CPU.
-    `own_steps`: it changes its weights without an optimizer of torch, so there is no step that the ruler could time.
+    `option` is the command-line option with the folder of a checkout, and `inside` its part that is copied and used as working folder.
+    `{data}` in the job is a folder that `make` fills. `replace_gradients`: the script was written for CUDA and NCCL, and runs on the CPU.
+    `own_steps`: it changes its weights without an optimizer of torch, so the ruler cannot time its steps.
     """
 
     name: str
@@ -27,9 +27,9 @@ class Case:
     job: str
     make: Callable[[Path, str], None]
     most_nodes: int = 2
-    batches: tuple[int, int] = (16, 64)  # global: the least and the largest of three
+    batches: tuple[int, int] = (16, 64)  # global: the smallest and the largest of three
     stand_in: bool = False
-    saved: str = ""  # pattern of its checkpoints below {out}, or below its folder with a leading "./"
+    saved: str = ""  # pattern of its checkpoints below {out}, or with a leading "./" below its folder
     environment: dict[str, str] = field(default_factory=dict)
     own_steps: bool = False
 
@@ -42,8 +42,8 @@ def _job(name: str, case_batches: tuple[int, int], nodes: int, script: str, trai
     )
 
 
-def _images(folder: Path, _: str) -> None:
-    data.image_folder(folder)
+def _make_images(folder: Path, _: str) -> None:
+    data.write_image_folder(folder)
 
 
 TORCHVISION = """\
@@ -108,10 +108,10 @@ WORDS = """\
 """
 
 
-def _mnist_of_lightning(folder: Path, _: str) -> None:
-    """Its script looks for the data two folders above itself, and splits 60,000 samples.
+def _make_lightning_mnist(folder: Path, _: str) -> None:
+    """Fill the folder two levels above the script, where it reads the data, of which it splits 60,000 samples.
 
-    PL_USE_MOCKED_MNIST has it take Lightning's own form of MNIST at once, and not after torchvision's cannot be fetched.
+    PL_USE_MOCKED_MNIST makes it read Lightning's form of MNIST directly, without first trying to download torchvision's.
     """
     import torch
 
@@ -123,26 +123,26 @@ def _mnist_of_lightning(folder: Path, _: str) -> None:
         )
 
 
-def _words(folder: Path, _: str) -> None:
+def _make_words(folder: Path, _: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("train", "valid", "test"):
-        (folder / f"{name}.txt").write_text(data.source_text(20_000))
+        (folder / f"{name}.txt").write_text(data.read_source_text(20_000))
 
 
-def _tokens(folder: Path, _: str) -> None:
-    data.tokens(folder.parent / "work" / "data" / "tula")
+def _make_tokens(folder: Path, _: str) -> None:
+    data.write_tokens(folder.parent / "work" / "data" / "tula")
 
 
 CASES = (
     Case(
-        "torchvision", "torchvision", "references/classification", _job("torchvision", (16, 64), 2, TORCHVISION), _images,
+        "torchvision", "torchvision", "references/classification", _job("torchvision", (16, 64), 2, TORCHVISION), _make_images,
         stand_in=True, saved="checkpoint.pth",
     ),
-    Case("timm", "timm", "", _job("timm", (16, 64), 2, TIMM), _images, stand_in=True, saved="run/last.pth.tar"),
-    Case("nanogpt", "nanogpt", "", _job("nanogpt", (8, 32), 2, NANOGPT, "{accumulate: 2}"), _tokens, 2, (8, 32), True, "ckpt.pt"),
+    Case("timm", "timm", "", _job("timm", (16, 64), 2, TIMM), _make_images, stand_in=True, saved="run/last.pth.tar"),
+    Case("nanogpt", "nanogpt", "", _job("nanogpt", (8, 32), 2, NANOGPT, "{accumulate: 2}"), _make_tokens, 2, (8, 32), True, "ckpt.pt"),
     Case(
         "trainer", "transformers", "examples/pytorch/language-modeling",
-        _job("trainer", (32, 128), 2, TRAINER.replace("{start}", "").replace("{backend}", "--ddp_backend gloo "), "{accumulate: 2}"), data.language_model, 2, (32, 128),
+        _job("trainer", (32, 128), 2, TRAINER.replace("{start}", "").replace("{backend}", "--ddp_backend gloo "), "{accumulate: 2}"), data.write_language_model, 2, (32, 128),
         saved="checkpoint-*",
     ),
     Case(
@@ -156,12 +156,12 @@ CASES = (
                 " --num_cpu_threads_per_process 1 ",
             ) + "  launch: node\n",
             "{accumulate: 2}",
-        ), data.language_model, 2, (32, 128), saved="checkpoint-*",
+        ), data.write_language_model, 2, (32, 128), saved="checkpoint-*",
     ),
     Case(
-        "lightning", "lightning", "examples/pytorch/basics", _job("lightning", (512, 2048), 2, LIGHTNING), _mnist_of_lightning, 2, (512, 2048),
+        "lightning", "lightning", "examples/pytorch/basics", _job("lightning", (512, 2048), 2, LIGHTNING), _make_lightning_mnist, 2, (512, 2048),
         saved="lightning_logs/version_*/checkpoints/*.ckpt", environment={"PL_USE_MOCKED_MNIST": "1"},
     ),
-    Case("imagenet", "examples", "imagenet", _job("imagenet", (4, 16), 1, IMAGENET), _images, 1, (4, 16), saved="./checkpoint.pth.tar"),
-    Case("words", "examples", "word_language_model", _job("words", (8, 32), 1, WORDS), _words, 1, (8, 32), own_steps=True),
+    Case("imagenet", "examples", "imagenet", _job("imagenet", (4, 16), 1, IMAGENET), _make_images, 1, (4, 16), saved="./checkpoint.pth.tar"),
+    Case("words", "examples", "word_language_model", _job("words", (8, 32), 1, WORDS), _make_words, 1, (8, 32), own_steps=True),
 )  # fmt: skip

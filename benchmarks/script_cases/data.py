@@ -1,4 +1,4 @@
-"""Small data in the forms that scripts of others read, made with nothing but what a machine with torch has."""
+"""Small data in the formats that third-party scripts read, generated only with torch and its dependencies."""
 
 import gzip
 import json
@@ -10,11 +10,11 @@ from array import array
 from pathlib import Path
 from random import Random
 
-CLASSES = 8  # scripts tell how often the right one is among five
+CLASSES = 8  # the scripts report top-5 accuracy
 
 
-def image_folder(folder: Path, *, size: int = 40, each: int = 24, validation: str = "val") -> None:
-    """Write train/<class>/<n>.png and a quarter as many for validation: noise around a colour for each class."""
+def write_image_folder(folder: Path, *, size: int = 40, each: int = 24, validation: str = "val") -> None:
+    """Write train/<class>/<n>.png and a quarter as many for validation: noise around one colour per class."""
     from PIL import Image
 
     draw = Random(0)
@@ -29,8 +29,8 @@ def image_folder(folder: Path, *, size: int = 40, each: int = 24, validation: st
                 Image.frombytes("RGB", (size, size), pixels).save(place / f"{index:03d}.png")
 
 
-def source_text(characters: int) -> str:
-    """Return text: the beginning of Python's own library, file after file."""
+def read_source_text(characters: int) -> str:
+    """Return text: the beginning of Python's standard library, file after file."""
     result: list[str] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         result.append(path.read_text(errors="ignore"))
@@ -39,18 +39,18 @@ def source_text(characters: int) -> str:
     return "".join(result)[:characters]
 
 
-def tokens(folder: Path) -> None:
-    """Write train.bin and val.bin, numbers of characters as 16-bit integers, and no meta.pkl (nanoGPT)."""
+def write_tokens(folder: Path) -> None:
+    """Write train.bin and val.bin, codes of characters as 16-bit integers, without meta.pkl (nanoGPT)."""
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = array("H", (min(ord(letter), 127) for letter in source_text(100_000)))
+    numbers = array("H", (min(ord(letter), 127) for letter in read_source_text(100_000)))
     (folder / "train.bin").write_bytes(numbers[:90_000].tobytes())
     (folder / "val.bin").write_bytes(numbers[90_000:].tobytes())
 
 
-def language_model(folder: Path, python: str) -> None:
+def write_language_model(folder: Path, python: str) -> None:
     """Write text.txt, a tokenizer of its letters and the configuration of a small GPT-2, for Hugging Face's examples."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "text.txt").write_text(source_text(60_000))
+    (folder / "text.txt").write_text(read_source_text(60_000))
     program = (
         "import sys; from tokenizers import Tokenizer, models, pre_tokenizers, decoders\n"
         "from transformers import GPT2Config, PreTrainedTokenizerFast\n"
@@ -63,8 +63,8 @@ def language_model(folder: Path, python: str) -> None:
     subprocess.run([python, "-c", program, str(folder)], check=True, stdout=sys.stderr)
 
 
-def digits(folder: Path, *, train: int = 512, test: int = 128) -> None:
-    """Write MNIST's four files with noise in place of digits, as torchvision keeps them (MNIST/raw)."""
+def write_digits(folder: Path, *, train: int = 512, test: int = 128) -> None:
+    """Write MNIST's four files with noise instead of digits, in torchvision's layout (MNIST/raw)."""
     place = folder / "MNIST" / "raw"
     place.mkdir(parents=True, exist_ok=True)
     draw = Random(0)
@@ -77,6 +77,6 @@ def digits(folder: Path, *, train: int = 512, test: int = 128) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a file of JSON."""
+    """Write a JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))

@@ -1,15 +1,15 @@
-"""What a batch that grows on nodes that grow with it takes, trained with real ranks over shaped links:
+"""Cost of a training whose batch and nodes grow, measured with real ranks over network links with a bandwidth:
 
     python benchmarks/stages/ramp_on_links.py [--rate 100] [--epochs 40] [--seed 0] [--out build/ramp] [--json]
 
-Debian, root (make slurm-packages). On a SLURM cluster of four nodes on this machine, whose links have so many Mbit/s, tula
-profiles a training of digits, recommends, and trains it three times: with `train.method: ramp` and `train.ramp_nodes: auto` up to
-batch 512, at the reference batch on the nodes where that takes the fewest node-hours, and at batch 512 throughout. Compute is
-slept (slept.py), so that four nodes fit on two cores; gradients go over the links. Told are accuracy, and hours and
-node-hours twice: of the steps as each was measured, and of the allocations as SLURM's accounting has them, starts,
-evaluations and changes of nodes included, which weigh the more the shorter a training is.
+Debian, root (make slurm-packages). On a SLURM cluster of four nodes on this machine, whose links have --rate Mbit/s, tula profiles a
+training of digits, recommends, and trains it three times: with `train.method: ramp` and `train.ramp_nodes: auto` up to batch 512, at
+the reference batch on the nodes with the fewest node-hours, and at batch 512 throughout. Computation sleeps (slept.py), so that four
+nodes fit on two cores; gradients are sent over the links. Reported are accuracy, and hours and node-hours twice: of the steps as
+measured, and of the allocations by SLURM's accounting, including starts, evaluations and changes of nodes, whose share is larger for
+shorter trainings.
 
-The goal: at least 20 % fewer node-hours than the best fixed batch of the same accuracy, which is the reference batch.
+The goal: at least 20 % fewer node-hours than the best fixed batch with the same accuracy, which is the reference batch.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from tula_cli import words
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1] / "tests"
-REFERENCE, LARGEST = 32, 512
-PATIENCE = 3600.0  # seconds of one training
+REFERENCE_BATCH, LARGEST_BATCH = 32, 512
+TIMEOUT_SECONDS = 3600.0  # seconds, time limit of one training
 
 JOB = """
 name: {name}
@@ -45,11 +45,11 @@ cluster: {{kind: slurm, device: cpu, minutes: 60, slurm: {{memory: 1500M}}}}
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a training took: seconds, and seconds of nodes, of its steps and of its allocations."""
+class TrainingCost:
+    """The cost of a training: seconds and node-seconds, of its steps and of its allocations."""
 
     words: str
-    top1: float  # per cent
+    top1: float  # percent
     steps: int
     seconds: float
     node_seconds: float
@@ -57,13 +57,13 @@ class Taken:
     node_allocated: float
 
 
-def trained(tula: Any, told: str, *arguments: str) -> Taken:
-    """Train and return what it took; a configuration that was recommended is taken where no words name one."""
+def train(tula: Any, told: str, *arguments: str) -> TrainingCost:
+    """Train and return the cost; without further arguments, use the recommended configuration."""
     tula("train", *arguments)
     run = tula.run()
-    (signature,) = tula.until(run.list_train_signatures)  # once it has started
+    (signature,) = tula.wait_until(run.list_train_signatures)  # when the training has started
     training, job = run.get_training(signature), run.find_job(tula.task().job)
-    tula.until(lambda: training.read_summary() is not None and not queue(), seconds=PATIENCE)
+    tula.wait_until(lambda: training.read_summary() is not None and not list_queue(), seconds=TIMEOUT_SECONDS)
     result, nodes, seconds, node_seconds = training.read_result(), 0, 0.0, 0.0
     assert result is not None and job is not None
     for row in training.read_metrics():
@@ -72,23 +72,23 @@ def trained(tula: Any, told: str, *arguments: str) -> Taken:
         elif row["kind"] == "step":
             seconds += row["count"] * row["step_time"]
             node_seconds += nodes * row["count"] * row["step_time"]
-    return Taken(told, result.metrics["top1"], result.steps, seconds, node_seconds, *accounted(job.links))
+    return TrainingCost(told, result.metrics["top1"], result.steps, seconds, node_seconds, *read_accounting(job.links))
 
 
-def queue() -> str:
+def list_queue() -> str:
     return subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def accounted(links: Sequence[str]) -> tuple[float, float]:
-    """Return the seconds, and the seconds of nodes, that SLURM's accounting has for a chain."""
+def read_accounting(links: Sequence[str]) -> tuple[float, float]:
+    """Return the seconds and node-seconds of a chain by SLURM's accounting."""
     command = ["sacct", "-X", "-n", "-P", "-j", ",".join(links), "-o", "ElapsedRaw,NNodes"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = [tuple(map(int, line.split("|"))) for line in output.split()]
     return float(sum(elapsed for elapsed, _ in rows)), float(sum(elapsed * nodes for elapsed, nodes in rows))
 
 
-def folder(out: Path, name: str, **wishes: Any) -> Any:
-    """Return the command line in a new folder with a job of its own."""
+def make_folder(out: Path, name: str, **wishes: Any) -> Any:
+    """Return the command line in a new folder with a job file."""
     path = out / name
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -96,39 +96,39 @@ def folder(out: Path, name: str, **wishes: Any) -> Any:
     return import_module("driver").Tula(path, JOB.format(name=name, **wishes))
 
 
-def say(told: str) -> None:
+def print_line(told: str) -> None:
     print(told, file=sys.stderr, flush=True)
 
 
-def measured(options: argparse.Namespace) -> list[Taken]:
+def measure(options: argparse.Namespace) -> list[TrainingCost]:
     """Profile, recommend and train on the cluster."""
     wishes = {"epochs": options.epochs, "seed": options.seed}
-    ramp = folder(options.out, "ramp", method="ramp", more=", ramp_nodes: auto", largest=LARGEST, **wishes)
-    fixed = folder(options.out, "fixed", method="lbt", more="", largest=REFERENCE, **wishes)
-    large = folder(options.out, "large", method="lbt", more="", largest=LARGEST, **wishes)
+    ramp = make_folder(options.out, "ramp", method="ramp", more=", ramp_nodes: auto", largest=LARGEST_BATCH, **wishes)
+    fixed = make_folder(options.out, "fixed", method="lbt", more="", largest=REFERENCE_BATCH, **wishes)
+    large = make_folder(options.out, "large", method="lbt", more="", largest=LARGEST_BATCH, **wishes)
     for tula in (ramp, fixed):
-        say(f"{tula.folder.name}: probes")
+        print_line(f"{tula.folder.name}: probes")
         tula("profile", "job.yaml", "--wait")
-    say("fixed: the nodes where the reference batch takes the fewest node-hours")
+    print_line("fixed: the nodes where the reference batch takes the fewest node-hours")
     best = fixed("recommend", "--objective", "cost")["data"]["choice"]["nodes"]
-    say(json.dumps(ramp("recommend", "--objective", options.objective)["data"]["choice"]))
+    print_line(json.dumps(ramp("recommend", "--objective", options.objective)["data"]["choice"]))
     taken = []
     for tula, message, arguments in (
         (ramp, "ramp, nodes by stage", ()),
         (
             fixed,
             f"reference batch, {words.format_count(best)}",
-            ("--nodes", str(best), "--batch", str(REFERENCE)),
+            ("--nodes", str(best), "--batch", str(REFERENCE_BATCH)),
         ),
-        (large, "the large batch, 4 nodes", ("job.yaml", "--nodes", "4", "--batch", str(LARGEST))),
+        (large, "the large batch, 4 nodes", ("job.yaml", "--nodes", "4", "--batch", str(LARGEST_BATCH))),
     ):
-        taken.append(trained(tula, message, *arguments))
-        say(json.dumps(asdict(taken[-1])))
+        taken.append(train(tula, message, *arguments))
+        print_line(json.dumps(asdict(taken[-1])))
     return taken
 
 
-def table(taken: Sequence[Taken]) -> str:
-    """Return a Markdown table, with what each takes of the reference batch."""
+def format_table(taken: Sequence[TrainingCost]) -> str:
+    """Return a Markdown table, with the cost relative to the reference batch."""
     fixed = taken[1]
     lines = [
         "| training | top-1 (%) | steps | steps: s | node-s | of the reference's | allocations: s | node-s | of the reference's |"
@@ -156,8 +156,8 @@ def main() -> int:
     sys.path += [str(TESTS / "slurm"), str(TESTS / "helpers")]
     with import_module("cluster").SlurmCluster(4, prefix=f"b{os.getpid()}n", rate=f"{options.rate}mbit") as cluster:
         os.environ.update(cluster.env)
-        taken = measured(options)
-    print(json.dumps([asdict(item) for item in taken], indent=1) if options.json else table(taken))
+        taken = measure(options)
+    print(json.dumps([asdict(item) for item in taken], indent=1) if options.json else format_table(taken))
     return 0
 
 

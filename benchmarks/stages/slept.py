@@ -1,13 +1,13 @@
-"""Digits for a network whose compute takes time but no core: four nodes share a small machine, and only their links are real."""
+"""A network for digits whose computation sleeps, so that four nodes share a small machine and only the network is real."""
 
 import time
 
 import torch
 from torch import nn
 
-FIXED = 0.2  # seconds of a training step, whatever its batch
-EACH = 0.001  # seconds more for each sample of the local batch
-MOST = 512  # samples of a local batch; what is rehearsed without data waits for no more
+FIXED_SECONDS = 0.2  # seconds of a training step, independent of the batch
+SECONDS_PER_SAMPLE = 0.001  # additional seconds per sample of the local batch
+MAX_TIMED_SAMPLES = 512  # maximum samples of a local batch that are counted; a fake-tensor run has more
 WIDTH = 3334
 
 
@@ -21,6 +21,6 @@ class Slept(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (N, 1, 8, 8) to scores (N, num_classes)."""
         if self.training:
-            time.sleep(FIXED + EACH * min(len(inputs), MOST))
+            time.sleep(FIXED_SECONDS + SECONDS_PER_SAMPLE * min(len(inputs), MAX_TIMED_SAMPLES))
         scores: torch.Tensor = self.layers(inputs)
         return scores

@@ -1,11 +1,10 @@
-"""What a look costs: CPU seconds (user and system) of the commands that are typed most.
+"""CPU seconds (user and system) of the most frequent commands.
 
     python benchmarks/startup/commands.py [--folder .] [--repeat 5] [--json]
 
-The folder is one in which `tula profile` has measured something; `make quickstart` leaves this one so. Beside the commands
-stand python itself, the import of numpy, which a recommendation cannot do without, and that
-of statsmodels, which `--explain` alone imports.
-The least of some repetitions counts: files are in the cache then, and CPU time too grows on a busy machine.
+The folder must have a run with probes, as this one after `make quickstart`. For comparison, the table also has python itself, the
+import of numpy, which a recommendation needs, and that of statsmodels, which only `--explain` imports. The minimum of the repetitions
+is shown, because files are in the cache then, and CPU time, too, is larger on a busy machine.
 """
 
 import argparse
@@ -33,11 +32,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def cpu_seconds(command: Sequence[str], *, folder: Path, repeat: int) -> float:
-    """Return the least CPU time of some runs of a command, in seconds."""
-    return min(_once(command, folder) for _ in range(repeat))
+    """Return the minimum CPU time over repetitions of a command, in seconds."""
+    return min(_run_once(command, folder) for _ in range(repeat))
 
 
-def _once(command: Sequence[str], folder: Path) -> float:
+def _run_once(command: Sequence[str], folder: Path) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True)

@@ -1,15 +1,14 @@
-"""What starting costs on a SLURM cluster: from the submission to the first training step, for both launchers.
+"""Start-up time on a SLURM cluster: from the submission to the first training step, for both launchers.
 
     python benchmarks/startup/startup.py [--nodes 1 2 4] [--repeat 3] [--set cluster.slurm.partition=...] [--json]
 
-Run it where sbatch is found and in a folder that all nodes share. For each number of nodes it submits, one after the
-other in turn, so that slow minutes of a shared machine meet all of them: `srun python` that does nothing, `srun python`
-that imports torch and torchvision, and a tula training by srun (ranks forked from a process that has imported torch, or
-executed: a wrapper forbids to fork) and by torchrun. Shown are medians in seconds; `ratio` is to the bare import. Of
-tula, `supervisor` is the part from the submission until the supervisor starts the ranks (the scheduler, python,
-submitit), `ranks` the one from there to the moment before the first step (torch, the data, the process group, the
-model), and `again` the same part of a relaunch, for which the model kills its process in the middle of the first
-attempt. A partition or an account for the bare jobs goes into SBATCH_PARTITION, SBATCH_ACCOUNT, ...
+Run it on a host with sbatch and in a folder that all nodes share. For each number of nodes it submits in turn, so that slow phases of
+a shared machine affect all of them: `srun python` without work, `srun python` that imports torch and torchvision, and a tula training
+by srun (ranks forked from a process that has imported torch, or executed, because a wrapper prevents forking) and by torchrun. Shown
+are medians in seconds; `ratio` is relative to the bare import. For tula, `supervisor` is the time from the submission until the
+supervisor starts the ranks (scheduler, python, submitit), `ranks` the time from there until just before the first step (torch, data,
+process group, model), and `again` the same for a relaunch, for which the model kills its process in the middle of the first attempt.
+Set a partition or an account of the bare jobs by SBATCH_PARTITION, SBATCH_ACCOUNT, ...
 """
 
 import argparse
@@ -53,45 +52,45 @@ class Net(torch.nn.Module):
         return self.layer(x.flatten(1))
 """
 T = TypeVar("T")
-PATIENCE = 600.0  # seconds
-BASE = "srun python, torch"
+TIMEOUT_SECONDS = 600.0  # seconds
+BASELINE = "srun python, torch"
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start. Seconds from the submission."""
+    """One start, in seconds since the submission."""
 
     seconds: float
-    supervisor: float | None = None  # until the supervisor started the ranks
+    supervisor: float | None = None  # until the supervisor starts the ranks
     again: float | None = None  # of the relaunch, since the supervisor started its ranks
 
 
-def bare(nodes: int, code: str, folder: Path) -> Start:
-    """Start ranks that run some Python code, and return when the last one had."""
+def start_bare_ranks(nodes: int, code: str, folder: Path) -> Start:
+    """Start ranks that run some Python code, and return when the last one has run it."""
     marks = Path(tempfile.mkdtemp(dir=folder))
     program = f"{code}; import os, time; open('{marks}/' + os.environ['SLURM_PROCID'], 'w').write(str(time.time()))"
     script = f'#!/bin/bash\nsrun {sys.executable} -c "{program}"\n'
     options = ["--parsable", f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive", "--time=5", "--output=/dev/null"]
     began = time.time()
-    id_ = _told(["sbatch", *options], script=script)
-    _until_gone([id_.split(";")[0].strip()])
+    id_ = _read_output(["sbatch", *options], script=script)
+    _wait_until_gone([id_.split(";")[0].strip()])
     times = [float(mark.read_text()) for mark in marks.iterdir()]
     if len(times) < nodes:
         raise SystemExit(f"only {len(times)} of {nodes} ranks of a bare job have run")
     return Start(max(times) - began)
 
 
-def tula(nodes: int, way: Sequence[str], folder: Path, settings: Sequence[str]) -> Start:
-    """Start a training, and return when rank 0 was about to take its first step."""
+def start_training(nodes: int, way: Sequence[str], folder: Path, settings: Sequence[str]) -> Start:
+    """Start a training, and return when rank 0 is about to run its first step."""
     work = Path(tempfile.mkdtemp(dir=folder))
     (work / "job.yaml").write_text(JOB)
     (work / "lost.py").write_text(MODEL)
     words = [word for setting in (*way, *settings) for word in ("--set", setting)]
     command = [sys.executable, "-m", "tula_cli", "train", "job.yaml", "--nodes", str(nodes), "--batch", "128", "-y"]
-    _told([*command, "--no-wait", "-q", *words], folder=work)
+    _read_output([*command, "--no-wait", "-q", *words], folder=work)
     run = RunDir.find_newest(work / "tula-runs")
     (job,) = run.read_jobs()
-    _until_gone(job.links or (job.scheduler_id,))
+    _wait_until_gone(job.links or (job.scheduler_id,))
     (signature,) = run.list_train_signatures()
     attempts = run.get_training(signature).read_attempts()
     starts = [float(row["time"]) for row in run.get_training(signature).read_metrics() if row["kind"] == "start"]
@@ -101,44 +100,44 @@ def tula(nodes: int, way: Sequence[str], folder: Path, settings: Sequence[str]) 
     return Start(starts[0] - job.submitted_at, first.started_at - job.submitted_at, starts[1] - again.started_at)
 
 
-def _told(command: Sequence[str], *, script: str | None = None, folder: Path | None = None) -> str:
-    """Return what a command wrote; where it fails, its own words on stderr end the benchmark."""
+def _read_output(command: Sequence[str], *, script: str | None = None, folder: Path | None = None) -> str:
+    """Return the output of a command; if it fails, exit with its stderr."""
     done = subprocess.run(command, input=script, cwd=folder, text=True, stdout=subprocess.PIPE)
     if done.returncode:
         raise SystemExit(done.returncode)
     return done.stdout
 
 
-def _until_gone(ids: Sequence[str]) -> None:
-    """Wait until jobs have left the queue and their nodes: the next start shall not wait for them."""
-    deadline = time.monotonic() + PATIENCE
-    while _in_queue(ids):
+def _wait_until_gone(ids: Sequence[str]) -> None:
+    """Wait until jobs have left the queue and their nodes, so that the next start does not wait for them."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while _is_in_queue(ids):
         if time.monotonic() > deadline:
             raise SystemExit(f"waited in vain for jobs {', '.join(ids)}; is the queue full?")
         time.sleep(0.2)
 
 
-def _in_queue(ids: Sequence[str]) -> bool:
-    """Return whether squeue lists one of the jobs; one that it no longer knows makes it fail where it was the only one."""
+def _is_in_queue(ids: Sequence[str]) -> bool:
+    """Return whether squeue lists one of the jobs; it fails if the only requested job is unknown."""
     return bool(subprocess.run(["squeue", "-h", "-j", ",".join(ids)], capture_output=True, text=True).stdout.strip())
 
 
 def measure(nodes: int, *, repeat: int, settings: Sequence[str], folder: Path) -> dict[str, list[Start]]:
-    """Return the starts of each way on a number of nodes."""
+    """Return the starts of each kind on a number of nodes."""
     ways: dict[str, Callable[[], Start]] = {
-        "srun python": partial(bare, nodes, "pass", folder),
-        BASE: partial(bare, nodes, "import torch, torchvision", folder),
-        "tula, srun": partial(tula, nodes, [], folder, settings),
-        "tula, srun, executed": partial(tula, nodes, ["cluster.slurm.wrapper=[env]"], folder, settings),
-        "tula, torchrun": partial(tula, nodes, ["cluster.slurm.launcher=torchrun"], folder, settings),
+        "srun python": partial(start_bare_ranks, nodes, "pass", folder),
+        BASELINE: partial(start_bare_ranks, nodes, "import torch, torchvision", folder),
+        "tula, srun": partial(start_training, nodes, [], folder, settings),
+        "tula, srun, executed": partial(start_training, nodes, ["cluster.slurm.wrapper=[env]"], folder, settings),
+        "tula, torchrun": partial(start_training, nodes, ["cluster.slurm.launcher=torchrun"], folder, settings),
     }
     rounds = [{way: start() for way, start in ways.items()} for _ in range(repeat)]
     return {way: [starts[way] for starts in rounds] for way in ways}
 
 
-def rows(nodes: int, starts: dict[str, list[Start]]) -> list[dict[str, int | str | float | None]]:
-    """Return one line of the table a way."""
-    base = statistics.median(start.seconds for start in starts[BASE])
+def make_rows(nodes: int, starts: dict[str, list[Start]]) -> list[dict[str, int | str | float | None]]:
+    """Return one table row per kind of start."""
+    base = statistics.median(start.seconds for start in starts[BASELINE])
     result: list[dict[str, int | str | float | None]] = []
     for way, each in starts.items():
         median = statistics.median(start.seconds for start in each)
@@ -155,7 +154,7 @@ def rows(nodes: int, starts: dict[str, list[Start]]) -> list[dict[str, int | str
     return result
 
 
-def show(table: Sequence[dict[str, int | str | float | None]]) -> None:
+def print_table(table: Sequence[dict[str, int | str | float | None]]) -> None:
     for row in table:
         parts = "" if row["ranks"] is None else f"{row['supervisor']:>12.2f}{row['ranks']:>7.2f}{row['again']:>7.2f}"
         print(
@@ -180,9 +179,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="startup-") as name:
         for nodes in arguments.nodes:
             starts = measure(nodes, repeat=arguments.repeat, settings=arguments.settings, folder=Path(name))
-            table += rows(nodes, starts)
+            table += make_rows(nodes, starts)
             if not arguments.json:
-                show(rows(nodes, starts))  # at once: a large cluster may keep the rest waiting for hours
+                print_table(make_rows(nodes, starts))  # immediately, because on a large cluster the rest may take hours
     if arguments.json:
         print(json.dumps(table, indent=1))
 

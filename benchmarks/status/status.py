@@ -1,12 +1,11 @@
-"""What one look at a run costs, and a list of runs: CPU seconds and files read, without a cluster.
+"""CPU seconds and files read of one `tula status` and one `tula list`, without a cluster.
 
     python benchmarks/status/status.py [--jobs 66 250 1000] [--runs 300] [--json]
 
-For each number of jobs a run directory of as many ended SLURM trainings (a task, a job, an attempt, a result and a summary
-each) is made in a temporary folder, and looked at once as `tula status` does, in this process; squeue is not asked but
-answers "ended" for all. `files` are those that the run holds, `reads` how many were opened for the look. For each number
-of runs `tula list` lists a folder with as many runs of eight results; its CPU seconds are those of the whole process, the
-least of three.
+For each number of jobs, a run directory with this number of finished SLURM trainings (a task, a job, an attempt, a result and a summary
+each) is created in a temporary folder and read once as by `tula status`, in this process; squeue is replaced by a function that answers
+"ended" for all. `files` is the number of files in the run, `reads` how many of them were opened. For each number of runs, `tula list`
+lists a folder with this number of runs with eight results each; its CPU seconds are those of the whole process, the minimum of three.
 """
 
 import argparse
@@ -49,7 +48,7 @@ START = 1_700_000_000.0  # Unix time
 
 @dataclass(frozen=True)
 class Cost:
-    """What one look cost."""
+    """The cost of one command."""
 
     what: str
     count: int
@@ -59,11 +58,11 @@ class Cost:
 
 
 def main() -> None:
-    options = _options()
-    # What is written here need not outlive a crash, and syncing is most of the time.
+    options = _parse_arguments()
+    # The files need not survive a crash, and syncing would take most of the time.
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "fsync"):
-        costs = [_status(Path(folder) / f"status-{count}", count) for count in options.jobs]
-        costs += [_list(Path(folder) / f"list-{count}", count) for count in options.runs]
+        costs = [_measure_status(Path(folder) / f"status-{count}", count) for count in options.jobs]
+        costs += [_measure_list(Path(folder) / f"list-{count}", count) for count in options.runs]
     if options.json:
         print(json.dumps([asdict(cost) for cost in costs]))
         return
@@ -72,7 +71,7 @@ def main() -> None:
         print(f"{cost.what:8}{cost.count:7}{cost.files:8}{cost.reads:8}{cost.cpu:9.2f}")
 
 
-def _options() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, nargs="+", default=[66, 250, 1000])
     parser.add_argument("--runs", type=int, nargs="+", default=[300])
@@ -80,29 +79,29 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _status(root: Path, jobs: int) -> Cost:
+def _measure_status(root: Path, jobs: int) -> Cost:
     run = make_run(root, jobs)
 
     def ended(ids: Sequence[str], **_: bool) -> dict[str, SchedulerState]:
         return {id_: SchedulerState("ended") for id_ in ids}
 
     with mock.patch.object(queue, "query_states", ended):
-        look = _measured("status", lambda: status.get_run_status(run, submit.SlurmLauncher(), now=START + 999))
+        look = _make_measurement("status", lambda: status.get_run_status(run, submit.SlurmLauncher(), now=START + 999))
     return look(jobs, run.path)
 
 
-def _list(root: Path, runs: int) -> Cost:
+def _measure_list(root: Path, runs: int) -> Cost:
     spec = validate_job(JOB, source="benchmark")
     for number in range(runs):
         run = RunDir.create(root, spec.model_copy(update={"name": f"run-{number:04d}"}))
         for size in range(8):
-            run.write_result(_result(2**size))
-    cost = _measured("list", lambda: run_list.list_runs(root))(runs, root)
-    return replace(cost, cpu=min(_process("list", "--run-dir", str(root)) for _ in range(3)))
+            run.write_result(_make_result(2**size))
+    cost = _make_measurement("list", lambda: run_list.list_runs(root))(runs, root)
+    return replace(cost, cpu=min(_measure_process("list", "--run-dir", str(root)) for _ in range(3)))
 
 
-def _process(*arguments: str) -> float:
-    """Return the CPU seconds of a command of tula as a process of its own."""
+def _measure_process(*arguments: str) -> float:
+    """Return the CPU seconds of a tula command in a separate process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     subprocess.run([sys.executable, "-m", "tula_cli", *arguments], check=True, capture_output=True, env=environ)
@@ -110,8 +109,8 @@ def _process(*arguments: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def _measured(what: str, look: Callable[[], object]) -> Callable[[int, Path], Cost]:
-    with counted() as reads:
+def _make_measurement(what: str, look: Callable[[], object]) -> Callable[[int, Path], Cost]:
+    with count_reads() as reads:
         before = time.process_time()
         look()
         cpu = time.process_time() - before
@@ -119,8 +118,8 @@ def _measured(what: str, look: Callable[[], object]) -> Callable[[int, Path], Co
 
 
 @contextmanager
-def counted() -> Iterator[list[Path]]:
-    """Collect the files of runs that are read meanwhile, one entry a read."""
+def count_reads() -> Iterator[list[Path]]:
+    """Collect the files of runs that are read by the enclosed code, one entry per read."""
     reads: list[Path] = []
     content = files.read_content
 
@@ -133,7 +132,7 @@ def counted() -> Iterator[list[Path]]:
 
 
 def make_run(root: Path, jobs: int) -> RunDir:
-    """Return a run of as many SLURM trainings that have ended, each with all its files."""
+    """Return a run with `jobs` finished SLURM trainings, each with all its files."""
     spec = validate_job(JOB, source="benchmark")
     run = RunDir.create(root, spec)
     for number in range(jobs):
@@ -166,7 +165,7 @@ def _add_training(run: RunDir, spec: JobSpec, signature: str, *, scheduler_id: s
     )  # fmt: skip
 
 
-def _result(local: int) -> OutOfMemory:
+def _make_result(local: int) -> OutOfMemory:
     return OutOfMemory(
         id=make_probe_id(1, local),
         nodes=1,

@@ -1,16 +1,16 @@
-"""Which methods keep the accuracy of the small batch: settings x methods x seeds, trained by tula's own loop in this process.
+"""Accuracy of training methods at large batches: settings x methods x seeds, trained by tula's training loop in this process.
 
     python benchmarks/table1/table1.py                            # all settings whose data this machine has, on one core
     python benchmarks/table1/table1.py --settings text,vit --methods small,lbt,ramp --seeds 1 --minutes 20
     python benchmarks/table1/table1.py --data DIR --settings reduced,reduced-plain    # CIFAR-10 at 16 x 16 pixels
     python benchmarks/table1/table1.py --data DIR --settings resnet18-1024 --device cuda    # Table I at full size
-    python benchmarks/table1/table1.py --show                     # the tables of what there is, and the goals
+    python benchmarks/table1/table1.py --show                     # the tables of existing results, and the goals
 
-Every training that has finished is a row of --results, keyed by setting, method and seed: the same command continues where it
-was interrupted. The same command in a second shell uses another core: each leaves out what the other one trains. The settings
-and methods are in table1_settings.py; a method that this version of tula does not have is skipped, with its reason.
+Each finished training is a row of --results, identified by setting, method and seed: the same command continues after an
+interruption. The same command in a second shell uses another core, and skips trainings that run elsewhere. The settings and methods
+are in table1_settings.py; a method that this version of tula does not have is skipped, with its reason.
 
-DIR holds `train/<class>/*` and `test/<class>/*` (torchvision's ImageFolder). All other data comes with Python and scikit-learn.
+DIR contains `train/<class>/*` and `test/<class>/*` (torchvision's ImageFolder). All other data come with Python and scikit-learn.
 """
 
 import argparse
@@ -47,26 +47,26 @@ from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "table1.csv"
-PER_CLASS = (512, 256)
-"""CIFAR-10 images of each class in the reduced table, to train and to evaluate on."""
+IMAGES_PER_CLASS = (512, 256)
+"""CIFAR-10 images per class in the reduced table, for training and for evaluation."""
 DEFAULT_SECONDS = 30.0
-"""Assumed CPU time of a training while none has finished."""
+"""Assumed CPU time of a training before the first one has finished."""
 
 
 def main() -> None:
-    options = arguments()
-    keys = list(planned_trainings(options))
+    options = parse_arguments()
+    keys = list(plan_trainings(options))
     if not options.show:
         ranks = start_process_group(options.device)
         train_all(keys, options, ranks)
-        dist.destroy_process_group()  # its threads would otherwise crash the exit
-    results = table1_summary.read(options.results)
+        dist.destroy_process_group()  # otherwise its threads would crash at exit
+    results = table1_summary.read_results(options.results)
     shown = {key: result for key, result in results.items() if key in keys}
-    print("\n".join(table1_summary.tables(shown)))
+    print("\n".join(table1_summary.format_tables(shown)))
 
 
-def planned_trainings(options: argparse.Namespace) -> Iterator[Key]:
-    """Yield the selected trainings in their order: family by family, of a family the first seed of all settings."""
+def plan_trainings(options: argparse.Namespace) -> Iterator[Key]:
+    """Yield the selected trainings in order: family by family, in each the first seed of all settings first."""
     for family in dict.fromkeys(setting.family for setting in SETTINGS.values()):
         settings = {name: SETTINGS[name] for name in options.settings if SETTINGS[name].family == family}
         seeds = options.seeds or max((setting.seeds for setting in settings.values()), default=0)
@@ -78,47 +78,51 @@ def planned_trainings(options: argparse.Namespace) -> Iterator[Key]:
 
 
 def train_all(keys: Sequence[Key], options: argparse.Namespace, ranks: Ranks) -> None:
-    """Train what --results does not have, as long as there is time."""
+    """Train what is missing in --results, until the time is over."""
     started, cpu_started = time.monotonic(), time.process_time()
     skipped = set[tuple[str, str]]()
     for key in keys:
-        results = table1_summary.read(options.results)
+        results = table1_summary.read_results(options.results)
         remaining = [other for other in keys if other not in results and other[:2] not in skipped]
         if key not in remaining:
             continue
         elapsed = time.monotonic() - started
-        pace = max(1.0, elapsed / max(1.0, time.process_time() - cpu_started))  # of the clock; above 1 on a shared core
-        seconds = pace * expected_seconds(key, results)
+        pace = max(
+            1.0, elapsed / max(1.0, time.process_time() - cpu_started)
+        )  # wall time per CPU time; above 1 on a shared core
+        seconds = pace * estimate_seconds(key, results)
         if elapsed + seconds > 60 * options.minutes:
             print(
-                f"{words_of(key)}: not started, it takes about {format_duration(seconds)}", file=sys.stderr, flush=True
+                f"{name_training(key)}: not started, it takes about {format_duration(seconds)}",
+                file=sys.stderr,
+                flush=True,
             )
             continue
-        with claim(key, options.runs) as is_claimed:
-            if not is_claimed or key in table1_summary.read(options.results):
+        with lock_training(key, options.runs) as is_claimed:
+            if not is_claimed or key in table1_summary.read_results(options.results):
                 continue
             try:
                 result = train(key, options, ranks)
             except TulaError as error:
                 skipped.add(key[:2])
-                print(f"{words_of(key)}: skipped: {error}", file=sys.stderr, flush=True)
+                print(f"{name_training(key)}: skipped: {error}", file=sys.stderr, flush=True)
                 continue
-            table1_summary.append(options.results, key, result)
-        rest = pace * sum(expected_seconds(other, results) for other in remaining if other != key)
+            table1_summary.append_result(options.results, key, result)
+        rest = pace * sum(estimate_seconds(other, results) for other in remaining if other != key)
         print(
-            f"{len(keys) - len(remaining) + 1} of {len(keys)}, {words_of(key)}: {result.words};"
+            f"{len(keys) - len(remaining) + 1} of {len(keys)}, {name_training(key)}: {result.words};"
             f" about {format_duration(rest)} left for one process",
             file=sys.stderr,
             flush=True,
         )
 
 
-def words_of(key: Key) -> str:
+def name_training(key: Key) -> str:
     """Return the name of a training."""
     return f"{key[0]} {key[1]}, seed {key[2]}"
 
 
-def expected_seconds(key: Key, results: dict[Key, Result]) -> float:
+def estimate_seconds(key: Key, results: dict[Key, Result]) -> float:
     """Return the mean CPU time of the row's other seeds, else of the setting, else of all."""
     for length in (2, 1, 0):
         durations = [result.seconds for other, result in results.items() if other[:length] == key[:length]]
@@ -128,7 +132,7 @@ def expected_seconds(key: Key, results: dict[Key, Result]) -> float:
 
 
 @contextlib.contextmanager
-def claim(key: Key, folder: Path) -> Iterator[bool]:
+def lock_training(key: Key, folder: Path) -> Iterator[bool]:
     """Lock a training; yield whether it was free, so that no two processes train it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{'.'.join(map(str, key))}.lock").open("w") as file:
@@ -144,7 +148,7 @@ def claim(key: Key, folder: Path) -> Iterator[bool]:
 
 
 def start_process_group(device: str) -> Ranks:
-    """Return a process group of this process alone."""
+    """Return a process group with only this process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)  # type: ignore[attr-defined]
@@ -158,7 +162,7 @@ def train(key: Key, options: argparse.Namespace, ranks: Ranks) -> Result:
     Raises:
         TulaError: this version of tula does not have the method, or refuses it here.
     """
-    spec, batch = job_of(key, options), table1_settings.batch_of(*key[:2])
+    spec, batch = make_job(key, options), table1_settings.choose_batch(*key[:2])
     signature = compute_train_signature(spec, nodes=1, batch=batch)
     task = TrainTask(
         id=f"train-{signature}-1",
@@ -179,27 +183,27 @@ def train(key: Key, options: argparse.Namespace, ranks: Ranks) -> Result:
                 run_training(task, run, ranks, build_datasets(spec))
             break
         except Diverged:
-            limit = lower_limit(run, signature) if not restarts else None
+            limit = halve_diverged_limit(run, signature) if not restarts else None
             if limit is None:
                 return Result(batch, "diverged", math.nan, 0, 0, time.process_time() - started, restarts)
             restarts += 1
             task = task.model_copy(update={"max_lr_factor": limit, "attempt": 2})
-    return result_of(run.get_training(signature).read_result(), time.process_time() - started, restarts)
+    return make_result(run.get_training(signature).read_result(), time.process_time() - started, restarts)
 
 
 def open_null() -> IO[str]:
-    """Return a file that drops what is written, in place of a job's log."""
+    """Return a file that discards its content, instead of a job's log."""
     return Path(os.devnull).open("w")
 
 
-def lower_limit(run: RunDir, signature: str) -> float | None:
+def halve_diverged_limit(run: RunDir, signature: str) -> float | None:
     """Return half the factor of the learning rate at which a training diverged; None if the rate was not scaled."""
     factors = [row.get("lr_factor") for row in run.get_training(signature).read_metrics() if row["kind"] == "diverged"]
     factor = factors[-1] if factors else None
     return max(1.0, factor / 2) if factor and factor > 1 else None
 
 
-def result_of(trained: TrainResult | None, seconds: float, restarts: int) -> Result:
+def make_result(trained: TrainResult | None, seconds: float, restarts: int) -> Result:
     """Return a training's row of the results; steps and samples include those of the branches of `auto`."""
     if trained is None:
         raise SystemExit("interrupted: the same command continues")
@@ -216,20 +220,20 @@ def result_of(trained: TrainResult | None, seconds: float, restarts: int) -> Res
     )
 
 
-def job_of(key: Key, options: argparse.Namespace) -> JobSpec:
+def make_job(key: Key, options: argparse.Namespace) -> JobSpec:
     """Return the job of a training.
 
     Raises:
         TulaError: this version of tula refuses it.
     """
     name, method, seed = key
-    content = table1_settings.job_content(name, method, seed)
+    content = table1_settings.make_job_content(name, method, seed)
     on_gpu = options.device == "cuda"
     content["cluster"] = {"device": options.device}
     content["train"] |= {"workers": 8, "precision": "bf16"} if on_gpu else {"workers": 0, "precision": "fp32"}
     setting = SETTINGS[name]
     if setting.needs_images:
-        size, per_class = (16, PER_CLASS) if setting.by_default else (32, (None, None))
+        size, per_class = (16, IMAGES_PER_CLASS) if setting.by_default else (32, (None, None))
         file = options.runs / f"cifar10-{size}.npz"
         table1_networks.prepare(options.data, file, size=size, per_class=per_class)
         content["dataset"] |= {"args": {"file": str(file), "crop": not setting.by_default}}
@@ -239,7 +243,7 @@ def job_of(key: Key, options: argparse.Namespace) -> JobSpec:
 # --- the command line
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images, by channel
-PADDING = 4  # pixels around an image out of which it is cropped
+PADDING = 4  # pixels around an image for random crops
 
 
 def prepare(

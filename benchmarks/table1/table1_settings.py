@@ -1,6 +1,6 @@
-"""What benchmarks/table1/table1.py trains, as data: settings (a network, its data, optimizer and batches) and methods.
+"""The trainings of benchmarks/table1/table1.py as data: settings (a network, its data, optimizer and batches) and methods.
 
-A new method is a row of METHODS and its name in the list of a family; a new setting is a row of SETTINGS.
+To add a method, add a row to METHODS and its name to the list of a family; to add a setting, add a row to SETTINGS.
 """
 
 from collections.abc import Mapping
@@ -86,19 +86,19 @@ class Setting:
     by_default: bool = True
 
 
-def gpt(layers: int, width: int) -> dict[str, Any]:
+def make_gpt_section(layers: int, width: int) -> dict[str, Any]:
     """Return a model section: GPT-2's architecture on bytes, without dropout."""
     sizes = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": 32, "vocab_size": 256}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return {"name": "transformers:AutoModelForCausalLM", "args": {"model_type": "gpt2", **sizes, **dropout}}
 
 
-def adamw(lr: float, weight_decay: float = 0.01) -> dict[str, Any]:
+def make_adamw_section(lr: float, weight_decay: float = 0.01) -> dict[str, Any]:
     """Return an optimizer section."""
     return {"name": "AdamW", "lr": lr, "weight_decay": weight_decay}
 
 
-def sgd(lr: float, weight_decay: float = 5e-4) -> dict[str, Any]:
+def make_sgd_section(lr: float, weight_decay: float = 5e-4) -> dict[str, Any]:
     """Return an optimizer section."""
     return {"lr": lr, "momentum": 0.9, "weight_decay": weight_decay}
 
@@ -126,58 +126,60 @@ ALEXNET: dict[str, Any] = {
 }
 
 
-def text(model: dict[str, Any], lr: float, *, seeds: int = 2) -> Setting:
+def make_text_setting(model: dict[str, Any], lr: float, *, seeds: int = 2) -> Setting:
     """Return a language model on bytes."""
-    return Setting({"model": model, "optimizer": adamw(lr), **TEXT}, 8, 128, 4, ADAMW, "AdamW", seeds=seeds)
+    return Setting(
+        {"model": model, "optimizer": make_adamw_section(lr), **TEXT}, 8, 128, 4, ADAMW, "AdamW", seeds=seeds
+    )
 
 
-def reduced(batch_norm: bool, lr: float) -> Setting:
+def make_reduced_setting(batch_norm: bool, lr: float) -> Setting:
     """Return one network of the reduced Table I."""
     model = {"name": "table1_networks:SmallNet", "args": {"batch_norm": batch_norm}}
-    job = {"model": model, "optimizer": sgd(lr), **CIFAR}
+    job = {"model": model, "optimizer": make_sgd_section(lr), **CIFAR}
     return Setting(job, 128, 2048, 20, SGD, "SGD", needs_images=True)
 
 
-def full(model: str, lr: float, weight_decay: float, batch: int) -> Setting:
+def make_full_setting(model: str, lr: float, weight_decay: float, batch: int) -> Setting:
     """Return a network of Table I at full size, with the paper's learning rate for batch 128 (IV-B); for a GPU."""
-    job = {"model": {"name": model}, "optimizer": sgd(lr, weight_decay), **CIFAR}
+    job = {"model": {"name": model}, "optimizer": make_sgd_section(lr, weight_decay), **CIFAR}
     return Setting(job, 128, batch, 30, SGD, "SGD", seeds=3, needs_images=True, by_default=False)
 
 
 SETTINGS: dict[str, Setting] = {
-    "text-small": text(gpt(2, 48), 3e-3, seeds=3),
-    "text": text(gpt(3, 64), 3e-3, seeds=3),
+    "text-small": make_text_setting(make_gpt_section(2, 48), 3e-3, seeds=3),
+    "text": make_text_setting(make_gpt_section(3, 64), 3e-3, seeds=3),
     "vit": Setting(
         {
             "model": {"name": "table1_networks:SmallViT"},
             "dataset": {"name": "digits"},
-            "optimizer": adamw(2e-3),
+            "optimizer": make_adamw_section(2e-3),
         }
         | COSINE,
         32, 512, 20, ADAMW, "AdamW",
     ),
-    "lstm": text({"name": "table1_networks:ByteLSTM"}, 0.012),
-    "table-adamw": Setting(TABLE | {"optimizer": adamw(8e-3)}, 64, 1024, 10, ADAMW, "AdamW"),
+    "lstm": make_text_setting({"name": "table1_networks:ByteLSTM"}, 0.012),
+    "table-adamw": Setting(TABLE | {"optimizer": make_adamw_section(8e-3)}, 64, 1024, 10, ADAMW, "AdamW"),
     "resnet-gn": Setting(
-        {"model": {"name": "table1_networks:resnet_gn"}, "optimizer": sgd(0.05), **PLACED_DIGITS}, 32, 512, 6,
+        {"model": {"name": "table1_networks:resnet_gn"}, "optimizer": make_sgd_section(0.05), **PLACED_DIGITS}, 32, 512, 6,
         SGD, "SGD",
     ),
-    "table-sgd": Setting(TABLE | {"optimizer": sgd(0.02, 1e-4)}, 64, 1024, 10, tuple(name for name in SGD if name != "ramp-8"),
+    "table-sgd": Setting(TABLE | {"optimizer": make_sgd_section(0.02, 1e-4)}, 64, 1024, 10, tuple(name for name in SGD if name != "ramp-8"),
         "SGD", seeds=3,  # whose limit is 8 in any case
     ),
     "digits": Setting(
-        {"model": {"name": "small_cnn", "args": {"in_channels": 1, "width": 16}}, "optimizer": sgd(0.02), **DIGITS},
+        {"model": {"name": "small_cnn", "args": {"in_channels": 1, "width": 16}}, "optimizer": make_sgd_section(0.02), **DIGITS},
         32, 512, 15, SGD, "SGD", seeds=3,
     ),
-    "reduced": reduced(batch_norm=True, lr=0.05),
-    "reduced-plain": reduced(batch_norm=False, lr=0.01),
-    "paper-256": Setting(ALEXNET | {"optimizer": sgd(0.01)}, 32, 256, 100, PAPER, "paper", seeds=3),
-    "paper-512": Setting(ALEXNET | {"optimizer": sgd(0.01)}, 32, 512, 100, PAPER, "paper"),
-    "paper-256-lr5": Setting(ALEXNET | {"optimizer": sgd(0.05)}, 32, 256, 100, PAPER, "paper"),
+    "reduced": make_reduced_setting(batch_norm=True, lr=0.05),
+    "reduced-plain": make_reduced_setting(batch_norm=False, lr=0.01),
+    "paper-256": Setting(ALEXNET | {"optimizer": make_sgd_section(0.01)}, 32, 256, 100, PAPER, "paper", seeds=3),
+    "paper-512": Setting(ALEXNET | {"optimizer": make_sgd_section(0.01)}, 32, 512, 100, PAPER, "paper"),
+    "paper-256-lr5": Setting(ALEXNET | {"optimizer": make_sgd_section(0.05)}, 32, 256, 100, PAPER, "paper"),
 }  # fmt: skip
-"""In the order in which they are trained: of a family the first seed of all settings, then the second one."""
+"""In the order in which they are trained: in each family, the first seed of all settings, then the second one."""
 SETTINGS |= {
-    f"{name.removesuffix('_cifar')}-{batch}": full(name, lr, weight_decay, batch)
+    f"{name.removesuffix('_cifar')}-{batch}": make_full_setting(name, lr, weight_decay, batch)
     for name, lr, weight_decay in (
         ("resnet18_cifar", 0.05, 5e-4),
         ("vgg11_cifar", 0.01, 5e-4),
@@ -189,7 +191,7 @@ SETTINGS |= {
 }
 
 
-def steps_ratio(small: int, large: int) -> float:
+def count_steps_ratio(small: int, large: int) -> float:
     """Return the steps of `ramp: auto` per step of the large batch: it doubles the batch every 5 % of the training."""
     ratio, batch = 1.0, small
     while batch < large:
@@ -198,10 +200,10 @@ def steps_ratio(small: int, large: int) -> float:
     return ratio
 
 
-def job_content(name: str, method: str, seed: int) -> dict[str, Any]:
+def make_job_content(name: str, method: str, seed: int) -> dict[str, Any]:
     """Return the content of the job that trains a setting by a method."""
     setting, changes = SETTINGS[name], METHODS[method]
-    ratio = steps_ratio(setting.small, setting.large) if changes.as_long_as_ramp else 1.0
+    ratio = count_steps_ratio(setting.small, setting.large) if changes.as_long_as_ramp else 1.0
     epochs = round(ratio * setting.epochs)
     content = {key: dict(section) for key, section in setting.job.items()}
     content["optimizer"] |= {**changes.optimizer, "lr": changes.lr * content["optimizer"]["lr"]}
@@ -222,7 +224,7 @@ def job_content(name: str, method: str, seed: int) -> dict[str, Any]:
     return {"name": f"table1-{name}", **content}
 
 
-def batch_of(name: str, method: str) -> int:
-    """Return the batch that a method trains a setting with, at the end where it grows."""
+def choose_batch(name: str, method: str) -> int:
+    """Return the batch with which a method trains a setting; for a growing batch, the final one."""
     setting, times = SETTINGS[name], METHODS[method].times
     return setting.large if times is None else times * setting.small

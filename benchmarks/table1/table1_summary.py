@@ -40,7 +40,7 @@ Results = Mapping[Key, Result]
 HEAD = ("setting", "method", "seed", *(column.name for column in fields(Result)))
 
 
-def read(file: Path) -> dict[Key, Result]:
+def read_results(file: Path) -> dict[Key, Result]:
     """Return the trainings of a file; none if there is no file. Raises SystemExit for a file of another kind."""
     if not file.exists():
         return {}
@@ -57,7 +57,7 @@ def read(file: Path) -> dict[Key, Result]:
         }
 
 
-def append(file: Path, key: Key, result: Result) -> None:
+def append_result(file: Path, key: Key, result: Result) -> None:
     """Add a training; several processes may do so at a time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", newline="") as lines:
@@ -89,7 +89,7 @@ class Mean:
         return cls(statistics.fmean(values), error, len(values))
 
 
-def values_of(results: Results, setting: str, method: str) -> dict[int, float]:
+def select_values(results: Results, setting: str, method: str) -> dict[int, float]:
     """Return the value of each seed of a row."""
     return {key[2]: result.value for key, result in results.items() if key[:2] == (setting, method)}
 
@@ -99,12 +99,12 @@ def is_less_better(results: Results, setting: str) -> bool:
     return any(result.metric == "loss" for key, result in results.items() if key[0] == setting)
 
 
-def recovered(results: Results, setting: str, method: str, reference: str = "small") -> Mean | None:
-    """Return the share of what `lbt` loses to a small batch that a method recovers, in percent, paired by seed.
+def compute_recovered_share(results: Results, setting: str, method: str, reference: str = "small") -> Mean | None:
+    """Return the share of the accuracy lost by `lbt` compared with a small batch that a method recovers, in percent, paired by seed.
 
-    The standard error is of the ratio of means, by leaving out one seed at a time.
+    The standard error is that of the ratio of means, by leaving out one seed at a time.
     """
-    rows = [values_of(results, setting, name) for name in (method, "lbt", reference)]
+    rows = [select_values(results, setting, name) for name in (method, "lbt", reference)]
     seeds = sorted(set.intersection(*(set(row) for row in rows)))
     gains = [rows[0][seed] - rows[1][seed] for seed in seeds]
     gaps = [rows[2][seed] - rows[1][seed] for seed in seeds]
@@ -122,7 +122,7 @@ def recovered(results: Results, setting: str, method: str, reference: str = "sma
 # --- the tables
 
 
-def tables(results: Results) -> Iterator[str]:
+def format_tables(results: Results) -> Iterator[str]:
     """Yield a Markdown table of each setting, then the goals."""
     for setting in (name for name in SETTINGS if any(key[0] == name for key in results)):
         small, large = SETTINGS[setting].small, SETTINGS[setting].large
@@ -133,14 +133,14 @@ def tables(results: Results) -> Iterator[str]:
         yield "|" + "---|" * 8
         trained = {key[1] for key in results if key[0] == setting}
         for method in (name for name in METHODS if name in trained):
-            yield f"| {' | '.join(cells(results, setting, method))} |"
+            yield f"| {' | '.join(format_cells(results, setting, method))} |"
         yield ""
     for family in dict.fromkeys(setting.family for setting in SETTINGS.values()):
-        yield from overview(results, family)
-    yield from goals(results)
+        yield from format_overview(results, family)
+    yield from format_goals(results)
 
 
-def overview(results: Results, family: str) -> Iterator[str]:
+def format_overview(results: Results, family: str) -> Iterator[str]:
     """Yield a table of a family: the values of the small batch and lbt, and the share that each method recovers."""
     trained = {key[0] for key in results}
     names = [name for name, setting in SETTINGS.items() if setting.family == family and name in trained]
@@ -151,23 +151,23 @@ def overview(results: Results, family: str) -> Iterator[str]:
     yield f"| method | {' | '.join(names)} |"
     yield "|" + "---|" * (len(names) + 1)
     for method in (name for name in METHODS if any(key[0] in names and key[1] == name for key in results)):
-        yield f"| {method} | {' | '.join(overview_cell(results, name, method) for name in names)} |"
+        yield f"| {method} | {' | '.join(format_overview_cell(results, name, method) for name in names)} |"
     yield ""
 
 
-def overview_cell(results: Results, setting: str, method: str) -> str:
+def format_overview_cell(results: Results, setting: str, method: str) -> str:
     """Return the values of the small batch and `lbt`, of other methods the share recovered."""
-    values = list(values_of(results, setting, method).values())
+    values = list(select_values(results, setting, method).values())
     if method in ("small", "lbt"):
-        return show(Mean.of(values), 3 if is_less_better(results, setting) else 2)
+        return format_mean(Mean.of(values), 3 if is_less_better(results, setting) else 2)
     if any(math.isnan(value) for value in values):
         return f"diverged ({sum(math.isnan(value) for value in values)} of {len(values)})"
     tricks = METHODS[method].same_tricks
-    compared = show(recovered(results, setting, method, tricks)) if tricks else ""
-    return show(recovered(results, setting, method)) + (f" ({compared})" if compared else "")
+    compared = format_mean(compute_recovered_share(results, setting, method, tricks)) if tricks else ""
+    return format_mean(compute_recovered_share(results, setting, method)) + (f" ({compared})" if compared else "")
 
 
-def cells(results: Results, setting: str, method: str) -> Iterator[str]:
+def format_cells(results: Results, setting: str, method: str) -> Iterator[str]:
     """Yield the cells of a row."""
     row = [result for key, result in results.items() if key[:2] == (setting, method)]
     yield method
@@ -175,16 +175,16 @@ def cells(results: Results, setting: str, method: str) -> Iterator[str]:
     digits = 3 if is_less_better(results, setting) else 2
     finite = [result.value for result in row if not math.isnan(result.value)]
     diverged = len(row) - len(finite)
-    yield show(Mean.of(finite), digits) + (f" ({diverged} diverged)" if diverged else "")
+    yield format_mean(Mean.of(finite), digits) + (f" ({diverged} diverged)" if diverged else "")
     tricks = METHODS[method].same_tricks
-    yield "" if method in ("small", "lbt") else show(recovered(results, setting, method))
-    yield show(recovered(results, setting, method, tricks)) if tricks else ""
+    yield "" if method in ("small", "lbt") else format_mean(compute_recovered_share(results, setting, method))
+    yield format_mean(compute_recovered_share(results, setting, method, tricks)) if tricks else ""
     yield f"{statistics.fmean(result.steps for result in row):.0f}"
     yield f"{statistics.fmean(result.seconds for result in row):.0f}"
     yield str(sum(result.restarts for result in row) or "")
 
 
-def show(mean: Mean | None, digits: int = 0) -> str:
+def format_mean(mean: Mean | None, digits: int = 0) -> str:
     """Return a mean and its standard error as a cell."""
     if mean is None:
         return ""
@@ -195,38 +195,40 @@ def show(mean: Mean | None, digits: int = 0) -> str:
 # --- the goals
 
 
-def goals(results: Results) -> Iterator[str]:
+def format_goals(results: Results) -> Iterator[str]:
     """Yield a line per goal: whether it is reached, with the values."""
     adamw = [name for name, setting in SETTINGS.items() if setting.family == "AdamW"]
     for title, reference, average, least in (
         ("ramp with AdamW, of the small batch", "small", 90, 80),
         ("ramp with AdamW, of the small batch with the same tricks", "small-ortho", 80, 65),
     ):
-        shares = {name: recovered(results, name, "ramp", reference) for name in adamw}
+        shares = {name: compute_recovered_share(results, name, "ramp", reference) for name in adamw}
         present = {name: share.value for name, share in shares.items() if share is not None}
         if present:
             mean = statistics.fmean(present.values())
-            each = ", ".join(f"{name} {show(shares[name])}" for name in present)
-            yield line(
+            each = ", ".join(f"{name} {format_mean(shares[name])}" for name in present)
+            yield format_goal(
                 mean >= average and min(present.values()) >= least,
                 f"{title}: {mean:.0f} % on average (goal {average}), each at least {least}: {each}",
             )
     below = [key for key in results if key[1] == "ramp" and is_below_lbt(results, key)]
     rows = sum(key[1] == "ramp" for key in results)
     names = ", ".join(f"{key[0]} seed {key[2]}" for key in below)
-    yield line(not below, f"ramp is never below lbt: below in {len(below)} of {rows} trainings {names}".rstrip())
+    yield format_goal(not below, f"ramp is never below lbt: below in {len(below)} of {rows} trainings {names}".rstrip())
     diverged = [
         f"{key[0]} seed {key[2]}" for key, result in results.items() if key[1] == "ramp" and math.isnan(result.value)
     ]
-    yield line(not diverged, f"no ramp diverges: {len(diverged)} of {rows} {', '.join(diverged)}".rstrip())
+    yield format_goal(not diverged, f"no ramp diverges: {len(diverged)} of {rows} {', '.join(diverged)}".rstrip())
     for name in SETTINGS:
-        capped, uncapped = (Mean.of(list(values_of(results, name, row).values())) for row in ("ramp", "ramp-uncapped"))
+        capped, uncapped = (
+            Mean.of(list(select_values(results, name, row).values())) for row in ("ramp", "ramp-uncapped")
+        )
         if capped and uncapped and min(capped.seeds, uncapped.seeds) > 1:
             behind = capped.value - uncapped.value if is_less_better(results, name) else uncapped.value - capped.value
             error = math.hypot(capped.error, uncapped.error)
-            yield line(
+            yield format_goal(
                 math.isnan(uncapped.value) or behind <= 2 * error,
-                f"{name}: ramp {show(capped, 4)} is within two standard errors of the one without a limit, {show(uncapped, 4)}",
+                f"{name}: ramp {format_mean(capped, 4)} is within two standard errors of the one without a limit, {format_mean(uncapped, 4)}",
             )
     for name in SETTINGS:
         decay, small = (
@@ -235,10 +237,10 @@ def goals(results: Results) -> Iterator[str]:
         if decay and small:
             steps = statistics.fmean(row.steps for row in decay) / statistics.fmean(row.steps for row in small)
             means = [Mean.of([row.value for row in rows]) for rows in (decay, small)]
-            yield line(
+            yield format_goal(
                 steps <= 0.7,
                 f"{name}: decay takes {steps:.0%} of the small batch's steps (goal 70%) and ends at"
-                f" {show(means[0], 3)} (small batch {show(means[1], 3)})",
+                f" {format_mean(means[0], 3)} (small batch {format_mean(means[1], 3)})",
             )
 
 
@@ -252,6 +254,6 @@ def is_below_lbt(results: Results, key: Key) -> bool:
     return not is_better
 
 
-def line(is_reached: bool, text: str) -> str:
+def format_goal(is_reached: bool, text: str) -> str:
     """Return a goal's line."""
     return f"- {'reached' if is_reached else '**missed**'}: {text}"

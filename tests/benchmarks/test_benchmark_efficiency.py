@@ -43,15 +43,15 @@ def table(tmp_path: Path, *, noise: list[float], batches: tuple[int, ...] = (10,
 
 
 def medians(path: Path) -> dict[str, float]:
-    cases, _ = efficiency.read(path)
-    return {name: errors["all"]["median"] for name, errors in efficiency.report(cases, 0)["errors"].items()}
+    cases, _ = efficiency.read_cases(path)
+    return {name: errors["all"]["median"] for name, errors in efficiency.summarise(cases, 0)["errors"].items()}
 
 
 @pytest.mark.parametrize("falls", [False, True])
 def test_constant_noise_is_exact_where_the_noise_is_constant(tmp_path: Path, falls: bool) -> None:
     path = table(tmp_path, noise=[30.0] * 21, falls=falls)
     result = medians(path)
-    assert sorted({round(case.epochs) for case in efficiency.read(path)[0]}) == [11, 17, 20]
+    assert sorted({round(case.epochs) for case in efficiency.read_cases(path)[0]}) == [11, 17, 20]
     assert result[CONSTANT] == pytest.approx(0, abs=1e-9) == result[RUN]
     assert result[PERFECT] > 20 and result["no gain"] > 20
     assert result[GROWING] == pytest.approx(0, abs=1e-9)  # fitted on the others: no growth
@@ -107,17 +107,17 @@ def test_the_growth_of_an_app_is_that_of_the_others() -> None:
             ratio=1.0,
         )
         cases.append(dataclasses.replace(case, ratio=(1 + noise / 80) / (1 + noise / 10)))
-    growths = efficiency.report(cases, 0)["growth"]
+    growths = efficiency.summarise(cases, 0)["growth"]
     assert growths["slow"] == pytest.approx(0.9) and 0.2 <= growths["fast"] < 0.9
 
 
 def test_a_metric_is_reached_between_its_epochs_and_may_never_be() -> None:
     rows = pd.DataFrame({"metric": [0.1, 0.5, 0.4, 0.9], "iteration": [100, 200, 300, 400]})
-    assert efficiency.reached(rows, sign=1.0, wanted=0.3) == pytest.approx(150)
-    assert efficiency.reached(rows, sign=1.0, wanted=0.7) == pytest.approx(350)  # from the best so far
-    assert efficiency.reached(rows, sign=1.0, wanted=0.05) == 100
-    assert efficiency.reached(rows, sign=1.0, wanted=0.95) is None
-    assert efficiency.reached(rows * [-1, 1], sign=-1.0, wanted=0.3) == pytest.approx(150)
+    assert efficiency.iterations_to_metric(rows, sign=1.0, wanted=0.3) == pytest.approx(150)
+    assert efficiency.iterations_to_metric(rows, sign=1.0, wanted=0.7) == pytest.approx(350)  # from the best so far
+    assert efficiency.iterations_to_metric(rows, sign=1.0, wanted=0.05) == 100
+    assert efficiency.iterations_to_metric(rows, sign=1.0, wanted=0.95) is None
+    assert efficiency.iterations_to_metric(rows * [-1, 1], sign=-1.0, wanted=0.3) == pytest.approx(150)
 
 
 def test_it_prints_tables_or_one_object(

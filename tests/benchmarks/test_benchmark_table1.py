@@ -125,7 +125,7 @@ def test_the_table_has_large_entries() -> None:
 
 
 def show(*words: str):
-    return table1.arguments(["--show", *words])
+    return table1.parse_arguments(["--show", *words])
 
 
 ALONE = [name for name, setting in SETTINGS.items() if not setting.needs_images]
@@ -136,17 +136,17 @@ def test_every_method_of_a_setting_is_a_job_of_its_own(name: str) -> None:
     signatures = set()
     for method in SETTINGS[name].methods:
         try:
-            spec = table1.job_of((name, method, 0), show())
+            spec = table1.make_job((name, method, 0), show())
         except TulaError:
             assert method.startswith("decay"), "the only rows that a version of tula may lack"
             continue
-        signatures.add(compute_train_signature(spec, nodes=1, batch=table1_settings.batch_of(name, method)))
+        signatures.add(compute_train_signature(spec, nodes=1, batch=table1_settings.choose_batch(name, method)))
         assert spec.train.reference_batch == SETTINGS[name].small
     assert len(signatures) >= len(SETTINGS[name].methods) - 2
 
 
 def test_methods_change_what_they_are_named_after() -> None:
-    jobs = {name: table1.job_of(("text", name, 0), show()) for name in METHODS if not name.startswith("decay")}
+    jobs = {name: table1.make_job(("text", name, 0), show()) for name in METHODS if not name.startswith("decay")}
     lr = jobs["lbt"].optimizer.lr
     assert jobs["lbt-x4"].optimizer.lr == 4 * lr
     assert {jobs[name].schedule.decay_from for name in jobs if "late" in name} == {0.7}
@@ -154,12 +154,12 @@ def test_methods_change_what_they_are_named_after() -> None:
     assert jobs["ramp-uncapped"].train.max_lr_factor is None
     assert get_warmup_epochs(jobs["small-ortho"]) == 0 < get_warmup_epochs(jobs["ortho"])
     assert jobs["lbt-longer"].train.epochs == round(2.3 * jobs["lbt"].train.epochs)
-    assert {table1_settings.batch_of("text", name) for name in METHODS if name.startswith("small")} == {8}
+    assert {table1_settings.choose_batch("text", name) for name in METHODS if name.startswith("small")} == {8}
 
 
 def test_longer_trainings_take_the_steps_of_a_ramp() -> None:
-    assert table1_settings.steps_ratio(32, 512) == pytest.approx(0.05 * (16 + 8 + 4 + 2) + 0.8)
-    assert table1_settings.steps_ratio(32, 32) == 1
+    assert table1_settings.count_steps_ratio(32, 512) == pytest.approx(0.05 * (16 + 8 + 4 + 2) + 0.8)
+    assert table1_settings.count_steps_ratio(32, 32) == 1
 
 
 def test_every_control_with_the_same_tricks_is_trained_beside_its_methods() -> None:
@@ -171,13 +171,13 @@ def test_every_control_with_the_same_tricks_is_trained_beside_its_methods() -> N
 
 
 def test_milestones_are_shares_of_the_epochs() -> None:
-    assert table1.job_of(("paper-256", "lbt", 0), show()).schedule.milestones == [25, 50, 75]
-    assert table1.job_of(("digits", "lbt", 0), show()).schedule.milestones == [7.5, 11.25]
+    assert table1.make_job(("paper-256", "lbt", 0), show()).schedule.milestones == [25, 50, 75]
+    assert table1.make_job(("digits", "lbt", 0), show()).schedule.milestones == [7.5, 11.25]
 
 
 def test_the_networks_of_table_1_have_the_paper_s_recipes(data: Path, tmp_path: Path) -> None:
     options = show("--data", str(data), "--runs", str(tmp_path))
-    jobs = {name: table1.job_of((f"{name}-1024", "lbt", 0), options) for name in ("resnet18", "alexnet")}
+    jobs = {name: table1.make_job((f"{name}-1024", "lbt", 0), options) for name in ("resnet18", "alexnet")}
     assert {name: (job.model.name, job.optimizer.lr) for name, job in jobs.items()} == {
         "resnet18": ("resnet18_cifar", 0.05),
         "alexnet": ("alexnet_cifar", 0.01),
@@ -188,13 +188,13 @@ def test_the_networks_of_table_1_have_the_paper_s_recipes(data: Path, tmp_path: 
 
 def test_of_a_family_the_first_seed_of_all_settings_comes_before_the_second() -> None:
     options = show("--settings", "digits,vit,lstm", "--methods", "lbt", "--seeds", "2")
-    assert [(key[0], key[2]) for key in table1.planned_trainings(options)] == [
+    assert [(key[0], key[2]) for key in table1.plan_trainings(options)] == [
         ("vit", 0), ("lstm", 0), ("vit", 1), ("lstm", 1), ("digits", 0), ("digits", 1),
     ]  # fmt: skip
 
 
 def test_without_selection_all_settings_are_planned_whose_data_is_there() -> None:
-    assert {key[0] for key in table1.planned_trainings(table1.arguments([]))} == {
+    assert {key[0] for key in table1.plan_trainings(table1.parse_arguments([]))} == {
         name for name in ALONE if SETTINGS[name].by_default
     }
 
@@ -210,7 +210,7 @@ def test_without_selection_all_settings_are_planned_whose_data_is_there() -> Non
 )
 def test_wrong_words_end_with_usage(words: tuple[str, ...], message: str, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        table1.arguments(words)
+        table1.parse_arguments(words)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -233,7 +233,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "--runs",
         str(tmp_path / "r"),
     )
-    return table1.arguments(words)
+    return table1.parse_arguments(words)
 
 
 KEYS: list[Key] = [("digits", method, 0) for method in ("small", "lbt", "ramp")]
@@ -260,17 +260,17 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Key]:
 
 
 def test_what_the_results_have_is_not_trained_again(options, trained: list[Key], capsys) -> None:
-    table1_summary.append(options.results, KEYS[0], result(98.0))
+    table1_summary.append_result(options.results, KEYS[0], result(98.0))
     table1.train_all(KEYS, options, ALONE_RANK)
     table1.train_all(KEYS, options, ALONE_RANK)
     assert trained == KEYS[1:]
-    assert list(table1_summary.read(options.results)) == KEYS
+    assert list(table1_summary.read_results(options.results)) == KEYS
     printed = capsys.readouterr().err
     assert "2 of 3, digits lbt, seed 0: top1 90, 10 steps, 5 s of CPU; about 5.00 s left for one process" in printed
 
 
 def test_a_training_of_another_process_is_left_out(options, trained: list[Key]) -> None:
-    with table1.claim(KEYS[1], options.runs) as is_claimed:
+    with table1.lock_training(KEYS[1], options.runs) as is_claimed:
         assert is_claimed
         table1.train_all(KEYS, options, ALONE_RANK)
     assert trained == [KEYS[0], KEYS[2]]
@@ -285,8 +285,8 @@ def test_a_method_that_is_refused_is_skipped_with_its_reason(options, trained: l
 
 def test_nothing_is_started_that_does_not_fit_the_minutes(options, trained: list[Key], capsys) -> None:
     options.minutes = 0.1
-    table1_summary.append(options.results, ("digits", "lbt", 7), result(1.0, seconds=4.0))
-    table1_summary.append(options.results, ("digits", "small", 7), result(1.0, seconds=60.0))
+    table1_summary.append_result(options.results, ("digits", "lbt", 7), result(1.0, seconds=4.0))
+    table1_summary.append_result(options.results, ("digits", "small", 7), result(1.0, seconds=60.0))
     table1.train_all(KEYS, options, ALONE_RANK)
     assert trained == [KEYS[1]]
     assert "digits small, seed 0: not started, it takes about" in capsys.readouterr().err
@@ -316,7 +316,7 @@ def test_trainings_go_through_the_loop_of_tula(options) -> None:
         table1.train_all(KEYS, options, ranks)
     finally:
         torch.distributed.destroy_process_group()
-    results = table1_summary.read(options.results)
+    results = table1_summary.read_results(options.results)
     assert {key[1]: row.steps for key, row in results.items()} == {"small": 88, "lbt": 4, "ramp": 13}
     assert {row.metric for row in results.values()} == {"top1"}
     assert results[KEYS[0]].value > 60
@@ -337,24 +337,27 @@ def table(**rows: tuple[float, ...]) -> dict[Key, Result]:
 
 def test_shares_are_paired_by_seed() -> None:
     results = table(small=(2.0, 2.2), lbt=(3.0, 3.2, 9.0), ramp=(2.1, 2.4))
-    share = table1_summary.recovered(results, "text-small", "ramp")
+    share = table1_summary.compute_recovered_share(results, "text-small", "ramp")
     assert share == Mean(pytest.approx(85), pytest.approx(5), 2)  # 90 and 80 %
-    assert table1_summary.recovered(results, "text-small", "ortho") is None
+    assert table1_summary.compute_recovered_share(results, "text-small", "ortho") is None
 
 
 def test_a_share_needs_a_loss_of_the_large_batch() -> None:
-    assert table1_summary.recovered(table(small=(2.0,), lbt=(1.9,), ramp=(1.8,)), "text-small", "ramp") is None
+    assert (
+        table1_summary.compute_recovered_share(table(small=(2.0,), lbt=(1.9,), ramp=(1.8,)), "text-small", "ramp")
+        is None
+    )
 
 
 def test_accuracies_are_better_when_higher() -> None:
     results = {("digits", name, 0): result(value) for name, value in (("small", 98.0), ("lbt", 90.0), ("ramp", 96.0))}
-    share = table1_summary.recovered(results, "digits", "ramp")
+    share = table1_summary.compute_recovered_share(results, "digits", "ramp")
     assert share is not None and share.value == pytest.approx(75)
 
 
 def test_the_table_of_a_setting() -> None:
     results = table(small=(2.0, 2.2), small_ortho=(1.9, 2.0), lbt=(3.0, 3.2), ramp=(2.1, 2.4), lamb=(math.nan, 3.5))
-    lines = list(table1_summary.tables(results))
+    lines = list(table1_summary.format_tables(results))
     assert lines[0] == "### text-small: batch 8 to 128, 4 epochs"
     assert "| ramp | 2 | 2.250 ± 0.150 | 85 ± 5 | 74 ± 8 | 10 | 5 |  |" in lines
     assert "| lamb | 2 | 3.500 (1 diverged) | nan | | 10 | 5 |  |" not in lines
@@ -363,7 +366,7 @@ def test_the_table_of_a_setting() -> None:
 
 def test_goals_that_are_missed_are_marked() -> None:
     results = table(small=(2.0, 2.2), small_ortho=(1.9, 2.0), lbt=(3.0, 3.2), ramp=(2.1, 3.3))
-    lines = [line for line in table1_summary.tables(results) if line.startswith("- ")]
+    lines = [line for line in table1_summary.format_tables(results) if line.startswith("- ")]
     assert lines[0].startswith("- **missed**: ramp with AdamW, of the small batch: 40 % on average (goal 90)")
     assert "- **missed**: ramp is never below lbt: below in 1 of 2 trainings text-small seed 1" in lines
     assert "- reached: no ramp diverges: 0 of 2" in lines
@@ -374,18 +377,18 @@ def test_a_decay_has_to_save_steps() -> None:
     results["text-small", "decay", 0] = replace(results["text-small", "decay", 0], steps=6)
     assert any(
         "reached: text-small: decay takes 60% of the small batch's steps" in line
-        for line in table1_summary.tables(results)
+        for line in table1_summary.format_tables(results)
     )
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("nodes,batch\n1,2\n")
     with pytest.raises(SystemExit, match=r"other\.csv does not hold trainings"):
-        table1_summary.read(tmp_path / "other.csv")
+        table1_summary.read_results(tmp_path / "other.csv")
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     rows = {("vit", "ramp", 0): result(90.5), ("vit", "lbt", 1): result(math.nan, metric="diverged", restarts=1)}
     for key, row in rows.items():
-        table1_summary.append(tmp_path / "t.csv", key, row)
-    assert str(table1_summary.read(tmp_path / "t.csv")) == str(rows)
+        table1_summary.append_result(tmp_path / "t.csv", key, row)
+    assert str(table1_summary.read_results(tmp_path / "t.csv")) == str(rows)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 from campaign import compare, judge, list_step_costs
-from replay_data import load
+from replay_data import load_sets
 
 ROWS = """cluster,app,nodes,gpus_per_node,replicas,local_batch,step_time_s,sync_time_s,flag
 c,a,1,1,1,8,0.8,0,ok
@@ -17,7 +17,7 @@ c,a,4,1,4,8,0.8,0,ok
 
 def test_a_fixed_batch_is_interpolated_and_a_free_one_is_the_best_of_each_number_of_nodes(tmp_path: Path) -> None:
     (tmp_path / "steps.csv").write_text(ROWS)
-    (measured,) = [each for each in load(tmp_path / "steps.csv") if each.kind != "one node"]
+    (measured,) = [each for each in load_sets(tmp_path / "steps.csv") if each.kind != "one node"]
     (free,) = list_step_costs(measured, "free")
     assert free == pytest.approx({1: 2.0 / 32, 2: 1.2 / 32, 4: 0.8 / 32})
     smallest, largest = list_step_costs(measured, "fixed")

@@ -18,13 +18,13 @@ import operations
 import pytest
 import torch
 from gpu import product, trials, watch
-from gpu.plan import STAGES, Row
-from gpu.rig import job
-from gpu.stage import MARK, Stage
+from gpu.plan import STAGES, StagePlan
+from gpu.rig import make_job
+from gpu.stage import STAGE_VARIABLE, Stage
 from gpu.stages import errors, machine, memory, steps, table
-from gpu.trials import TrialFailed, Trials, largest
-from gpu.watch import Watch
-from on_gpu import Results, Setting, satisfied, work_through
+from gpu.trials import TrialFailed, Trials, find_largest_batch
+from gpu.watch import MemorySampler
+from on_gpu import CallSettings, Results, has_passed, run_stages
 from PIL import Image
 
 from tula_cli.host.failure_texts import classify_failure
@@ -36,12 +36,12 @@ FOOTPRINT = Footprint(local_batch=1, memory=Components(**STATES, peak=5, reserve
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Iterator[Setting]:
+def setting(tmp_path: Path) -> Iterator[CallSettings]:
     with open(tmp_path / "log.txt", "ab") as log:
-        yield Setting("cuda", False, tmp_path / "work", None, "code", log)
+        yield CallSettings("cuda", False, tmp_path / "work", None, "code", log)
 
 
-def ok(row: Row, setting: Setting) -> dict[str, Any]:
+def ok(row: StagePlan, setting: CallSettings) -> dict[str, Any]:
     return setting.entry("ok", "", told={"data": {"of": row.name}, "faults": [], "unjudged": []})
 
 
@@ -55,34 +55,36 @@ def test_every_stage_ends_within_five_minutes_and_has_a_function_of_its_own() ->
 @pytest.mark.parametrize("path", sorted((on_gpu.HERE / "results").glob("h*.json")), ids=lambda path: path.stem)
 def test_errors_that_a_card_has_shown_are_classified(path: Path) -> None:
     shown = json.loads(path.read_text())["errors"]["data"]["errors"]
-    assert set(shown) == set(errors.WANTED)
+    assert set(shown) == set(errors.EXPECTED_OUTCOMES)
     for kind, error in shown.items():
-        assert classify_failure(error["text"], exit_code=error["exit"], device="cuda") == errors.WANTED[kind]
+        assert classify_failure(error["text"], exit_code=error["exit"], device="cuda") == errors.EXPECTED_OUTCOMES[kind]
 
 
-def test_results_are_whole_after_each_stage(tmp_path: Path, setting: Setting) -> None:
+def test_results_are_whole_after_each_stage(tmp_path: Path, setting: CallSettings) -> None:
     path = tmp_path / "out" / "results.json"
     seen = []
 
-    def one(row: Row, setting: Setting) -> dict[str, Any]:
+    def one(row: StagePlan, setting: CallSettings) -> dict[str, Any]:
         seen.append(list(json.loads(path.read_text())) if path.exists() else [])
         return ok(row, setting)
 
-    work_through(["env", "syncs", "oom"], Results(path, {}), budget=1e9, again=False, setting=setting, one=one)
+    run_stages(["env", "syncs", "oom"], Results(path, {}), budget=1e9, again=False, setting=setting, one=one)
     assert seen == [[], ["env"], ["env", "syncs"]]
     assert json.loads(path.read_text())["oom"]["data"] == {"of": "oom"}
 
 
-def test_nothing_starts_that_does_not_fit_the_budget_and_with_it_all_ends(tmp_path: Path, setting: Setting) -> None:
+def test_nothing_starts_that_does_not_fit_the_budget_and_with_it_all_ends(
+    tmp_path: Path, setting: CallSettings
+) -> None:
     now, limits = [0.0], []
 
-    def one(row: Row, setting: Setting) -> dict[str, Any]:
+    def one(row: StagePlan, setting: CallSettings) -> dict[str, Any]:
         limits.append(setting.limit(row))
         now[0] += row.limit
         return ok(row, setting)
 
     results = Results(tmp_path / "results.json", {})
-    work_through(
+    run_stages(
         ["quickstart", "timing", "oom", "env"], results, budget=400, again=False, setting=setting, one=one,
         clock=lambda: now[0],
     )  # fmt: skip
@@ -113,21 +115,21 @@ def test_all_packages_that_are_missing_are_reported_at_once(tmp_path: Path) -> N
     ],
 )
 def test_what_is_ok_is_not_measured_again(
-    tmp_path: Path, setting: Setting, known: dict[str, Any], again: bool, measured: list[str]
+    tmp_path: Path, setting: CallSettings, known: dict[str, Any], again: bool, measured: list[str]
 ) -> None:
     earlier, seen = tmp_path / "earlier.json", []
     earlier.write_text(json.dumps({"env": known}))
 
-    def one(row: Row, setting: Setting) -> dict[str, Any]:
+    def one(row: StagePlan, setting: CallSettings) -> dict[str, Any]:
         seen.append(row.name)
         return ok(row, setting)
 
     results = Results.begin(tmp_path / "results.json", earlier)
-    work_through(["env"], results, budget=1e9, again=again, setting=setting, one=one)
+    run_stages(["env"], results, budget=1e9, again=again, setting=setting, one=one)
     assert seen == measured
 
 
-def test_a_stage_that_is_left_out_keeps_what_was_measured_of_it(tmp_path: Path, setting: Setting) -> None:
+def test_a_stage_that_is_left_out_keeps_what_was_measured_of_it(tmp_path: Path, setting: CallSettings) -> None:
     results = Results(tmp_path / "results.json", {"env": setting.entry("timeout", "ended after 20 s")})
     results.put("env", setting.entry("skipped", "no time"))
     assert results.entries["env"]["status"] == "timeout"
@@ -156,8 +158,10 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_gpu, "FOLDERS", (tmp_path,))
 
 
-def test_a_stage_that_hangs_is_ended_with_all_it_started_and_keeps_its_figures(program: None, setting: Setting) -> None:
-    entry = on_gpu.run(Row("oom", 1.0, 1.0, ""), setting)
+def test_a_stage_that_hangs_is_ended_with_all_it_started_and_keeps_its_figures(
+    program: None, setting: CallSettings
+) -> None:
+    entry = on_gpu.run_stage(StagePlan("oom", 1.0, 1.0, ""), setting)
     assert (entry["status"], entry["pass"], entry["why"]) == ("timeout", False, "ended after 1 s")
     assert entry["data"] == {"before": 1}
     child = int((setting.work / "oom" / "child").read_text())
@@ -194,18 +198,20 @@ def gone(look: Callable[[], bytes]) -> bytes:
     return result
 
 
-def test_a_stage_that_fails_says_why(program: None, setting: Setting) -> None:
-    entry = on_gpu.run(Row("errors", 20.0, 20.0, ""), setting)
+def test_a_stage_that_fails_says_why(program: None, setting: CallSettings) -> None:
+    entry = on_gpu.run_stage(StagePlan("errors", 20.0, 20.0, ""), setting)
     assert (entry["status"], entry["why"]) == ("fail", "exit code 1: ValueError: the reason")
 
 
 def test_what_the_cpu_cannot_judge_has_not_passed_and_is_no_fault(
-    program: None, setting: Setting, tmp_path: Path
+    program: None, setting: CallSettings, tmp_path: Path
 ) -> None:
-    entry = on_gpu.run(Row("env", 20.0, 20.0, ""), Setting("cpu", True, tmp_path / "work", None, "code", setting.log))
+    entry = on_gpu.run_stage(
+        StagePlan("env", 20.0, 20.0, ""), CallSettings("cpu", True, tmp_path / "work", None, "code", setting.log)
+    )
     assert (entry["status"], entry["pass"], entry["judged"]) == ("ok", False, False)
-    assert entry["why"] == "not judged: speed" and satisfied(entry)
-    assert not satisfied(entry | {"why": "a fault; not judged: speed"}) and not satisfied(None)
+    assert entry["why"] == "not judged: speed" and has_passed(entry)
+    assert not has_passed(entry | {"why": "a fault; not judged: speed"}) and not has_passed(None)
 
 
 def test_a_stage_tells_as_it_goes(tmp_path: Path) -> None:
@@ -222,10 +228,10 @@ def test_a_stage_tells_as_it_goes(tmp_path: Path) -> None:
 
 
 def test_small_files_of_the_runs_are_kept(tmp_path: Path) -> None:
-    for name, size in (("a/result.json", 10), ("a/big.json", on_gpu.LARGEST_FILE + 1), ("a/weights.pt", 10)):
+    for name, size in (("a/result.json", 10), ("a/big.json", on_gpu.MAX_FILE_BYTES + 1), ("a/weights.pt", 10)):
         (tmp_path / "work" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "work" / name).write_bytes(b"0" * size)
-    on_gpu.pack(tmp_path / "work", tmp_path / "runs.tgz")
+    on_gpu.pack_small_files(tmp_path / "work", tmp_path / "runs.tgz")
     with tarfile.open(tmp_path / "runs.tgz") as tar:
         assert tar.getnames() == ["a/result.json"]
 
@@ -246,9 +252,9 @@ def test_wrong_input_is_answered_in_a_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_gpu, "has_gpu", lambda: False)
-    monkeypatch.setattr(on_gpu, "torch_sees_one", lambda: False)
+    monkeypatch.setattr(on_gpu, "torch_finds_gpu", lambda: False)
     with pytest.raises(SystemExit) as error:
-        on_gpu.arguments(words)
+        on_gpu.parse_arguments(words)
     assert error.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -271,12 +277,12 @@ def test_the_largest_batch_is_found_in_few_trials(true: int, off: float) -> None
         tried.append(batch)
         return batch <= true
 
-    result = largest(fits, round(true * off))
+    result = find_largest_batch(fits, round(true * off))
     assert true * 0.98 - 1 <= result <= true and len(tried) <= 16
 
 
 def test_where_not_even_one_sample_fits_the_largest_batch_is_none() -> None:
-    assert largest(lambda batch: False, 64) == 0
+    assert find_largest_batch(lambda batch: False, 64) == 0
 
 
 ANSWERS = """
@@ -300,7 +306,7 @@ def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     """Processes that answer without training anything; returns what makes their jobs."""
     (tmp_path / "answers.py").write_text(ANSWERS)
     monkeypatch.setattr(trials, "__file__", str(tmp_path / "answers.py"))
-    return lambda device, precision="fp32": job("resnet18", image=8, batch=4, device=device, precision=precision)
+    return lambda device, precision="fp32": make_job("resnet18", image=8, batch=4, device=device, precision=precision)
 
 
 def test_one_process_tries_all_batches_of_all_jobs_on_a_gpu(answering: Callable[..., JobSpec]) -> None:
@@ -335,7 +341,7 @@ def test_loaders_have_processes_where_shared_memory_holds_what_they_make(
     monkeypatch: pytest.MonkeyPatch, free: int | None, processes: int
 ) -> None:
     monkeypatch.setattr(product, "read_shared_memory", lambda: free)
-    assert product.loader_processes(4, batch=2**19, trainings=2) == processes  # 2 x (2 x 4 + 1) batches each
+    assert product.limit_loader_processes(4, batch=2**19, trainings=2) == processes  # 2 x (2 x 4 + 1) batches each
 
 
 def test_a_model_that_fails_is_a_fault_and_the_others_are_measured(
@@ -347,9 +353,9 @@ def test_a_model_that_fails_is_a_fault_and_the_others_are_measured(
         stage.tell(largest={",".join(key): 1})
 
     wanted = [("vgg11", "fp32"), ("alexnet", "fp32")]
-    monkeypatch.setattr(memory, "keys", lambda _: wanted)
-    monkeypatch.setattr(memory, "one_largest", one)
-    monkeypatch.setattr(memory, "estimates", lambda *_, **__: {key: [FOOTPRINT] for key in wanted})
+    monkeypatch.setattr(memory, "list_models", lambda _: wanted)
+    monkeypatch.setattr(memory, "find_model_largest_batch", one)
+    monkeypatch.setattr(memory, "read_or_make_estimates", lambda *_, **__: {key: [FOOTPRINT] for key in wanted})
     stage = Stage("cpu", True, tmp_path)
     memory.largest_of_all(stage)
     assert stage.faults == ["vgg11,fp32: RuntimeError: more elements than 2^31"]
@@ -359,8 +365,13 @@ def test_a_model_that_fails_is_a_fault_and_the_others_are_measured(
 def test_an_error_that_could_not_be_provoked_is_left_open_and_one_that_is_misread_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = {"allocator": "torch.OutOfMemoryError: CUDA out of memory.", "cublas": f"{watch.RAN} 7 blocks held"}
-    monkeypatch.setattr(errors, "provoked", lambda kind, **_: (1, text.get(kind, "RuntimeError: the card is full")))
+    text = {
+        "allocator": "torch.OutOfMemoryError: CUDA out of memory.",
+        "cublas": f"{watch.NO_ERROR_PREFIX} 7 blocks held",
+    }
+    monkeypatch.setattr(
+        errors, "provoke_error", lambda kind, **_: (1, text.get(kind, "RuntimeError: the card is full"))
+    )
     stage = Stage("cuda", False, tmp_path)
     errors.errors(stage)
     assert stage.unjudged == ["cublas: it could not be provoked"]
@@ -368,7 +379,7 @@ def test_an_error_that_could_not_be_provoked_is_left_open_and_one_that_is_misrea
 
 
 def test_memory_is_held_until_a_sample_shows_it_back() -> None:
-    watch = Watch("cuda", [(10.0, 900), (10.4, 800), (10.8, 90), (11.2, 700)])
+    watch = MemorySampler("cuda", [(10.0, 900), (10.4, 800), (10.8, 90), (11.2, 700)])
     assert watch.back_after(10.1, 100, until=12.0) == pytest.approx(0.7)
     assert watch.back_after(10.1, 100, until=10.5) is None  # the next attempt had begun
     assert watch.most(10.0, 11.0) == 900
@@ -387,19 +398,19 @@ def test_a_card_is_filled_to_what_is_to_be_left(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2**30))
     monkeypatch.setattr(torch, "empty", take)
-    kept = watch.fill(left)
+    kept = watch.allocate_until(left)
     assert left <= free < left + 2**21
     assert sum(map(int, kept)) + free == 3 * 2**30 + 777 * 2**20 + 5
 
 
 def test_the_ranks_of_a_stage_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, "mine")
+    monkeypatch.setenv(STAGE_VARIABLE, "mine")
     sleeps = "import sys, time; print(flush=True); time.sleep(60)"
     marks = {"rank": "mine", "another stage's": "mine too", "no rank": "mine"}
     started = {
         name: subprocess.Popen(
             [sys.executable, "-c", sleeps, "x" if name == "no rank" else "tula_cli.worker"],
-            env={**os.environ, MARK: value},
+            env={**os.environ, STAGE_VARIABLE: value},
             stdout=subprocess.PIPE,
         )
         for name, value in marks.items()
@@ -407,7 +418,7 @@ def test_the_ranks_of_a_stage_are_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         for process in started.values():
             assert process.stdout is not None and process.stdout.readline()
-        assert watch.ranks() == [started["rank"].pid]
+        assert watch.list_rank_processes() == [started["rank"].pid]
     finally:
         for process in started.values():
             process.kill()
@@ -421,9 +432,9 @@ def test_packed_images_are_decoded_in_their_order(tmp_path: Path) -> None:
         arrays[f"{split}_jpeg"] = np.frombuffer(b"".join(files), dtype=np.uint8)
         arrays[f"{split}_length"] = np.array([len(file) for file in files])
         arrays[f"{split}_label"] = np.arange(len(files))
-    with np.load(save(tmp_path / table.PACKED, arrays)) as data:
-        files = list(table.cut(data["train_jpeg"], data["train_length"]))
-    images = table.decode(files)
+    with np.load(save(tmp_path / table.PACKED_IMAGES_FILE, arrays)) as data:
+        files = list(table.split_files(data["train_jpeg"], data["train_length"]))
+    images = table.decode_images(files)
     assert [round(float(image.mean()), -1) for image in images] == [10, 200, 90]
     assert images[0].shape == (32, 32, 3)
 
@@ -445,7 +456,7 @@ def save(path: Path, arrays: dict[str, Any]) -> Path:
 def test_dry_runs_measure_and_leave_to_a_card_what_only_a_card_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "cases", lambda: ["ags, clip", "lars"])
+    monkeypatch.setattr(operations, "list_cases", lambda: ["ags, clip", "lars"])
     env, syncs = (Stage("cpu", True, tmp_path / name) for name in ("env", "syncs"))
     machine.env(env)
     assert {"torch", "nccl", "driver", "copy_tbs", "bf16_tflops", "h2d_gbs", "shm_gib"} <= env.figures.keys()
@@ -461,9 +472,9 @@ def test_dry_runs_measure_and_leave_to_a_card_what_only_a_card_shows(
 
 def test_a_host_that_waits_is_seen_and_where() -> None:
     import torch
-    from gpu.waits import waits
+    from gpu.waits import count_waits
 
-    with waits("cpu") as result:
+    with count_waits("cpu") as result:
         float(torch.ones(2).sum())
         torch.ones(2).tolist()
     assert sum(result.values()) >= 2 and any(place.startswith("tolist ") for place in result)
@@ -479,7 +490,7 @@ def test_the_whole_program_runs_a_stage_and_keeps_its_results(tmp_path: Path) ->
 
 def test_a_table_of_stages_is_part_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        on_gpu.arguments(["--help"])
+        on_gpu.parse_arguments(["--help"])
     assert ",".join(STAGES) in "".join(capsys.readouterr().out.split())
     with pytest.raises(argparse.ArgumentTypeError):
-        on_gpu.listed("nothing")
+        on_gpu.parse_stages("nothing")

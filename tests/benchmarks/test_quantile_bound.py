@@ -1,14 +1,14 @@
 import random
 
 import pytest
-from quantile_bound import MOST, WaitSeries, fewest, rank
+from quantile_bound import MAX_HISTORY, WaitSeries, bound_rank, min_values
 
 
 @pytest.mark.parametrize(("count", "found"), [(28, None), (29, 29), (46, 45), (100, 96), (1000, 916)])
 def test_the_rank_is_that_of_the_binomial_order_statistic(count: int, found: int | None) -> None:
     """Of 29 values the largest bounds the 0.9 quantile at 95 %: 1 - 0.9^29 = 0.953."""
-    assert rank(count, quantile=0.9, confidence=0.95) == found
-    assert fewest(0.9, 0.95) == 29
+    assert bound_rank(count, quantile=0.9, confidence=0.95) == found
+    assert min_values(0.9, 0.95) == 29
 
 
 def test_the_bound_is_above_the_quantile_as_often_as_it_says() -> None:
@@ -47,7 +47,7 @@ def test_a_run_of_exceedances_trims_the_history_and_a_single_one_does_not() -> N
 def test_what_is_remembered_is_bounded_and_stays_in_order() -> None:
     drawn = random.Random(2)
     series = WaitSeries()
-    for _ in range(MOST + 50):
+    for _ in range(MAX_HISTORY + 50):
         series.add(round(drawn.random(), 2))
-    assert len(series.waits) == MOST
+    assert len(series.waits) == MAX_HISTORY
     assert series.bound() in series.waits

@@ -89,15 +89,15 @@ def test_every_candidate_is_compared_with_each_full_search(rows: list[Row]) -> N
         (1, True, "1", pytest.approx(0.21)), (2, False, "1", 0.10), (1, True, "2", 0.23), (2, False, "2", 0.11),
     ]  # fmt: skip
     assert [row.is_inside for row in steps] == [True, False, False, True]
-    assert comparison.errors(row for row in steps if not row.probed) == [pytest.approx(0.12 / 0.105 - 1)]
-    assert comparison.repeat_differences(steps) == [pytest.approx(0.23 / 0.21 - 1), pytest.approx(0.1)]
+    assert comparison.list_errors(row for row in steps if not row.probed) == [pytest.approx(0.12 / 0.105 - 1)]
+    assert comparison.list_repeat_differences(steps) == [pytest.approx(0.23 / 0.21 - 1), pytest.approx(0.1)]
 
 
 def test_parts_are_compared_where_both_sides_have_them_and_the_sweep_has_not_measured(rows: list[Row]) -> None:
     parts = {row.quantity for row in rows if row.truth in ("1", "2")} - {"step", "knee"}
     assert parts == {"time", "steps", "evaluation", "rest"}
     assert {row.nodes for row in of(rows, "evaluation", truth="1")} == {2}
-    assert comparison.errors(of(rows, "evaluation", truth="1")) == [pytest.approx(0.5)]
+    assert comparison.list_errors(of(rows, "evaluation", truth="1")) == [pytest.approx(0.5)]
 
 
 def test_the_choice_is_judged_by_the_mean_times_of_the_full_searches(rows: list[Row]) -> None:
@@ -109,7 +109,7 @@ def test_the_choice_is_judged_by_the_mean_times_of_the_full_searches(rows: list[
 def test_a_step_far_off_is_named_behind_a_total_that_is_right(rows: list[Row]) -> None:
     (total,) = of(rows, "time", truth=TRAINING)
     assert abs(total.error) < 0.04 and total.is_inside
-    named = comparison.far_off(rows)
+    named = comparison.list_large_errors(rows)
     assert {name for name in named if "training" in name} == {
         "loop, training: step -47.4%",
         "loop, training: steps -28.6%",
@@ -119,7 +119,7 @@ def test_a_step_far_off_is_named_behind_a_total_that_is_right(rows: list[Row]) -
 
 
 def test_the_table_holds_what_was_compared(rows: list[Row]) -> None:
-    table = comparison.tables(rows)
+    table = comparison.format_tables(rows)
     assert (
         "| loop | 1, 2 | 14.3% / 14.3% | 50% of 2, 50% of 2 | 9.8% / 10.0% | 33.3%, at most 33.3% | 1 of 2 |" in table
     )
@@ -130,7 +130,7 @@ def test_the_table_holds_what_was_compared(rows: list[Row]) -> None:
 def test_a_job_without_full_searches_or_training_is_compared_as_far_as_it_goes() -> None:
     assert comparison.compare_job("loop", {1: SWEEP}, [], None) == []
     assert {row.truth for row in comparison.compare_job("loop", {1: SWEEP}, [], TRAINED)} == {TRAINING}
-    assert comparison.tables([]) == "nothing to compare yet"
+    assert comparison.format_tables([]) == "nothing to compare yet"
 
 
 def test_whole_steps_of_a_script_are_compared_without_parts() -> None:
@@ -144,8 +144,8 @@ def test_whole_steps_of_a_script_are_compared_without_parts() -> None:
 def test_kept_rows_give_the_same_tables(rows: list[Row], tmp_path: Path) -> None:
     path = tmp_path / "kept.csv"
     comparison.write_rows(path, rows)
-    assert comparison.tables(comparison.read_rows(path)) == comparison.tables(rows)
-    assert run_program("--summary", str(path)).stdout.rstrip("\n") == comparison.tables(rows)
+    assert comparison.format_tables(comparison.read_rows(path)) == comparison.format_tables(rows)
+    assert run_program("--summary", str(path)).stdout.rstrip("\n") == comparison.format_tables(rows)
     again = json.loads(run_program("--summary", str(path), "--json").stdout)
     assert [Row(**row) for row in again] == comparison.read_rows(path)
 
@@ -156,7 +156,7 @@ def test_the_kept_measurement_is_read_and_summed_up() -> None:
     jobs = {row.job for row in rows}
     assert jobs >= set(reality.KINDS) and {row.job for row in rows if row.truth == TRAINING} == jobs
     printed = run_program("--summary", str(kept)).stdout
-    assert printed == comparison.tables(rows) + "\n" and all(f"| {job} |" in printed for job in jobs)
+    assert printed == comparison.format_tables(rows) + "\n" and all(f"| {job} |" in printed for job in jobs)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def complete(stage: Stage, out: Path, seconds: float) -> None:
 
 
 def test_the_first_round_of_all_jobs_comes_before_repetitions() -> None:
-    stages = reality.planned_stages(["loop", "fsdp"], sweeps=3, full=2)
+    stages = reality.plan_stages(["loop", "fsdp"], sweeps=3, full=2)
     assert [f"{stage.job} {stage.name}" for stage in stages] == [
         "loop sweep1", "loop full1", "loop train", "fsdp sweep1", "fsdp full1", "fsdp train",
         "loop sweep2", "loop full2", "fsdp sweep2", "fsdp full2", "loop sweep3", "fsdp sweep3",
@@ -183,16 +183,16 @@ def test_the_first_round_of_all_jobs_comes_before_repetitions() -> None:
 
 def test_a_stage_takes_as_long_as_the_longest_of_its_kind(tmp_path: Path) -> None:
     sweep = Stage("loop", "sweep", 3)
-    assert reality.expected_seconds(sweep, tmp_path) == reality.FIRST_ESTIMATE["sweep"]
+    assert reality.estimate_seconds(sweep, tmp_path) == reality.DEFAULT_SECONDS["sweep"]
     complete(Stage("fsdp", "sweep", 1), tmp_path, 50.0)
-    assert reality.expected_seconds(sweep, tmp_path) == pytest.approx(60.0)
+    assert reality.estimate_seconds(sweep, tmp_path) == pytest.approx(60.0)
     complete(Stage("loop", "sweep", 1), tmp_path, 20.0)
     complete(Stage("loop", "sweep", 2), tmp_path, 30.0)
-    assert reality.expected_seconds(sweep, tmp_path) == pytest.approx(36.0)
+    assert reality.estimate_seconds(sweep, tmp_path) == pytest.approx(36.0)
 
 
 def test_only_stages_that_are_missing_and_fit_the_budget_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = reality.planned_stages(["loop"], sweeps=3, full=1)
+    stages = reality.plan_stages(["loop"], sweeps=3, full=1)
     complete(stages[0], tmp_path, 20.0)
     started = []
 
@@ -218,7 +218,7 @@ def test_after_a_failure_a_job_waits_for_the_next_call_and_others_go_on(
         return {}
 
     monkeypatch.setattr(reality, "run_stage", run_stage)
-    stages = reality.planned_stages(["loop", "fsdp"], sweeps=1, full=1)
+    stages = reality.plan_stages(["loop", "fsdp"], sweeps=1, full=1)
     deadline = time.monotonic() + 1000
     missing = list(reality.run_stages(stages, tmp_path, deadline=deadline, tiny=True, cluster={}))
     assert [(stage.job, stage.name) for stage, _ in missing] == [

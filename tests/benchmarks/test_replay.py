@@ -13,8 +13,8 @@ import pytest
 import replay
 import replay_knee
 from replay_baselines import MODELS
-from replay_data import MeasuredSet, Offer, Where, load
-from replay_score import STRATEGIES, KneeMissed, Measure, Meter, score, truth
+from replay_data import MeasuredSet, Offer, Where, load_sets
+from replay_score import STRATEGIES, KneeError, Measure, Meter, list_true_predictions, score_set
 
 from tula_cli.models.time.step_time import Estimate, Observation
 from tula_cli.run.records.recommendations import Prediction
@@ -25,7 +25,7 @@ HEADER = TABLE.read_text().partition("\n")[0] + "\n"
 
 @pytest.fixture(scope="module")
 def sets() -> dict[str, MeasuredSet]:
-    return {each.name: each for each in load(TABLE)}
+    return {each.name: each for each in load_sets(TABLE)}
 
 
 def made(seconds: float = 1.0, *, nodes: Sequence[int] = (1, 2, 3, 4), batches: Sequence[int] = (8, 11, 16, 32, 64)):
@@ -52,7 +52,7 @@ def made(seconds: float = 1.0, *, nodes: Sequence[int] = (1, 2, 3, 4), batches: 
 @pytest.fixture
 def flat(tmp_path: Path) -> MeasuredSet:
     made().to_csv(tmp_path / "t.csv", index=False)
-    return load(tmp_path / "t.csv")[0]
+    return load_sets(tmp_path / "t.csv")[0]
 
 
 def memory(probes: Sequence[Observation], _: str):
@@ -79,13 +79,13 @@ def test_sizes_and_batches_offered_are_power_of_two_multiples_of_the_smallest(se
 
 
 def test_other_sizes_can_be_offered() -> None:
-    assert load(TABLE, sizes=[2, 4])[0].offered_sizes == {2, 4}
+    assert load_sets(TABLE, sizes=[2, 4])[0].offered_sizes == {2, 4}
 
 
 def test_repeats_count_as_their_median_and_missing_sync_stays_missing(tmp_path: Path) -> None:
     rows = pd.concat([made(1.0), made(3.0), made(4.0)])
     rows.to_csv(tmp_path / "t.csv", index=False)
-    observation = load(tmp_path / "t.csv")[0].truth[Where(1, 1, 8)]
+    observation = load_sets(tmp_path / "t.csv")[0].truth[Where(1, 1, 8)]
     assert observation.seconds == 3.0
     assert math.isnan(observation.compute_time)
 
@@ -101,7 +101,7 @@ def two_days(folder: Path, *, day: Sequence[float], runs: bool = True) -> Path:
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_what_is_probed_is_of_the_first_run_and_judged_by_the_others(tmp_path: Path, runs: bool) -> None:
-    (each,) = data = load(two_days(tmp_path, day=(1.0, 1.1, 1.3), runs=runs), repeats=True)
+    (each,) = data = load_sets(two_days(tmp_path, day=(1.0, 1.1, 1.3), runs=runs), repeats=True)
     here, lost, new = Where(2, 1, 16), Where(1, 1, 8), Where(4, 1, 128)
     assert (each.probe(here).seconds, each.truth[here].seconds) == (1.0, pytest.approx(1.2))
     assert each.probe(lost).seconds == 1.0, "measured on the first day and on the third"
@@ -111,8 +111,8 @@ def test_what_is_probed_is_of_the_first_run_and_judged_by_the_others(tmp_path: P
     assert sorted({round(off, 6) for off in each.noise}) == pytest.approx(
         sorted(math.log(ratio) for ratio in (1.1, 1.3, 1.3 / 1.1)), abs=1e-6
     )
-    assert str(replay.Again.of(data)).startswith("noise floor: two runs of a configuration are ")
-    (plain,) = load(tmp_path / "t.csv")
+    assert str(replay.RepeatDifferences.of(data)).startswith("noise floor: two runs of a configuration are ")
+    (plain,) = load_sets(tmp_path / "t.csv")
     assert plain.probe(here) == plain.truth[here] and plain.truth[here].seconds == 1.1
 
 
@@ -120,10 +120,10 @@ def test_even_what_was_measured_whole_is_judged_by_another_run(tmp_path: Path) -
     table = made(nodes=(1, 2, 4), batches=(8, 16, 32))
     later = table.assign(step_time_s=1 + 0.5 * (table.local_batch == 32))
     pd.concat([table, later]).to_csv(tmp_path / "t.csv", index=False)
-    (each,) = load(tmp_path / "t.csv", repeats=True)
-    result = score(each, "full", "tula")
+    (each,) = load_sets(tmp_path / "t.csv", repeats=True)
+    result = score_set(each, "full", "tula")
     assert result.fastest is not None and max(result.fastest.capped) == 0.5 and math.isnan(result.median)
-    assert score(load(tmp_path / "t.csv")[0], "full", "tula").fastest is None
+    assert score_set(load_sets(tmp_path / "t.csv")[0], "full", "tula").fastest is None
 
 
 def test_the_noise_floor_is_reported_where_there_is_one(
@@ -148,7 +148,7 @@ def test_the_results_of_a_run_are_a_table_too(tmp_path: Path) -> None:
     result.loc[3, "outcome"] = "predicted"
     (tmp_path / "job-1").mkdir()
     result.to_csv(tmp_path / "job-1/results.csv", index=False)
-    (each,) = load(tmp_path / "job-1/results.csv")
+    (each,) = load_sets(tmp_path / "job-1/results.csv")
     assert each.name == "job-1 probes 1 GPU/node" and len(each.truth) == 3
     assert {o.compute_time for o in each.truth.values()} == {0.75}
 
@@ -157,16 +157,16 @@ def test_a_time_that_comes_out_negative_is_chosen_and_wrong(tmp_path: Path) -> N
     table = made(nodes=(1, 2, 4), batches=(8, 16, 32, 64))
     table.step_time_s = table.nodes.map({1: 1.0, 2: 0.2, 4: 0.1}) * table.local_batch / 64 + 0.001
     table.to_csv(tmp_path / "t.csv", index=False)
-    (each,) = load(tmp_path / "t.csv")
+    (each,) = load_sets(tmp_path / "t.csv")
     least = MODELS["paper OLS"]([each.truth[place] for place in each.offer.candidates], "ring")(each.offer.candidates)
     assert min(estimate.seconds for estimate in least) == pytest.approx(0, abs=1e-8)
-    assert max(score(each, "partial", "paper OLS").errors) > 0.9
+    assert max(score_set(each, "partial", "paper OLS").errors) > 0.9
 
 
 def test_where_nothing_is_left_unseen_no_figure_is_perfect_by_construction(tmp_path: Path) -> None:
     made(nodes=(1, 2), batches=(8, 16)).to_csv(tmp_path / "t.csv", index=False)
-    (each,) = load(tmp_path / "t.csv")
-    result = score(each, "full", "paper OLS")
+    (each,) = load_sets(tmp_path / "t.csv")
+    result = score_set(each, "full", "paper OLS")
     assert (result.errors, result.candidates, result.fastest, result.cheapest, result.knee) == (
         (),
         (),
@@ -179,18 +179,18 @@ def test_where_nothing_is_left_unseen_no_figure_is_perfect_by_construction(tmp_p
 
 def test_flagged_rows_are_apart(sets: dict[str, MeasuredSet]) -> None:
     assert not any(each.app == "yolov3" for each in sets.values())
-    assert {each.app for each in load(TABLE, flagged=True)} == {"yolov3"}
+    assert {each.app for each in load_sets(TABLE, flagged=True)} == {"yolov3"}
 
 
 def test_a_table_without_a_column_is_refused(tmp_path: Path) -> None:
     made().drop(columns="flag").to_csv(tmp_path / "t.csv", index=False)
     with pytest.raises(ValueError, match="has no column flag"):
-        load(tmp_path / "t.csv")
+        load_sets(tmp_path / "t.csv")
 
 
 @pytest.mark.parametrize("strategy", ["partial", "sweep", "full"])
 def test_no_probe_leaks_into_the_score(flat: MeasuredSet, strategy: str) -> None:
-    result = score(flat, strategy, memory)
+    result = score_set(flat, strategy, memory)
     assert set(result.errors) | set(result.elsewhere) == {1.0}  # all that is scored was unknown
     assert result.probes + len(result.errors) + len(result.elsewhere) == len(flat.truth)
 
@@ -216,8 +216,8 @@ def test_what_was_not_probed_does_not_change_what_is_predicted(sets: dict[str, M
         place: o if place in meter.seen else replace(o, step_times=(99.0 + place.local_batch,))
         for place, o in honest.truth.items()
     }
-    score(honest, "partial", spy)
-    score(replace(honest, truth=altered), "partial", spy)
+    score_set(honest, "partial", spy)
+    score_set(replace(honest, truth=altered), "partial", spy)
     assert seen[:2] == seen[2:], "of what was not measured, and of what was"
 
 
@@ -226,7 +226,7 @@ def test_a_strategy_may_measure_in_rounds_and_only_what_is_offered(flat: Measure
         first = measure([offer.at(1, 8)])
         measure([offer.at(1, 8), offer.at(1, 64)] if first[0].seconds == 1.0 else [])
 
-    result = score(flat, rounds, memory)
+    result = score_set(flat, rounds, memory)
     assert result.probes == 2
     one_job, per_round = 30 + 50, 2 * (30 + 50)
     assert result.cost == pytest.approx(per_round / ((1 + 2 + 4) * 4 * one_job))
@@ -246,14 +246,14 @@ def test_adaptive_starts_from_four_probes_and_stops_before_all(sets: dict[str, M
 
         STRATEGIES["adaptive"](offer, spy)
 
-    outcome = score(each, counted, "tula")
+    outcome = score_set(each, counted, "tula")
     assert rounds[0] == 4 and sum(rounds) == outcome.probes < len(each.batches)
-    assert outcome.cost < score(each, "full", "tula").cost
+    assert outcome.cost < score_set(each, "full", "tula").cost
 
 
 def test_batches_of_one_size_share_a_job(flat: MeasuredSet) -> None:
     """A probe of steps of a second takes 10 of them to warm up, 10 that are timed, and 25 for its other looks."""
-    assert score(flat, "full", memory).cost == pytest.approx((30 + 4 * 45) / (4 * (30 + 45)))
+    assert score_set(flat, "full", memory).cost == pytest.approx((30 + 4 * 45) / (4 * (30 + 45)))
 
 
 def test_regret_is_what_the_choice_takes_more_than_the_best(flat: MeasuredSet) -> None:
@@ -262,30 +262,30 @@ def test_regret_is_what_the_choice_takes_more_than_the_best(flat: MeasuredSet) -
     def wrong(probes: Sequence[Observation], _: str):
         return lambda places: [Estimate(0.01 if p == Where(4, 1, 16) else 1.0) for p in places]
 
-    result = score(flat, "partial", wrong)
+    result = score_set(flat, "partial", wrong)
     assert result.fastest.free == pytest.approx(3.0)  # 16 samples a second instead of 64, on four nodes
     assert result.cheapest.free == pytest.approx(3.0)
     assert result.fastest.capped[0] == 0.0  # it may not be chosen under a cap of 16
-    assert score(flat, "full", wrong).fastest is None  # all is known
+    assert score_set(flat, "full", wrong).fastest is None  # all is known
 
 
 def test_cost_counts_nodes_and_inside_one_node_gpus(sets: dict[str, MeasuredSet]) -> None:
     for name, sizes in (("aws cifar10 2 GPU/node", {1, 2, 4, 8}), ("aws cifar10 one node", {1, 2})):
-        rows = truth(sets[name])
+        rows = list_true_predictions(sets[name])
         assert {row.nodes for row in rows} == sizes
         assert [row.cost for row in rows] == pytest.approx([row.nodes * row.hours for row in rows])
 
 
 def test_the_knee_is_compared_in_steps_of_the_batch(sets: dict[str, MeasuredSet]) -> None:
     truth = sets["aws cifar10 1 GPU/node"]
-    assert score(
+    assert score_set(
         truth, "partial", lambda *_: lambda places: [Estimate(truth.truth[p].seconds) for p in places]
-    ).knee == KneeMissed(0, 0.0)
+    ).knee == KneeError(0, 0.0)
 
     def linear(probes: Sequence[Observation], _: str):
         return lambda places: [Estimate(1e-9 * p.local_batch) for p in places]
 
-    missed = score(truth, "partial", linear).knee
+    missed = score_set(truth, "partial", linear).knee
     assert missed is not None and missed.steps != 0
 
 
@@ -339,7 +339,7 @@ def test_a_refused_configuration_is_counted_and_not_scored(flat: MeasuredSet) ->
     def refuses(probes: Sequence[Observation], _: str):
         return lambda places: [Estimate(math.nan if p.nodes == 3 else 1.0) for p in places]
 
-    result = score(flat, "partial", refuses)
+    result = score_set(flat, "partial", refuses)
     assert (result.refused, result.elsewhere) == (5, ())
 
 
@@ -349,14 +349,14 @@ def test_coverage_counts_intervals_alone(flat: MeasuredSet) -> None:
             Estimate(1.0, 0.9, 1.1) if p.local_batch > 11 else Estimate(1.0, 2.0, 3.0) for p in places
         ]
 
-    covered = score(flat, "partial", half).covered
+    covered = score_set(flat, "partial", half).covered
     assert 0 < np.mean(covered) < 1
-    assert score(flat, "partial", memory).covered == ()
+    assert score_set(flat, "partial", memory).covered == ()
 
 
 def test_the_same_table_gives_the_same_numbers(sets: dict[str, MeasuredSet]) -> None:
     each = sets["rtx imagenet 4 GPU/node"]
-    first, second = (replace(score(each, "sweep", model), fit_seconds=0.0) for model in ("Pollux", "Pollux"))
+    first, second = (replace(score_set(each, "sweep", model), fit_seconds=0.0) for model in ("Pollux", "Pollux"))
     assert first == second
 
 
@@ -443,7 +443,9 @@ def test_a_rule_is_judged_by_repeats_by_what_it_costs_and_against_a_constant(
 def test_a_rule_is_judged_on_the_curve_that_is_believed(sets: dict[str, MeasuredSet], monkeypatch) -> None:
     monkeypatch.setattr(replay_knee, "RULES", {"fastest": lambda line: min(line, key=lambda row: row.hours).batch})
     monkeypatch.setattr(replay_knee, "DRAWS", 1)
-    monkeypatch.setattr(replay_knee, "believed", lambda each, strategy: replay_knee.lines(each)[:2])
+    monkeypatch.setattr(
+        replay_knee, "list_predicted_curve", lambda each, strategy: replay_knee.list_true_curve(each)[:2]
+    )
     exact, near, lost = replay_knee.judge(sets.values(), ["partial"])[0].predicted["partial"]
     assert (exact, near) == (0.0, 0.0) and lost > 0.5
 
@@ -456,7 +458,7 @@ def odd(line: Sequence[Prediction]) -> int:
 def test_the_page_has_a_plot_of_every_set_with_enough_batches(monkeypatch, capsys, tmp_path: Path) -> None:
     run(monkeypatch, capsys, "--html", str(tmp_path / "knees.html"))
     page = (tmp_path / "knees.html").read_text().replace("\\u002f", "/")
-    drawn = [each for each in load(TABLE) if replay_knee.lines(each)]
+    drawn = [each for each in load_sets(TABLE) if replay_knee.list_true_curve(each)]
     assert len(drawn) >= 2 and all(each.name in page for each in drawn)
     assert page.count("Plotly.newPlot(") >= len(drawn)
     assert "knee: product" in page and "chosen after sweep" in page

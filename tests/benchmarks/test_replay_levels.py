@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import replay_levels
-from two_levels import table_of
+from two_levels import write_table
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    return table_of(tmp_path / "table.csv", (16, 64, 256))
+    return write_table(tmp_path / "table.csv", (16, 64, 256))
 
 
 def test_several_nodes_of_several_gpus_are_judged_with_and_without_one_of_them(

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import replay_priors
-from replay_data import MeasuredSet, Where, load
-from replay_priors import Posterior, found_on, judged, mean, refined, rows
+from replay_data import MeasuredSet, Where, load_sets
+from replay_priors import Posterior, derive_priors, leave_one_out, mean_score, refine_priors, score_sets
 
 from tula_cli.models.time.step_time import PRIORS, Observation
 
@@ -22,7 +22,7 @@ def posterior(level: float, *, variance: float = 0.0, noise: float = 1.0, comput
 
 
 def test_a_prior_is_what_other_apps_show() -> None:
-    result = refined(PRIORS, [posterior(-3.0), posterior(-1.0), posterior(1.0)], ["a", "a", "b"])
+    result = refine_priors(PRIORS, [posterior(-3.0), posterior(-1.0), posterior(1.0)], ["a", "a", "b"])
     assert result.level.mean == pytest.approx((-2 + 1) / 2), "each app counts once"
     # Sets of one app: (1 + 0) / 2; apps: 4.5, of a further one half as much again.
     assert result.level.sd == pytest.approx(math.sqrt(0.5 + 4.5 * 1.5))
@@ -30,11 +30,11 @@ def test_a_prior_is_what_other_apps_show() -> None:
 
 
 def test_what_posteriors_leave_open_widens_the_prior() -> None:
-    assert refined(PRIORS, [posterior(-1.0, variance=0.25)] * 2, ["a", "b"]).level.sd == pytest.approx(0.5)
+    assert refine_priors(PRIORS, [posterior(-1.0, variance=0.25)] * 2, ["a", "b"]).level.sd == pytest.approx(0.5)
 
 
 def test_noise_and_residuals_take_their_measured_size() -> None:
-    result = refined(
+    result = refine_priors(
         PRIORS, [posterior(0.0, noise=1.0, compute=4.0), posterior(0.0, noise=7.0, compute=4.0)], ["a", "b"]
     )
     assert result.step_noise == pytest.approx(5 * PRIORS.step_noise)
@@ -59,8 +59,8 @@ def simulated(app: str, *, sync: float, cluster: str = "c") -> MeasuredSet:
 
 
 def test_priors_are_found_from_a_vague_start() -> None:
-    little = found_on([simulated("a", sync=0.3), simulated("b", sync=0.4)], turns=6)
-    much = found_on([simulated("a", sync=3.0), simulated("b", sync=4.0)], turns=6)
+    little = derive_priors([simulated("a", sync=0.3), simulated("b", sync=0.4)], turns=6)
+    much = derive_priors([simulated("a", sync=3.0), simulated("b", sync=4.0)], turns=6)
     assert much.level.mean - little.level.mean == pytest.approx(math.log(10), abs=0.8)
     assert little.step_noise < replay_priors.VAGUE.step_noise
 
@@ -70,7 +70,8 @@ def test_priors_of_alike_jobs_predict_from_few_probes() -> None:
     other = [simulated("d", sync=2.5)]
     wrong = replace(PRIORS, level=replace(PRIORS.level, mean=-5.0, sd=0.3))
     result, off = (
-        mean(judged(other, "partial", priors).values()).median for priors in (found_on(alike, turns=6), wrong)
+        mean_score(score_sets(other, "partial", priors).values()).median
+        for priors in (derive_priors(alike, turns=6), wrong)
     )
     assert result < 0.3 * off
 
@@ -82,10 +83,10 @@ def test_what_is_left_out_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append({each.app for each in sets})
         return PRIORS
 
-    monkeypatch.setattr(replay_priors, "found_on", record)
+    monkeypatch.setattr(replay_priors, "derive_priors", record)
     monkeypatch.setattr(replay_priors, "STRATEGIES", ("partial",))
     sets = [simulated(app, sync=1.0) for app in "abc"]
-    result = rows(sets, lambda each: each.app, "app", turns=1)
+    result = leave_one_out(sets, lambda each: each.app, "app", turns=1)
     assert seen == [{"a", "b", "c"}, {"b", "c"}, {"a", "c"}, {"a", "b"}]
     assert [row.left_out for row in result] == ["app a", "app b", "app c", "each app once"]
     assert [row.sets for row in result] == [1, 1, 1, 3]
@@ -94,7 +95,7 @@ def test_what_is_left_out_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_of_one_app_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = TABLE.read_text().splitlines()
-    app = load(TABLE)[0].app
+    app = load_sets(TABLE)[0].app
     (tmp_path / "t.csv").write_text("\n".join([lines[0], *(line for line in lines[1:] if f",{app}," in line)]))
     monkeypatch.setattr("sys.argv", ["replay_priors.py", str(tmp_path / "t.csv")])
     with pytest.raises(SystemExit, match="fewer than two apps"):

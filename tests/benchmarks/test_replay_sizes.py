@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import replay_sizes
-from two_levels import table_of
+from two_levels import write_table
 
 
 def test_one_fit_and_fewer_probes_of_smaller_sizes_cost_less(tmp_path: Path, monkeypatch, capsys) -> None:
-    table = table_of(tmp_path / "table.csv", (16, 32, 64, 128, 256))
+    table = write_table(tmp_path / "table.csv", (16, 32, 64, 128, 256))
     monkeypatch.setattr(sys, "argv", ["replay_sizes.py", str(table), "--json"])
     replay_sizes.main()
     results = {row["design"]: row for row in json.loads(capsys.readouterr().out)}

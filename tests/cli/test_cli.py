@@ -15,10 +15,10 @@ from pathlib import Path
 import make_runs as make
 import pytest
 import yaml
-from driver import hears_ctrl_c
+from driver import restore_sigint
+from isolation import isolate_environment
 from make_damages import write_checkpoint
-from make_results import Truth, footprint, inspected, measured, probe_all
-from quiet import quiet
+from make_results import Truth, make_footprint, make_inspection, make_probe, make_probes
 from typer.testing import CliRunner
 
 from tula_cli import words
@@ -59,7 +59,7 @@ class Answer:
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     """An empty working directory with a job.yaml, no terminal, and no settings of the person who runs the tests."""
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     local = dataclasses.replace(BACKENDS["local"], grace=0.05, poll=(0.01, 0.01))
     monkeypatch.setitem(BACKENDS, "local", local)
     monkeypatch.setattr(services_nodes, "POLL_INTERVALS", (0.01, 0.01))
@@ -93,7 +93,7 @@ class Here(make.FakeLauncher):
         elif isinstance(task, CheckTask):
             self._look(run, task)
         elif isinstance(task, EvaluateTask):
-            run.get_training(task.signature).write_evaluation(make.evaluated(task))
+            run.get_training(task.signature).write_evaluation(make.evaluation(task))
         else:
             self._train(run, task)
         return job
@@ -106,7 +106,7 @@ class Here(make.FakeLauncher):
                 make.add_failed(run, task.nodes, local, "KeyError: 'x'")
             else:
                 truth = Truth(gpus_per_node=task.spec.cluster.gpus_per_node)
-                run.write_result(measured(truth, task.nodes, local, measured_at=time.time()))
+                run.write_result(make_probe(truth, task.nodes, local, measured_at=time.time()))
 
     def _look(self, run, task):
         if self.fails == "user":
@@ -157,7 +157,7 @@ def cluster(monkeypatch):
 
 
 def inspection(**changes):
-    return inspected(**{"dataset_size": 300, "eval_size": 50, "parameters": 1000, "hardware": "cpu", **changes})
+    return make_inspection(**{"dataset_size": 300, "eval_size": 50, "parameters": 1000, "hardware": "cpu", **changes})
 
 
 def newest():
@@ -1137,7 +1137,7 @@ def test_check_shows_where_values_come_from(cluster, monkeypatch):
 
 
 def test_check_estimates_the_memory(cluster):
-    cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
+    cluster.inspection = inspection(footprints=tuple(make_footprint(Truth(), local) for local in (1, 8)))
     shown = tula("check", "job.yaml", "--memory", "1GiB")
     assert shown.code == 0
     assert "400 MiB at every batch size, and 2.00 MiB more per sample" in shown.out
@@ -1157,7 +1157,7 @@ def test_check_estimates_the_memory(cluster):
 
 
 def test_check_estimates_the_memory_by_what_the_run_of_the_job_has_measured(cluster):
-    cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
+    cluster.inspection = inspection(footprints=tuple(make_footprint(Truth(), local) for local in (1, 8)))
     assert "corrected" not in tula("check", "job.yaml", "--memory", "1GiB").out
     tula("profile", "job.yaml")
     assert "corrected by" in tula("check", "job.yaml", "--memory", "1GiB").out
@@ -1317,7 +1317,7 @@ def process(*arguments, cwd, stdout=subprocess.PIPE, **environment):
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "tula_cli", *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables, preexec_fn=hears_ctrl_c
+        command, cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables, preexec_fn=restore_sigint
     )
 
 
@@ -1575,7 +1575,7 @@ def test_no_command_imports_what_it_does_not_need(here, words, allowed):
 )
 def test_statsmodels_is_imported_to_explain_alone(here, words, imported):
     run = RunDir.create(here / "tula-runs", make.spec())
-    for result in probe_all(Truth(noise=0.01), {1: (16, 32, 64), 2: (16, 32, 64)}):
+    for result in make_probes(Truth(noise=0.01), {1: (16, 32, 64), 2: (16, 32, 64)}):
         run.write_result(result)
     code = (
         f"import sys; from tula_cli.cli import app; code = app.run({words.split()}); "
@@ -1714,7 +1714,7 @@ def test_a_type_without_any_measurement_does_not_hide_the_others(two_types):
 
 
 def test_a_type_that_nothing_fits_is_left_out_aloud(two_types, monkeypatch):
-    large, small = footprint(Truth(), 8), footprint(Truth(), 16)
+    large, small = make_footprint(Truth(), 8), make_footprint(Truth(), 16)
 
     def inspect(spec):
         capacity = 1000 if spec.cluster.gpus_per_node == 2 else None

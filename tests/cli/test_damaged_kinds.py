@@ -9,9 +9,20 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from make_damages import NEWER, OLDER, PROBE, SIGNATURE, TRAINING, becomes_folder, half, one_line, tula, whole_run
-from make_results import inspected
-from quiet import quiet
+from isolation import isolate_environment
+from make_damages import (
+    NEWER_CHECKPOINT,
+    OLDER_CHECKPOINT,
+    PROBE,
+    SIGNATURE,
+    TRAINING,
+    join_lines,
+    replace_by_folder,
+    run_tula,
+    truncate_to_half,
+    write_whole_run,
+)
+from make_results import make_inspection
 
 from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
@@ -58,7 +69,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "another type": content(lambda _: b"[]\n"),
     "no fields": content(lambda _: b"{}\n"),
     "unreadable": unreadable,
-    "a folder": lambda path: becomes_folder(path.name)(path.parent),
+    "a folder": lambda path: replace_by_folder(path.name)(path.parent),
 }
 
 
@@ -66,7 +77,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with every kind of file."""
     root = tmp_path_factory.mktemp("intact")
-    run = whole_run(root / "tula-runs")
+    run = write_whole_run(root / "tula-runs")
     run.save_job(run.read_spec(), JobFile(path=str(root / "job.yaml")))
     run.write_failure(Failure(task=f"train-{SIGNATURE}-1", attempt=1, rank=0, outcome="user", message="ValueError", failed_at=make.START))  # fmt: skip
     log = run.get_log_path(f"train-{SIGNATURE}-1", 1)
@@ -77,8 +88,8 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    quiet(monkeypatch, tmp_path)
-    known = inspected(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
+    isolate_environment(monkeypatch, tmp_path)
+    known = make_inspection(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
     monkeypatch.setattr(inspection, "inspect", lambda spec: known)
     monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, submits=True: make.FakeLauncher())
     opened = os.open
@@ -106,7 +117,7 @@ def run_command(intact: Path, run: RunDir, command: str) -> tuple[int, str, str]
     name, *options = command.split()
     (other,) = (intact / "tula-runs").glob("toy-*")
     about = {"list": [], "diff": [str(run.path), str(other)], "clean": [str(run.path)]}
-    return tula(name, *options, *about.get(name, ["--run", str(run.path)]))
+    return run_tula(name, *options, *about.get(name, ["--run", str(run.path)]))
 
 
 def read_files(run: RunDir) -> dict[str, bytes]:
@@ -139,14 +150,14 @@ def test_one_damaged_file_keeps_no_command_from_the_others(intact: Path, here: P
         before = read_files(run)
         code, out, err = run_command(intact, run, command)
         case = (command, damage, code, err)
-        path, text = str(run.path / kind), one_line(err)
+        path, text = str(run.path / kind), join_lines(err)
         refuses = command == "profile --dry-run" and kind == PROBE and damage == "unreadable"  # it might be intact
         if command in ALL_SHOWN and not refuses:
             assert code == 0 and out, case
         if code or refuses:
             assert code in (4, 75) and path in text and ("HINT:" in text or command.startswith("clean")), case
         elif command == "list":
-            assert (path in one_line(out)) == (kind in LISTED), case
+            assert (path in join_lines(out)) == (kind in LISTED), case
         elif command in ALL_SHOWN and kind.startswith(TRAINING) is False:
             assert path in text, case
         assert not re.search(r"\b([Dd]elete|[Rr]emove|rm) ", text) or kind.startswith("jobs/"), case
@@ -175,7 +186,7 @@ def test_a_file_that_another_stands_in_for_costs_nothing(intact: Path, here: Pat
     DAMAGES[damage](run.path.parent / kind if kind == "latest" else run.path / kind)
     for command in ("status", "logs"):
         assert run_command(intact, run, command)[0] == 0
-        assert tula(command)[0] == 0
+        assert run_tula(command)[0] == 0
 
 
 LATER = {
@@ -199,7 +210,7 @@ def test_a_value_of_a_later_version_is_no_damage(intact: Path, here: Path, kind:
     (run.path / kind).write_text(json.dumps({**record, key: value, "of_a_later_version": 1}))
     for command in ("status", "report --markdown"):
         code, out, err = run_command(intact, run, command)
-        text = one_line(err)
+        text = join_lines(err)
         assert code == 0 and out and str(run.path / kind) in text, (command, err)
         assert "does not know" in text and "Use the version of tula that wrote this file" in text, (command, err)
     assert run_command(intact, run, "profile --dry-run")[0] == (4 if kind == PROBE else 0)
@@ -211,17 +222,21 @@ def test_a_plan_that_minimises_what_only_a_later_version_knows_is_named(intact: 
     path = run.path / "trainings.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "minimises": "happiness"}))
     code, _, err = run_command(intact, run, "train --seeds 2 --dry-run")
-    assert code == 4 and f"{path} contains a value" in one_line(err) and "'happiness' at minimises" in err
+    assert code == 4 and f"{path} contains a value" in join_lines(err) and "'happiness' at minimises" in err
     path.write_text("{")
     code, _, err = run_command(intact, run, "train --seeds 2 --dry-run")
-    assert code == 4 and str(path) in one_line(err) and "tula recommend --trainings N --save" in one_line(err)
+    assert code == 4 and str(path) in join_lines(err) and "tula recommend --trainings N --save" in join_lines(err)
 
 
 def test_damaged_weights_are_not_submitted_for_evaluation(intact: Path, here: Path) -> None:
     run = lay_out(intact, here / "work")
-    half(OLDER)(run.path)
+    truncate_to_half(OLDER_CHECKPOINT)(run.path)
     code, _, err = run_command(intact, run, "evaluate")
-    assert code == 4 and str(run.path / OLDER) in one_line(err) and f"--weights {run.path / NEWER}" in one_line(err)
+    assert (
+        code == 4
+        and str(run.path / OLDER_CHECKPOINT) in join_lines(err)
+        and f"--weights {run.path / NEWER_CHECKPOINT}" in join_lines(err)
+    )
     assert not list(run.path.glob("tasks/evaluate-*"))
 
 
@@ -232,7 +247,7 @@ def test_a_damaged_search_for_a_learning_rate_is_named(intact: Path, here: Path)
             key="00", nodes=1, batches=(64,), reference_batch=32, samples=1, total=2, start_epoch=1, start_loss=1
         )
     )
-    half(RATES)(run.path)
+    truncate_to_half(RATES)(run.path)
     with pytest.raises(BadMeasurements, match="is damaged") as caught:
         run.read_rate_search("00")
     assert str(run.path / RATES) in str(caught.value)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from quiet import quiet
+from isolation import isolate_environment
 
 from tula_cli.assets import find_asset_folder
 from tula_cli.cli import app
@@ -27,7 +27,7 @@ sys.exit(code or "torch" in sys.modules)
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from make_results import inspected
-from quiet import quiet
+from isolation import isolate_environment
+from make_results import make_inspection
 
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
@@ -108,14 +108,14 @@ PLACES: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     without_jobs(monkeypatch)
     return tmp_path
 
 
 def without_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be started, neither a job nor what builds a model."""
-    known = inspected(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
+    known = make_inspection(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
     monkeypatch.setattr(inspection, "inspect", lambda spec: known)
     monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, submits=True: make.FakeLauncher())
 

@@ -1329,7 +1329,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
     error = make_error_of_training(chain.task, [first], saved_samples=0)
     row = table_of_endings()[outcome]
     assert str(error.exit_code) == row[2] and error.hint
-    follows = make_runs.follow(chain.run, chain.task, first.failure)
+    follows = make_runs.execute_reaction(chain.run, chain.task, first.failure)
     assert row[3] == "-" or follows is None or first.host in follows.cause
 
 

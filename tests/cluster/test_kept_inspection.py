@@ -4,7 +4,7 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from make_results import inspected
+from make_results import make_inspection
 
 from tula_cli.cluster import inspection as kept_inspection
 from tula_cli.cluster.inspection import (
@@ -18,7 +18,7 @@ from tula_cli.errors import JobFailed
 
 
 def inspection():
-    return inspected(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
+    return make_inspection(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
 
 
 class Built:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from fake_slurm import VERSIONS, FakeSlurm, local
-from make_results import inspected
+from fake_slurm import VERSIONS, FakeSlurm, format_time
+from make_results import make_inspection
 
 from tula_cli.cli import app
 from tula_cli.cluster import attempt as cluster_attempt
@@ -50,7 +50,7 @@ LIMITS = (
 )
 
 
-INSPECTION = inspected()
+INSPECTION = make_inspection()
 
 
 @pytest.fixture(
@@ -443,7 +443,7 @@ def test_all_jobs_of_a_run_are_asked_for_at_once(slurm, run):
 
 def test_a_chain_waits_as_its_first_link_does(slurm, run):
     job = submitted(run, training(run, hours=0.1))
-    slurm.set(job.links[0], "PENDING", "Resources", starts=local(2e9))
+    slurm.set(job.links[0], "PENDING", "Resources", starts=format_time(2e9))
     assert state(run, job) == scheduler.SchedulerState("pending", "Resources", 2e9)
 
 
@@ -531,7 +531,7 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
     for _ in range(2):
         assert train.submit_training(run, plan, launcher) == plan.task.job
     assert len(versions.jobs()) == run.read_spec().train.max_attempts
-    versions.set("1000", "PENDING", "Priority", starts=local(2e9))
+    versions.set("1000", "PENDING", "Priority", starts=format_time(2e9))
     job = services_status.get_run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason, job.starts_at) == ("queued", "Priority", 2e9)
     versions.set("1000", "NODE_FAIL", "NodeDown")
@@ -584,7 +584,7 @@ def test_a_training_from_the_dry_run_to_its_end(versions, tula):
         assert (code, submitted["status"]) == (0, "pending")
     assert len(versions.jobs()) == 3
     assert scripts == [versions.script("1000")]
-    versions.set("1000", "PENDING", "Resources", starts=local(2e9))
+    versions.set("1000", "PENDING", "Resources", starts=format_time(2e9))
     job = tula("status")[1]["data"]["jobs"][0]
     assert (job["state"], job["reason"], job["starts_at"], job["scheduler_id"]) == ("queued", "Resources", 2e9, "1000")
     versions.fault(squeue="unreachable", sacct="disabled")
@@ -688,7 +688,7 @@ def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
 
 
 def test_a_local_job_of_another_machine_is_not_started_again_here(run):
-    job = make.job("train-x").model_copy(update={"host": "elsewhere"})
+    job = make.scheduler_job("train-x").model_copy(update={"host": "elsewhere"})
     assert cluster_local.LocalLauncher().query_states(run.read_snapshot(), [job])[job.id].state == "running"
 
 
@@ -759,7 +759,7 @@ def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):
 
 def test_a_job_that_is_still_being_cancelled_is_not_attached_to(tmp_path: Path) -> None:
     run, fake = RunDir.create(tmp_path, make.spec()), make.FakeLauncher(says={"evaluate-1": "running"})
-    run.write_job(make.job("evaluate-1"))
+    run.write_job(make.scheduler_job("evaluate-1"))
     assert cluster_launcher.list_jobs_to_wait_for(run, fake, ["evaluate-1"]) == ["evaluate-1"]
     run.cancel("evaluate-1")
     with pytest.raises(SchedulerError, match="evaluate-1 is still being cancelled"):

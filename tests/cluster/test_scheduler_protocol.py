@@ -12,7 +12,7 @@ from typing import Any
 import make_runs as make
 import pytest
 import tiny_queue
-from fake_slurm import FakeSlurm, local
+from fake_slurm import FakeSlurm, format_time
 
 from tula_cli.cluster.batch_launcher import submit_script
 from tula_cli.cluster.launcher import make_launcher
@@ -267,7 +267,7 @@ def test_a_job_has_an_end_and_is_ended_there(queue: Site) -> None:
     ends = time.time() + 60
     queue.wait(lambda: id_ in queue.scheduler.query_states([id_]))
     if queue.fake is not None:
-        queue.fake.set(id_, "RUNNING", ends=local(ends))
+        queue.fake.set(id_, "RUNNING", ends=format_time(ends))
     queue.until(id_, "running") if queue.fake is None else None
     answer = queue.scheduler.find_end_time(id_, {})
     assert answer is not None and began < answer < began + 100

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import make_runs
 import pytest
-from make_results import Truth, measured
+from make_results import Truth, make_probe
 
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import failures
@@ -106,7 +106,7 @@ class Ranks:
     def measure(self, nodes: int, *local_batches: int) -> str:
         """Return a script that leaves results of probes, measured when it runs."""
         files = {
-            str(self.run.path / "results" / f"{make_probe_id(nodes, local)}.json"): measured(
+            str(self.run.path / "results" / f"{make_probe_id(nodes, local)}.json"): make_probe(
                 Truth(), nodes, local
             ).model_dump_json()
             for local in local_batches
@@ -170,7 +170,7 @@ def test_start_is_resume_nothing_is_started_where_all_results_are_there(
     run: RunDir, ranks: Ranks, probe: ProbeTask
 ) -> None:
     for local in probe.local_batches:
-        run.write_result(measured(Truth(), 1, local))
+        run.write_result(make_probe(Truth(), 1, local))
     ranks.will("raise SystemExit(1)")
     cluster_supervise.supervise(run.path, probe.id)
     assert ranks.starts == []
@@ -770,7 +770,7 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
     assert outcome("auto", "nvidiactl", "kfd") == "host_oom", "an AMD GPU"
     assert outcome("auto", "nvidiactl") == "device_oom"
     assert outcome("cpu", "kfd") == "device_oom"
-    result = measured(Truth(), 1, 32)
+    result = make_probe(Truth(), 1, 32)
     on_gpu = result.environment.model_copy(update={"device": "cuda"})
     run.write_result(result.model_copy(update={"environment": on_gpu}))
     assert outcome("auto", "nvidiactl") == "host_oom", "as the ranks of a probe saw it"

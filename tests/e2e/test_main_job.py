@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from driver import waiting, weights_differ
+from driver import slow_training_options, weights_differ
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tula_cli
@@ -202,9 +202,9 @@ def test_a_command_line_that_is_interrupted_or_killed_ends_no_job_and_cancel_doe
 ) -> None:
     package = Path(tula_cli.__file__).parent
     shutil.copytree(package, tula.folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", *waiting(tula, 20, pause=0.02))
+    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", *slow_training_options(tula, 20, pause=0.02))
     process = tula.start(*command)
-    tula.until(tula.epochs_done)
+    tula.wait_until(tula.epochs_done)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -214,7 +214,7 @@ def test_a_command_line_that_is_interrupted_or_killed_ends_no_job_and_cancel_doe
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     done = tula.epochs_done()
-    tula.until(lambda: tula.epochs_done() > done)
+    tula.wait_until(lambda: tula.epochs_done() > done)
 
     process = attached(tula, *command)
     cancelled = tula("cancel")
@@ -259,9 +259,9 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
         subprocess.run(["rm", "-rf", str(run.path / name)], check=True)
 
     process = tula.start(*command)
-    tula.until(tula.epochs_done)
+    tula.wait_until(tula.epochs_done)
     os.kill(tula.ranks(tula.task())[0], signal.SIGKILL)
-    tula.until(lambda: tula.task().attempt == 2 and tula.epochs_done() >= 3)
+    tula.wait_until(lambda: tula.task().attempt == 2 and tula.epochs_done() >= 3)
     attempt = run.read_attempts(tula.task().id)[-1]
     os.kill(attempt.pid, signal.SIGKILL)  # the supervisor
     process.communicate(timeout=60)

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from driver import waiting
+from driver import slow_training_options
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 
@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 )
 @pytest.mark.proof
 def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_it_is(tula) -> None:
-    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", *waiting(tula, 14, pause=0.02))
+    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", *slow_training_options(tula, 14, pause=0.02))
     process = tula.start(*command)
-    tula.until(tula.epochs_done)
+    tula.wait_until(tula.epochs_done)
     run, signature = tula.run(), tula.task().signature
     copy = tula.folder / "copies" / run.id
     shutil.copytree(run.path, copy, symlinks=True)
@@ -37,7 +37,7 @@ def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_
     _, words = process.communicate(timeout=60)
     assert process.returncode == 1, words
     assert f"{run.id} was moved or removed, so its jobs stop" in words
-    tula.until(lambda: not tula.ranks_of(run.path))
+    tula.wait_until(lambda: not tula.ranks_of(run.path))
     assert not run.path.exists(), "nothing grows where the run was"
 
     summary = tula("train", "--run", str(moved), "--nodes", "1", "--batch", "64")["data"]

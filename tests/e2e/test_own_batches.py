@@ -67,7 +67,7 @@ def trained_anew_and_killed(tula: Any, command: Sequence[str], *, rank: int) -> 
     for name in ("train", "tasks", "jobs", "attempts", "failures"):
         shutil.rmtree(tula.run().path / name, ignore_errors=True)
     process = tula.start(*command, "--set", "train.checkpoint_every=1e-9")
-    tula.until(tula.epochs_done)
+    tula.wait_until(tula.epochs_done)
     os.kill(tula.ranks(tula.task())[rank], signal.SIGKILL)
     process.communicate(timeout=240)
     again = tula(*command)["data"]

@@ -92,7 +92,7 @@ def test_a_job_is_measured_and_trained_over_time_limits_on_a_scheduler_of_the_us
     assert result is not None and result.epochs == EPOCHS and result.samples == EPOCHS * STEPS * 64
     (link,) = [job for job in run.read_jobs() if job.id.startswith("train")]
     assert jobs[-1] in link.links
-    tula.until(lambda: {state.state for state in queue.query_states(link.links).values()} == {"ended"})
+    tula.wait_until(lambda: {state.state for state in queue.query_states(link.links).values()} == {"ended"})
     status = tula("status")["data"]
     assert status["jobs"][-1]["scheduler"] == "tiny_queue:TinyQueue" and status["jobs"][-1]["state"] == "done"
 
@@ -107,7 +107,7 @@ def test_a_job_that_is_cancelled_there_is_over(tula: Any) -> None:
     queue = installed(tula)
     tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--yes", "--no-wait")
     (job,) = tula.run().read_jobs()
-    tula.until(lambda: tula.run().read_attempts())
+    tula.wait_until(lambda: tula.run().read_attempts())
     assert tula("cancel")["data"]["cancelled"] == [job.id]
-    tula.until(lambda: {state.state for state in queue.query_states(job.ids).values()} == {"ended"})
+    tula.wait_until(lambda: {state.state for state in queue.query_states(job.ids).values()} == {"ended"})
     assert tula("status")["data"]["jobs"][0]["state"] == "cancelled"

@@ -61,9 +61,9 @@ def test_a_script_under_ddp_is_measured_and_a_choice_is_made(tmp_path: Path) -> 
 def test_a_killed_script_goes_on_from_its_own_checkpoint_to_the_last_sample(tmp_path: Path) -> None:
     tula = with_script(tmp_path, "reference.py", RESUMING)
     training = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "16", "--yes")
-    out = tula.until(lambda: next(tmp_path.glob("tula-runs/resuming-*/train/*/out/*.pth"), None))
+    out = tula.wait_until(lambda: next(tmp_path.glob("tula-runs/resuming-*/train/*/out/*.pth"), None))
     run = tula.run()
-    beat = tula.until(lambda: ScriptAttempt(run.path, tula.task().id, 1).read_heartbeat(0))
+    beat = tula.wait_until(lambda: ScriptAttempt(run.path, tula.task().id, 1).read_heartbeat(0))
     os.kill(beat.pid, signal.SIGKILL)
     output, complaint = training.communicate(timeout=240)
     assert training.returncode == 0, complaint

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import seen_samples
 import torch
-from seen_samples import EPOCHS, JOB, SIZE, seen, told
+from seen_samples import EPOCHS, JOB, SIZE, count_samples, read_batches
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 
@@ -39,8 +39,8 @@ def test_more_nodes_at_a_change_of_the_batch_train_the_same_samples_to_the_same_
         (2, "the stage with batch 16 runs on 2 nodes"),
     ]
     assert [(a.outcome, a.samples) for a in training.read_attempts()] == [("stage_end", 0), ("done", SIZE)]
-    assert seen(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
-    ranks = [(row["rank"], row["world"]) for row in told(tula.folder)]
+    assert count_samples(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
+    ranks = [(row["rank"], row["world"]) for row in read_batches(tula.folder)]
     assert set(ranks) == {(0, 1), (0, 2), (1, 2)} and ranks.count((0, 1)) == SIZE // 8
     status = tula("status")["data"]
     assert [(s["begin"], s["batch"], s["nodes"]) for s in status["training"]["stages"]] == [(0, 8, 1), (SIZE, 16, 2)]

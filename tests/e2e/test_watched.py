@@ -70,12 +70,14 @@ def test_a_hog_is_reported_when_it_comes_and_when_it_goes(tula: Any) -> None:
     (tula.folder / "job.yaml").write_text(JOB)
     shutil.copy(HELPERS / "watched.py", tula.folder)
     process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "32")
-    tula.until(lambda: list(tula.folder.glob("tula-runs/watched-*/train/*/metrics.jsonl")))
-    tula.until(lambda: steps_told(tula) >= SETTLED)
+    tula.wait_until(lambda: list(tula.folder.glob("tula-runs/watched-*/train/*/metrics.jsonl")))
+    tula.wait_until(lambda: steps_told(tula) >= SETTLED)
     with hog() as began:
-        slower = tula.until(lambda: [c for c in changes(tula, since=began) if c.after.step > MUCH * c.before.step])[0]
+        slower = tula.wait_until(
+            lambda: [c for c in changes(tula, since=began) if c.after.step > MUCH * c.before.step]
+        )[0]
     ended = time.time()
-    faster = tula.until(lambda: [c for c in changes(tula, since=ended) if MUCH * c.after.step < c.before.step])[0]
+    faster = tula.wait_until(lambda: [c for c in changes(tula, since=ended) if MUCH * c.after.step < c.before.step])[0]
 
     assert slower.parts == faster.parts == ("compute",)
     assert slower.began_at < ended, "it began while the hog was there"

@@ -1,4 +1,4 @@
-"""The cases: a command line, or Python code with the public API, and the recorded run that it is about."""
+"""The golden cases: a command line, or Python code with the public API, and the recorded run that it uses."""
 
 import json
 import shutil
@@ -12,15 +12,15 @@ class Case:
     """One command on one run.
 
     Args:
-        name: `COMMAND-WHAT`.
-        run: a recorded run; empty for none.
+        name: `COMMAND-TOPIC`.
+        run: name of a recorded run; empty for none.
         words: the command line.
-        code: Python code in place of it; what it prints is JSON.
+        code: Python code instead of a command line; it prints JSON.
         edit: changes the folder before the command.
-        shows: files, by pattern, that the command has written and that are compared too.
-        slurm: a SLURM is on PATH, which knows the jobs of the recorded run.
-        slow: only in `make proof`.
-        package: the optional package whose command it is.
+        shows: patterns of files written by the command, which are compared too.
+        slurm: a fake SLURM is on PATH, which knows the jobs of the recorded run.
+        slow: runs only in `make proof`.
+        package: the optional package of the command.
     """
 
     name: str
@@ -34,25 +34,25 @@ class Case:
     package: str = ""
 
 
-# --- what is done to recorded runs
+# --- changes of recorded runs
 
 
-def first(folder: Path, pattern: str) -> Path:
+def find_first(folder: Path, pattern: str) -> Path:
     return min(folder.glob(f"tula-runs/*/{pattern}"))
 
 
-def cut(pattern: str) -> Callable[[Path], None]:
-    """Return an edit that leaves half of the first file of a pattern."""
+def truncate_file(pattern: str) -> Callable[[Path], None]:
+    """Return an edit that truncates the first file that matches a pattern to half its size."""
 
     def edit(folder: Path) -> None:
-        path = first(folder, pattern)
+        path = find_first(folder, pattern)
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
 
     return edit
 
 
-def removed(*patterns: str) -> Callable[[Path], None]:
+def remove_files(*patterns: str) -> Callable[[Path], None]:
     """Return an edit that removes files of a run."""
 
     def edit(folder: Path) -> None:
@@ -63,12 +63,12 @@ def removed(*patterns: str) -> Callable[[Path], None]:
     return edit
 
 
-def of_later_format(folder: Path) -> None:
-    first(folder, "format").write_text("99 tula 7.0.0\n")
+def set_later_format(folder: Path) -> None:
+    find_first(folder, "format").write_text("99 tula 7.0.0\n")
 
 
 def with_job(**changes: object) -> Callable[[Path], None]:
-    """Return an edit that writes job.yaml: the job `trained` with other sections, or without those that are None."""
+    """Return an edit that writes job.yaml: the job `trained` with changed sections; sections that are None are removed."""
 
     def edit(folder: Path) -> None:
         lines = []
@@ -86,7 +86,7 @@ def with_job(**changes: object) -> Callable[[Path], None]:
     return edit
 
 
-def written(name: str, text: str) -> Callable[[Path], None]:
+def write_file(name: str, text: str) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         (folder / name).write_text(text)
 
@@ -94,7 +94,7 @@ def written(name: str, text: str) -> Callable[[Path], None]:
 
 
 def with_second_job(folder: Path) -> None:
-    """Copy the only run as that of another job, `second`, which has fewer epochs."""
+    """Copy the only run as a run of another job, `second`, which has fewer epochs."""
     run = next(path for path in (folder / "tula-runs").iterdir() if not path.is_symlink() and path.is_dir())
     second = run.with_name("second-0a1b2c3d")
     shutil.copytree(run, second, symlinks=True)
@@ -103,9 +103,9 @@ def with_second_job(folder: Path) -> None:
     (second / "spec.yaml").write_text(settings.replace("epochs: 30\n", "epochs: 10\n", 1))
 
 
-# --- what Python code prints
+# --- output of Python code
 
-PRINT = """
+PRINT_CODE = """
 import json, math, warnings
 import tula_cli as tula
 warnings.simplefilter("ignore")
@@ -114,7 +114,7 @@ def show(value):
 def rows(frame):
     return json.loads(frame.to_json(orient="records", double_precision=15))
 """
-FAILS = """
+FAILING_CODE = """
 try:
     {call}
     show("no error")
@@ -123,12 +123,12 @@ except tula.TulaError as error:
 """
 
 
-def python(name: str, run: str, code: str, **options: object) -> Case:
-    return Case(name, run, code=PRINT + code, **options)  # type: ignore[arg-type]
+def make_python_case(name: str, run: str, code: str, **options: object) -> Case:
+    return Case(name, run, code=PRINT_CODE + code, **options)  # type: ignore[arg-type]
 
 
-def fails(name: str, run: str, call: str) -> Case:
-    return python(name, run, FAILS.format(call=call))
+def make_failing_case(name: str, run: str, call: str) -> Case:
+    return make_python_case(name, run, FAILING_CODE.format(call=call))
 
 
 SLURM_JOB = {
@@ -140,14 +140,14 @@ SLURM_JOB = {
 }
 
 CASES = (
-    # --- before there is a run
+    # --- without a run
     Case("tula-version", words="--version"),
     Case("tula-unknown-command", words="profil"),
     Case("tula-unknown-option", words="status --jsn"),
     Case("tula-no-command"),
     Case("init-local", words="init --json", shows=("job.yaml",)),
     Case("init-slurm", words="init slurm -o slurm.yaml --json", shows=("slurm.yaml",)),
-    Case("init-exists", words="init --json", edit=written("job.yaml", "name: mine\n")),
+    Case("init-exists", words="init --json", edit=write_file("job.yaml", "name: mine\n")),
     Case("init-from-command", words="init --from-command 'own_train.py --batch 8 --lr 0.1 --epochs 3' --json", shows=("job.yaml",)),
     Case("check-job", words="check trained.yaml --json"),
     Case("check-origin", words="check trained.yaml --show-origin --offline --json --set train.epochs=7"),
@@ -155,7 +155,7 @@ CASES = (
     Case("check-script", words="check script.yaml --json"),
     Case("check-types", words="check types.yaml --json --offline"),
     Case("check-missing-file", words="check nowhere.yaml --json"),
-    Case("check-no-yaml", words="check job.yaml --json", edit=written("job.yaml", "name: [1, 2\n")),
+    Case("check-no-yaml", words="check job.yaml --json", edit=write_file("job.yaml", "name: [1, 2\n")),
     Case("check-unknown-key", words="check job.yaml --json --offline", edit=with_job(trian={"epochs": 2})),
     Case("check-many-problems", words="check job.yaml --json --offline", edit=with_job(train={"epochs": 0, "precision": "fp8", "metod": "ags"}, optimizer={"name": "SGD"})),
     Case("check-bad-set", words="check trained.yaml --json --offline --set train.epochs=many"),
@@ -176,7 +176,7 @@ CASES = (
     Case("observe-no-command", words="observe --json"),
     Case("observe-no-job", words="observe --report --json"),
     Case("observe-nothing-trained", words="observe --json -- python -c pass"),
-    # --- probes that wait
+    # --- pending probes
     Case("status-pending", "pending", "status --json", slurm=True),
     Case("profile-pending", "pending", "profile queued.yaml --json --no-wait", slurm=True, slow=True),
     Case("recommend-pending", "pending", "recommend --json", slurm=True),
@@ -184,7 +184,7 @@ CASES = (
     # --- measured
     Case("status-measured", "measured", "status --json"),
     Case("profile-measured", "measured", "profile measured.yaml --json --yes", slow=True),
-    Case("profile-partly-measured", "measured", "profile measured.yaml --dry-run --json", edit=removed("results/*n002*", "results/*n004-l000032*"), slow=True),
+    Case("profile-partly-measured", "measured", "profile measured.yaml --dry-run --json", edit=remove_files("results/*n002*", "results/*n004-l000032*"), slow=True),
     Case("recommend-knee", "measured", "recommend --json"),
     Case("recommend-time", "measured", "recommend --json --objective time --save", shows=("tula-runs/*/recommended.yaml", "tula-runs/*/results.csv")),
     Case("recommend-cost", "measured", "recommend --json --objective cost"),
@@ -210,19 +210,19 @@ CASES = (
     Case("recommend-spot", "measured", "recommend --json --objective cost --set pricing.spot.discount=0.6 --set pricing.spot.interruptions_per_day=2"),
     Case("recommend-lbt", "measured", "recommend --json --set train.method=lbt"),
     Case("recommend-table", "measured", "recommend"),
-    Case("recommend-too-few", "measured", "recommend --json", edit=removed("results/*n00[124]-l0000[136]*", "results/*l000256*", "results/*l000128*")),
+    Case("recommend-too-few", "measured", "recommend --json", edit=remove_files("results/*n00[124]-l0000[136]*", "results/*l000256*", "results/*l000128*")),
     Case("train-measured-dry-run", "measured", "train --dry-run --json --nodes 2 --batch 256"),
     Case("train-bad-batch", "measured", "train --dry-run --json --nodes 4 --batch 33"),
     Case("train-ramp-dry-run", "measured", "train --dry-run --json --nodes 1 --batch 256 --set train.ramp=auto"),
     Case("report-measured", "measured", "report --json", package="report"),
-    python("python-results", "measured", "show(rows(tula.Run.open(__import__('glob').glob('tula-runs/measured-*')[0]).results()))"),
-    python("python-recommend", "measured", "r = tula.recommend('measured.yaml', objective='cost', save=False)\nshow({'choice': [r.choice.nodes, r.choice.batch, r.choice.hours, r.choice.cost], 'rows': rows(r.frame()), 'warnings': list(r.warnings)})"),
-    python("python-plan-trainings", "measured", "plan = tula.plan_trainings('measured.yaml', 10, max_nodes=4)\nshow({'hours': plan.hours, 'cost': plan.cost, 'speedup': plan.speedup, 'waves': rows(plan.frame())})"),
-    fails("python-infeasible", "measured", "tula.recommend('measured.yaml', deadline_hours=1e-6)"),
-    fails("python-bad-argument", "measured", "tula.recommend('measured.yaml', nodes=0)"),
-    fails("python-no-run", "", "tula.recommend('trained.yaml')"),
-    fails("python-bad-job", "", "tula.check({'name': 'x'})"),
-    fails("python-over-budget", "", "tula.profile('trained.yaml', max_node_hours=0.0001)"),
+    make_python_case("python-results", "measured", "show(rows(tula.Run.open(__import__('glob').glob('tula-runs/measured-*')[0]).results()))"),
+    make_python_case("python-recommend", "measured", "r = tula.recommend('measured.yaml', objective='cost', save=False)\nshow({'choice': [r.choice.nodes, r.choice.batch, r.choice.hours, r.choice.cost], 'rows': rows(r.frame()), 'warnings': list(r.warnings)})"),
+    make_python_case("python-plan-trainings", "measured", "plan = tula.plan_trainings('measured.yaml', 10, max_nodes=4)\nshow({'hours': plan.hours, 'cost': plan.cost, 'speedup': plan.speedup, 'waves': rows(plan.frame())})"),
+    make_failing_case("python-infeasible", "measured", "tula.recommend('measured.yaml', deadline_hours=1e-6)"),
+    make_failing_case("python-bad-argument", "measured", "tula.recommend('measured.yaml', nodes=0)"),
+    make_failing_case("python-no-run", "", "tula.recommend('trained.yaml')"),
+    make_failing_case("python-bad-job", "", "tula.check({'name': 'x'})"),
+    make_failing_case("python-over-budget", "", "tula.profile('trained.yaml', max_node_hours=0.0001)"),
     # --- trained
     Case("status-trained", "trained", "status --json"),
     Case("status-trained-table", "trained", "status"),
@@ -240,8 +240,8 @@ CASES = (
     Case("clean-dry-run", "trained", "clean --dry-run --json --keep best"),
     Case("clean-all", "trained", "clean --yes --json --quiet", shows=("tula-runs/*/train/*/checkpoints/*",)),
     Case("export-unknown", "trained", "export --to nowhere --json", package="trackers"),
-    python("python-status", "trained", "show(rows(tula.status('trained.yaml').frame()))"),
-    python("python-report-text", "trained", "print(tula.report_text('trained.yaml'))", package="report"),
+    make_python_case("python-status", "trained", "show(rows(tula.status('trained.yaml').frame()))"),
+    make_python_case("python-report-text", "trained", "print(tula.report_text('trained.yaml'))", package="report"),
     # --- out of memory, failed, types, script, comparison, self-tuned
     Case("status-memory", "memory", "status --json"),
     Case("recommend-memory", "memory", "recommend --json --objective time"),
@@ -249,7 +249,7 @@ CASES = (
     Case("status-largest", "largest", "status --json"),
     Case("profile-largest", "largest", "profile largest.yaml --largest --json --yes"),
     Case("profile-largest-table", "largest", "profile largest.yaml --largest --yes"),
-    Case("profile-largest-continued", "largest", "profile largest.yaml --largest --dry-run --json", edit=removed("results/*l000021*")),
+    Case("profile-largest-continued", "largest", "profile largest.yaml --largest --dry-run --json", edit=remove_files("results/*l000021*")),
     Case("profile-largest-no-limit", words="profile trained.yaml --largest --dry-run --json"),
     Case("compare-rates", "rates", "compare trained.yaml --batches --batch 32 --json --yes --set train.epochs=60"),
     Case("compare-rates-table", "rates", "compare --batches --batch 32 --show --set train.epochs=60"),
@@ -257,7 +257,7 @@ CASES = (
     Case("compare-rates-script", "script", "compare script.yaml --learning-rates --batch 32 --dry-run --json"),
     Case("status-rates", "rates", "status --json"),
     Case("recommend-largest", "largest", "recommend --json --objective time"),
-    python("python-largest", "largest", "largest = tula.find_largest_batch('largest.yaml', max_node_hours=1)\nshow([largest.batch, largest.local_batch, largest.too_large, largest.finished])"),
+    make_python_case("python-largest", "largest", "largest = tula.find_largest_batch('largest.yaml', max_node_hours=1)\nshow([largest.batch, largest.local_batch, largest.too_large, largest.finished])"),
     Case("status-failed", "failed", "status --json"),
     Case("recommend-failed", "failed", "recommend --json"),
     Case("logs-failed", "failed", "logs"),
@@ -269,7 +269,7 @@ CASES = (
     Case("recommend-script", "script", "recommend --json --objective time"),
     Case("recommend-observed", "observed", "recommend script.yaml --json --objective time --observed own_train", shows=("tula-runs/*/results/*.json",)),
     Case("recommend-observed-no-script", "observed", "recommend measured.yaml --json --observed own_train"),
-    python("python-recommend-observed", "observed", "r = tula.recommend('script.yaml', observed='own_train')\nshow([r.choice.nodes, r.choice.batch, r.choice.source])"),
+    make_python_case("python-recommend-observed", "observed", "r = tula.recommend('script.yaml', observed='own_train')\nshow([r.choice.nodes, r.choice.batch, r.choice.source])"),
     Case("observe-report", "observed", "observe --report own_train"),
     Case("train-script-dry-run", "script", "train --dry-run --json --nodes 1 --batch 16"),
     Case("compare-show", "comparison", "compare --show --json"),
@@ -288,23 +288,23 @@ CASES = (
     Case("train-moldable-plan", "pending", "train --dry-run --nodes 2-4 --batch 32", slow=True, slurm=True),
     Case("train-moldable-local", "measured", "train --dry-run --json --nodes auto"),
     # --- damaged
-    Case("status-damaged-result", "trained", "status --json", edit=cut("results/*.json")),
-    Case("recommend-damaged-result", "trained", "recommend --json", edit=cut("results/*.json")),
-    Case("recommend-damaged-answer", "trained", "recommend --json", edit=cut("recommendation.json")),
-    Case("status-damaged-metrics", "trained", "status --json", edit=cut("train/*/metrics.jsonl")),
-    Case("train-damaged-task", "trained", "train --json --dry-run", edit=cut("spec.json")),
-    Case("status-later-format", "trained", "status --json", edit=of_later_format),
-    Case("diff-two-runs", "measured", "diff measured trained --json", edit=lambda folder: two_runs(folder)),
+    Case("status-damaged-result", "trained", "status --json", edit=truncate_file("results/*.json")),
+    Case("recommend-damaged-result", "trained", "recommend --json", edit=truncate_file("results/*.json")),
+    Case("recommend-damaged-answer", "trained", "recommend --json", edit=truncate_file("recommendation.json")),
+    Case("status-damaged-metrics", "trained", "status --json", edit=truncate_file("train/*/metrics.jsonl")),
+    Case("train-damaged-task", "trained", "train --json --dry-run", edit=truncate_file("spec.json")),
+    Case("status-later-format", "trained", "status --json", edit=set_later_format),
+    Case("diff-two-runs", "measured", "diff measured trained --json", edit=lambda folder: add_trained_run(folder)),
 )  # fmt: skip
 
 
-def two_runs(folder: Path) -> None:
-    """Lay the run `trained` out beside the recorded one, each under the name of its job."""
+def add_trained_run(folder: Path) -> None:
+    """Copy the run `trained` to the folder of the recorded run; each has the name of its job."""
     import recorded_runs
 
-    recorded_runs.lay_out("trained", folder)
+    recorded_runs.copy_run("trained", folder)
     for name in ("measured", "trained"):
         (folder / name).symlink_to(
-            first(folder.parent / folder.name, "format").parent.parent
+            find_first(folder.parent / folder.name, "format").parent.parent
             / next(p.name for p in (folder / "tula-runs").iterdir() if p.name.startswith(f"{name}-"))
         )

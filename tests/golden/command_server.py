@@ -1,9 +1,9 @@
-"""A process that has imported what commands need and forks each of them: a case costs what it computes, not its imports.
+"""A process that imports the modules of the commands once and forks for each command, so that cases need no time for imports.
 
     python command_server.py
 
-reads a line of JSON for each command from stdin (`words` of a command line or `code` in Python, `folder`, `environment`,
-`output`, a folder for stdout and stderr) and answers with its exit code. A command runs as `python -m tula_cli` does.
+Reads one line of JSON per command from stdin (`words` of a command line or `code` in Python, `folder`, `environment`,
+`output`, a folder for stdout and stderr) and answers with the exit code. A command runs as `python -m tula_cli` does.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ def main() -> None:
         request = json.loads(line)
         pid = os.fork()
         if not pid:
-            run(request)
+            run_command(request)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(json.dumps(code), flush=True)
         if not number:
-            preload(Path(request["output"]) / "modules")
+            import_modules(Path(request["output"]) / "modules")
 
 
-def run(request: dict[str, Any]) -> None:
-    """Run one command in this process, and end it with the command's exit code."""
+def run_command(request: dict[str, Any]) -> None:
+    """Run one command in this process, and exit with the command's exit code."""
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -39,7 +39,7 @@ def run(request: dict[str, Any]) -> None:
     output = Path(request["output"])
     for number, stream in enumerate((os.devnull, output / "stdout", output / "stderr")):
         os.dup2(os.open(stream, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
-    code: Any = 99  # of an error that no command lets through
+    code: Any = 99  # if an error escapes from the command
     try:
         if request["code"]:
             exec(compile(request["code"], "case", "exec"), {"__name__": "__main__"})
@@ -52,11 +52,11 @@ def run(request: dict[str, Any]) -> None:
     finally:
         if code == 99:
             traceback.print_exc()
-        finish(output, code)
+        exit_process(output, code)
 
 
-def finish(output: Path, code: Any) -> None:
-    """Note the modules that were imported, and end this process."""
+def exit_process(output: Path, code: Any) -> None:
+    """Record the imported modules, and exit this process."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -64,8 +64,8 @@ def finish(output: Path, code: Any) -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def preload(names: Path) -> None:
-    """Import what the first command has imported, for all commands after it."""
+def import_modules(names: Path) -> None:
+    """Import the modules that the first command imported, for all later commands."""
     for name in names.read_text().splitlines():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -1,8 +1,8 @@
-"""What a case came to, in a form that can be kept and compared: data in JSON, sentences apart from them, nothing that differs
-from one machine or day to the next.
+"""Outcomes of cases in a form that can be stored and compared: data as JSON, sentences separately, without values that depend on
+the machine or the day.
 
-A text is a sentence if it has a space. In the data it is `<sentence>`; in the sentences it stands under its place. So a
-change of wording is a change of `expected/sentences/COMMAND.txt` alone.
+A text with a space is a sentence. In the data it is replaced by `<sentence>`; the sentences are stored by their position in the
+data. So a change of wording changes only `expected/sentences/COMMAND.txt`.
 """
 
 import csv
@@ -21,13 +21,13 @@ EXPECTED = HERE / "expected"
 RENAMES = HERE / "renames.csv"
 TOLERANCE = 1e-9
 SENTENCE = "<sentence>"
-NOTES = re.compile(
+FIRST_BUILD_WARNINGS = re.compile(
     r"^(building the model and the dataset|using the model and dataset sizes measured .*)\n", re.MULTILINE
 )
-"""They say whether a case was the first to build a job's model, which differs with the cases that are run."""
-OF_MACHINE = (
+"""Warnings about whether a case was the first to build the model of a job, which depends on the selected cases."""
+MACHINE_KEYS = (
     "hardware",
-    "held",  # bytes on disk, links included
+    "held",  # bytes on disk, including links
     "capacity",
     "cpus",
     "gpus",
@@ -39,30 +39,30 @@ OF_MACHINE = (
     "system",
 )
 TIME_KEYS = re.compile(r"(^|_)(at|time|changed)$")
-SINCE_KEYS = ("wait",)
-"""Seconds until now."""
+DURATION_KEYS = ("wait",)
+"""Keys of durations until now, in seconds."""
 
 Value = Any
 Flat = dict[str, Value]
 
 
-# --- what differs from machine to machine
+# --- values that depend on the machine
 
 
 @dataclass
 class Normaliser:
-    """Replaces times, paths, hosts, versions and ids; the same id gets the same number within a case.
+    """Replaces times, paths, hosts, versions and ids; within a case, the same id gets the same number.
 
     Args:
-        folder: in which the case was run.
+        folder: of the case.
     """
 
     folder: Path
     ids: dict[str, str] = field(default_factory=dict)
 
     def text(self, text: str) -> str:
-        """Return a text without what differs."""
-        text = NOTES.sub("", text)
+        """Return a text without values that depend on the machine."""
+        text = FIRST_BUILD_WARNINGS.sub("", text)
         for path, name in (
             (self.folder, "<folder>"),
             (HERE.parents[1], "<tula>"),
@@ -83,22 +83,24 @@ class Normaliser:
         return self.ids.setdefault(match[0], f"<id{len(self.ids) + 1}>")
 
     def value(self, value: Value, key: str = "") -> Value:
-        """Return a value of JSON without what differs."""
+        """Return a JSON value without values that depend on the machine."""
         if isinstance(value, Mapping):
             return {self.text(name): self.value(inner, name) for name, inner in value.items()}
         if isinstance(value, list):
             return [self.value(inner, key) for inner in value]
-        if key in OF_MACHINE and value and (key, type(value)) != ("gpus", str):
+        if key in MACHINE_KEYS and value and (key, type(value)) != ("gpus", str):
             return "<machine>"
         if isinstance(value, str):
-            if key == "signature" and (name := re.fullmatch(r"\d{8}", value)):  # by chance without a letter
+            if key == "signature" and (
+                name := re.fullmatch(r"\d{8}", value)
+            ):  # a hexadecimal signature may by chance have no letter
                 return self._id(name)
             return "<version>" if key == "tula" else self.text(value)
-        if key in SINCE_KEYS and isinstance(value, float):
+        if key in DURATION_KEYS and isinstance(value, float):
             return "<seconds>"
         if isinstance(value, int | float) and TIME_KEYS.search(key) and value > 1.6e9:
             return "<time>"
-        if key == "pid" and value:  # of a process of this run
+        if key == "pid" and value:  # pid of a process of this run
             return "<pid>"
         return value
 
@@ -107,7 +109,7 @@ class Normaliser:
 
 
 def flatten(value: Value, place: str = "") -> Iterator[tuple[str, Value]]:
-    """Yield each value that holds no others with its place, such as `data.rows[3].cost`."""
+    """Yield each leaf of a value with its position, such as `data.rows[3].cost`."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from flatten(inner, f"{place}.{name}" if place else name)
@@ -122,29 +124,29 @@ def is_sentence(value: Value) -> bool:
     return isinstance(value, str) and " " in value.strip()
 
 
-def without_sentences(value: Value) -> Value:
-    """Return a value whose sentences are replaced by a word."""
+def replace_sentences(value: Value) -> Value:
+    """Return a value in which each sentence is replaced by a constant."""
     if isinstance(value, Mapping):
-        return {name: without_sentences(inner) for name, inner in value.items()}
+        return {name: replace_sentences(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [without_sentences(inner) for inner in value]
+        return [replace_sentences(inner) for inner in value]
     return SENTENCE if is_sentence(value) else value
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to: data, and the sentences by their place in the data (or `stdout`, `stderr`)."""
+    """The outcome of a case: data, and the sentences by their position in the data (or `stdout`, `stderr`)."""
 
     data: Value
     sentences: Mapping[str, str]
 
     @classmethod
     def of(cls, answer: Value, **texts: str) -> "Outcome":
-        """Return the outcome of an answer in JSON and further texts."""
+        """Make an outcome from an answer in JSON and further texts."""
         results = {place: value for place, value in flatten(answer) if is_sentence(value)}
         results |= {name: text for name, text in texts.items() if text.strip()}
         return cls(
-            without_sentences(answer),
+            replace_sentences(answer),
             {place: "\n".join(line.rstrip() for line in text.rstrip().split("\n")) for place, text in results.items()},
         )
 
@@ -154,7 +156,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Rename:
-    """A key that has another name, is gone (`new` is empty) or is new (`old` is empty); `[]` is any number of a list."""
+    """A key that was renamed, removed (`new` is empty) or added (`old` is empty); `[]` matches any index of a list."""
 
     command: str
     old: str
@@ -164,21 +166,21 @@ class Rename:
         return self.command in ("*", command)
 
 
-def renames(path: Path = RENAMES) -> list[Rename]:
+def read_renames(path: Path = RENAMES) -> list[Rename]:
     with path.open() as file:
         return [Rename(row["command"], row["old"], row["new"]) for row in csv.DictReader(file)]
 
 
-def _matching(place: str) -> re.Pattern[str]:
+def _compile_position(place: str) -> re.Pattern[str]:
     return re.compile(re.escape(place).replace(r"\[\]", r"\[(\d+)\]") + r"(?=$|[.\[])")
 
 
-def renamed(flat: Flat, command: str, table: list[Rename]) -> Flat:
-    """Return expected values under the names that they have now."""
+def apply_renames(flat: Flat, command: str, table: list[Rename]) -> Flat:
+    """Return expected values with their current keys."""
     for rename in table:
         if not rename.old or not rename.applies(command):
             continue
-        pattern, moved = _matching(rename.old), {}
+        pattern, moved = _compile_position(rename.old), {}
         for place, value in flat.items():
             match = pattern.match(place)
             if match is None:
@@ -190,14 +192,14 @@ def renamed(flat: Flat, command: str, table: list[Rename]) -> Flat:
     return flat
 
 
-def without_new(flat: Flat, command: str, table: list[Rename]) -> Flat:
-    """Return actual values without the keys that the table says are new."""
-    new = [_matching(rename.new) for rename in table if not rename.old and rename.applies(command)]
+def remove_added_keys(flat: Flat, command: str, table: list[Rename]) -> Flat:
+    """Return actual values without the added keys of the table."""
+    new = [_compile_position(rename.new) for rename in table if not rename.old and rename.applies(command)]
     return {place: value for place, value in flat.items() if not any(pattern.match(place) for pattern in new)}
 
 
-def equal(expected: Value, actual: Value, tolerance: float = TOLERANCE) -> bool:
-    """Return whether two values are the same, of the same type; floats agree to a relative tolerance."""
+def are_equal(expected: Value, actual: Value, tolerance: float = TOLERANCE) -> bool:
+    """Return whether two values have the same type and are equal; floats agree to a relative tolerance."""
     if type(expected) is not type(actual):
         return False
     if isinstance(expected, float):
@@ -207,50 +209,53 @@ def equal(expected: Value, actual: Value, tolerance: float = TOLERANCE) -> bool:
     return bool(expected == actual)
 
 
-def differences(expected: Outcome, actual: Outcome, command: str, table: list[Rename]) -> list[str]:
-    """Return a line for each difference between two outcomes; none where they are the same."""
+def list_differences(expected: Outcome, actual: Outcome, command: str, table: list[Rename]) -> list[str]:
+    """Return a line for each difference between two outcomes."""
     lines = []
     pairs = (
         (dict(flatten(expected.data)), dict(flatten(actual.data))),
         (dict(expected.sentences), dict(actual.sentences)),
     )
     for before, now in pairs:
-        before, now = renamed(before, command, table), without_new(now, command, table)
+        before, now = apply_renames(before, command, table), remove_added_keys(now, command, table)
         for place in [*before, *(place for place in now if place not in before)]:
             if place not in now:
                 lines.append(f"- {place}: {before[place]!r} is no longer there")
             elif place not in before:
                 lines.append(f"+ {place}: {now[place]!r} is new")
-            elif not equal(before[place], now[place]):
+            elif not are_equal(before[place], now[place]):
                 lines += [
                     f"  {place}:",
-                    *(f"    {mark} {_shown(value)}" for mark, value in (("-", before[place]), ("+", now[place]))),
+                    *(
+                        f"    {mark} {_format_value(value)}"
+                        for mark, value in (("-", before[place]), ("+", now[place]))
+                    ),
                 ]
     return lines
 
 
-def _shown(value: Value) -> str:
+def _format_value(value: Value) -> str:
     return value.replace("\n", "\n      ") if isinstance(value, str) else f"{value!r} ({type(value).__name__})"
 
 
 # --- files
 
 
-def command_of(case: str) -> str:
-    """Return the command that a case is of, by its name `COMMAND-WHAT`."""
+def parse_command(case: str) -> str:
+    """Return the command of a case from its name `COMMAND-TOPIC`."""
     return case.partition("-")[0]
 
 
-def load(case: str) -> Outcome | None:
-    """Return what is expected of a case; None where nothing is yet."""
+def load_outcome(case: str) -> Outcome | None:
+    """Return the expected outcome of a case, or None if there is none."""
     path = EXPECTED / f"{case}.json"
     if not path.exists():
         return None
-    return Outcome(json.loads(path.read_text()), load_sentences(command_of(case)).get(case, {}))
+    return Outcome(json.loads(path.read_text()), load_sentences(parse_command(case)).get(case, {}))
 
 
-def save(outcomes: Mapping[str, Outcome], *, all_cases: bool) -> None:
-    """Write what is expected of some cases; with `all_cases` nothing else remains."""
+def save_outcomes(outcomes: Mapping[str, Outcome], *, all_cases: bool) -> None:
+    """Write the expected outcomes of some cases; with `all_cases`, remove all others."""
     EXPECTED.mkdir(exist_ok=True)
     if all_cases:
         for path in EXPECTED.glob("**/*.*"):
@@ -259,9 +264,9 @@ def save(outcomes: Mapping[str, Outcome], *, all_cases: bool) -> None:
     for case, outcome in outcomes.items():
         text = json.dumps(outcome.data, indent=1, sort_keys=True, ensure_ascii=False)
         (EXPECTED / f"{case}.json").write_text(text + "\n")
-    for command in sorted({command_of(case) for case in outcomes}):
+    for command in sorted({parse_command(case) for case in outcomes}):
         kept = load_sentences(command) | {
-            case: outcome.sentences for case, outcome in outcomes.items() if command_of(case) == command
+            case: outcome.sentences for case, outcome in outcomes.items() if parse_command(case) == command
         }
         save_sentences(command, kept)
 
@@ -271,7 +276,7 @@ def _sentences_path(command: str) -> Path:
 
 
 def save_sentences(command: str, cases: Mapping[str, Mapping[str, str]]) -> None:
-    """Write sentences: a heading for each case, and `place: sentence` with further lines indented."""
+    """Write sentences: a heading for each case, and `position: sentence` with further lines indented."""
     lines = []
     for case in sorted(cases):
         lines.append(f"== {case}")
@@ -284,7 +289,7 @@ def save_sentences(command: str, cases: Mapping[str, Mapping[str, str]]) -> None
 
 
 def load_sentences(command: str) -> dict[str, dict[str, str]]:
-    """Return the sentences of each case of a command by their place."""
+    """Return the sentences of each case of a command by their position."""
     path, cases = _sentences_path(command), {}
     if not path.exists():
         return {}

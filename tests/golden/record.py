@@ -1,8 +1,8 @@
 """Record the runs that the golden cases read: `python tests/golden/record.py [NAME ...]` (about three minutes for all).
 
-Each is made by the commands that a user would type, with small jobs of `work/`, and kept in `runs/`. The times in them were
-measured once, so that what is computed of them can be compared to nine digits: record a run anew only where its
-format has changed, and then renew what is expected of it (`make golden`).
+Each run is made by the commands of a user on small jobs of `work/`, and stored in `runs/`. Its times were measured once, so
+that values computed from them can be compared to nine digits. Record a run again only if the format of runs has changed, and
+then update the expected outcomes (`make golden`).
 """
 
 import os
@@ -31,7 +31,7 @@ exec "$@"
 
 
 class Folder:
-    """The folder of a recording, in which commands are run."""
+    """The folder of a recording, in which commands run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class Folder:
         recorded_runs.copy_jobs(path)
 
     def tula(self, words: str, code: int = 0) -> None:
-        """Run a command; fail where it ends with another exit code."""
+        """Run a command; fail if it exits with another code."""
         print(f"tula {words}", flush=True)
         command = [sys.executable, "-m", "tula_cli", *words.split()]
         done = subprocess.run(
@@ -54,7 +54,7 @@ class Folder:
             raise SystemExit(f"tula {words}: exit {done.returncode}\n{done.stdout}{done.stderr}")
 
     def slurm(self) -> FakeSlurm:
-        """Put the commands of a SLURM that runs nothing on PATH."""
+        """Put the commands of a fake SLURM on PATH."""
         slurm = FakeSlurm(self.path / "slurm")
         self.environment |= {"FAKE_SLURM": str(slurm.folder), "PATH": f"{slurm.folder}/bin:/usr/bin:/bin"}
         return slurm
@@ -123,7 +123,7 @@ def pending(folder: Folder) -> None:
 
 
 def chain(folder: Folder) -> None:
-    """The first job of a chain trains until its time limit, the second one waits in the queue."""
+    """Record a chain whose first job trains until its time limit while the second job is pending."""
     slurm = folder.slurm()
     folder.tula("train queued.yaml --nodes 1 --batch 32 --yes")
     (folder.path / "srun").write_text(SRUN)
@@ -170,7 +170,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 print(f"== {recording.__name__}", flush=True)
                 recording(Folder(Path(folder).resolve()))
-                recorded_runs.record(
+                recorded_runs.store_run(
                     Path(folder).resolve(), recording.__name__, ("tula-runs", "tula-observed", "slurm")
                 )
 

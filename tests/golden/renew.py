@@ -1,8 +1,8 @@
-"""Renew what the golden tests expect, and show what that changes: `make golden` (about three minutes on two idle cores).
+"""Update the expected outcomes of the golden tests, and show the differences: `make golden` (about three minutes on two idle cores).
 
     python tests/golden/renew.py [--check] [CASE ...]
 
-A case is named by the beginning of its name, such as `recommend` or `train-method-ags`. With --check nothing is written.
+CASE is the beginning of names of cases, such as `recommend` or `train-method-ags`. With --check nothing is written.
 """
 
 import argparse
@@ -20,21 +20,25 @@ from cases import CASES  # noqa: E402
 from golden import Outcome  # noqa: E402
 from run_cases import Commands  # noqa: E402
 
-SHOWN = 40  # lines of one case's differences
+MAX_SHOWN_LINES = 40  # lines of the differences of one case
 
 
-def report(name: str, lines: list[str]) -> None:
-    """Print what has changed in a case."""
+def print_differences(name: str, lines: list[str]) -> None:
+    """Print the differences of a case."""
     print(f"== {name}" if len(lines) > 1 else f"== {name}: {lines[0].strip()}")
-    print("\n".join(lines[:SHOWN] if len(lines) > 1 else []), end="\n" if len(lines) > 1 else "", flush=True)
-    if len(lines) > SHOWN:
-        print(f"  and {len(lines) - SHOWN} more lines: git diff tests/golden")
+    print("\n".join(lines[:MAX_SHOWN_LINES] if len(lines) > 1 else []), end="\n" if len(lines) > 1 else "", flush=True)
+    if len(lines) > MAX_SHOWN_LINES:
+        print(f"  and {len(lines) - MAX_SHOWN_LINES} more lines: git diff tests/golden")
 
 
-def changes(name: str, outcome: Outcome) -> list[str]:
-    """Return the differences from what is expected so far."""
-    expected = golden.load(name)
-    return ["a new case"] if expected is None else golden.differences(expected, outcome, golden.command_of(name), [])
+def compare_with_expected(name: str, outcome: Outcome) -> list[str]:
+    """Return the differences from the expected outcome."""
+    expected = golden.load_outcome(name)
+    return (
+        ["a new case"]
+        if expected is None
+        else golden.list_differences(expected, outcome, golden.parse_command(name), [])
+    )
 
 
 def main() -> int:
@@ -55,25 +59,25 @@ def main() -> int:
             for case in CASES:
                 if wanted(case.name):
                     outcomes[case.name] = commands.case(case)
-                    if lines := changes(case.name, outcomes[case.name]):
+                    if lines := compare_with_expected(case.name, outcomes[case.name]):
                         changed += 1
-                        report(case.name, lines)
+                        print_differences(case.name, lines)
             for training in trainings.TRAININGS:
                 if wanted(name := f"train-{training.name}"):
-                    outcomes[name], state = trainings.run(training, commands, weights)
-                    lines = changes(name, outcomes[name])
+                    outcomes[name], state = trainings.run_training(training, commands, weights)
+                    lines = compare_with_expected(name, outcomes[name])
                     if state:
                         states[training.name] = state
                         known = trainings.load_weights(training.name)
-                        lines += trainings.weight_differences(known, state) if known else ["new weights"]
+                        lines += trainings.list_weight_differences(known, state) if known else ["new weights"]
                     if lines:
                         changed += 1
-                        report(name, lines)
+                        print_differences(name, lines)
         finally:
             commands.close()
             weights.close()
     if not options.check:
-        golden.save(outcomes, all_cases=not options.cases)
+        golden.save_outcomes(outcomes, all_cases=not options.cases)
         if not options.cases:
             for path in trainings.WEIGHTS.glob("*.json"):
                 if path.stem not in {training.name for training in trainings.TRAININGS}:

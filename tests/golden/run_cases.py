@@ -1,4 +1,4 @@
-"""Run cases in folders of their own and return what they came to."""
+"""Run cases in separate folders and return their outcomes."""
 
 import json
 import os
@@ -21,12 +21,12 @@ ENVIRONMENT = {
     "COLUMNS": "120", "LC_ALL": "C.UTF-8", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TZ": "UTC", "USER": "golden",
     "PYTHONPATH": str(HERE.parents[1]), "PYTHONHASHSEED": "0",
 }  # fmt: skip
-"""Of every case; nothing else of the environment reaches it but OPENBLAS_CORETYPE and ATEN_CPU_CAPABILITY, for tests of other CPUs."""
-OF_OTHER_CPUS = ("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "ATEN_CPU_CAPABILITY")
+"""Variables of every case. Of the environment, only OPENBLAS_CORETYPE and ATEN_CPU_CAPABILITY are passed on, to test other CPUs."""
+CPU_VARIABLES = ("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "ATEN_CPU_CAPABILITY")
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a case: that of a user with nothing of his own."""
+def make_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a case: that of a user without any configuration."""
     home = folder.parent / "home"
     home.mkdir(exist_ok=True)
     places = {
@@ -35,13 +35,13 @@ def environment(folder: Path) -> dict[str, str]:
         "XDG_CONFIG_HOME": home / "config",
         "TMPDIR": folder.parent,
     }
-    path = f"{Path(sys.executable).parent}:{tools(folder.parent.parent)}"
-    kept = {name: os.environ[name] for name in OF_OTHER_CPUS if name in os.environ}
+    path = f"{Path(sys.executable).parent}:{link_programs(folder.parent.parent)}"
+    kept = {name: os.environ[name] for name in CPU_VARIABLES if name in os.environ}
     return ENVIRONMENT | {name: str(place) for name, place in places.items()} | kept | {"PATH": path}
 
 
-def tools(folder: Path) -> Path:
-    """Return a folder with the programs of this machine, but without a SLURM that may be installed here."""
+def link_programs(folder: Path) -> Path:
+    """Return a folder with the programs of this machine except an installed SLURM."""
     programs = folder / "programs"
     if not programs.exists():
         programs.mkdir(parents=True)
@@ -54,7 +54,7 @@ def tools(folder: Path) -> Path:
 
 
 class Commands:
-    """Runs commands in processes that are forked from one that has imported what they need.
+    """Runs commands in processes forked from one that has imported their modules.
 
     Args:
         folder: for the folders of the cases.
@@ -64,7 +64,7 @@ class Commands:
         self.folder = folder.resolve()
         self.inspections = self.folder / "inspections"
         self.inspections.mkdir(parents=True)
-        base = environment(self.folder / "first")
+        base = make_environment(self.folder / "first")
         self.server = subprocess.Popen(
             [sys.executable, str(HERE / "command_server.py")],
             stdin=subprocess.PIPE,
@@ -81,27 +81,29 @@ class Commands:
         self.server.wait()
 
     def case(self, case: Case, *, again: bool = False) -> Outcome:
-        """Run a case and return its outcome; with `again` in the folder as it is."""
+        """Run a case and return its outcome; with `again`, in the folder as the first run left it."""
         folder = self.folder / case.name / "work"
         if again:
-            return self._outcome(case, folder, environment(folder))
+            return self._outcome(case, folder, make_environment(folder))
         folder.mkdir(parents=True)
         recorded_runs.copy_jobs(folder)
         if case.run:
-            recorded_runs.lay_out(case.run, folder)
+            recorded_runs.copy_run(case.run, folder)
         runs = folder / "tula-runs"
         runs.mkdir(exist_ok=True)
-        (runs / ".inspections").symlink_to(self.inspections)  # a model that another case has built saves seconds
-        variables = environment(folder)
+        (runs / ".inspections").symlink_to(
+            self.inspections
+        )  # reusing a model that another case has built saves seconds
+        variables = make_environment(folder)
         if case.slurm:
-            slurm = _slurm(folder)
-            variables |= {"FAKE_SLURM": str(slurm.folder), "PATH": f"{slurm.folder}/bin:{tools(self.folder)}"}
+            slurm = _make_fake_slurm(folder)
+            variables |= {"FAKE_SLURM": str(slurm.folder), "PATH": f"{slurm.folder}/bin:{link_programs(self.folder)}"}
         if case.edit:
             case.edit(folder)
         return self._outcome(case, folder, variables)
 
     def _outcome(self, case: Case, folder: Path, variables: dict[str, str]) -> Outcome:
-        return outcome(case, folder, self._run(shlex.split(case.words), case.code, folder, variables))
+        return read_outcome(case, folder, self._run(shlex.split(case.words), case.code, folder, variables))
 
     def _run(self, words: list[str], code: str, folder: Path, variables: dict[str, str]) -> int:
         assert self.server.stdin is not None and self.server.stdout is not None
@@ -118,8 +120,8 @@ class Commands:
         return answer
 
 
-def _slurm(folder: Path) -> FakeSlurm:
-    """Return a SLURM that knows the jobs of a recorded run."""
+def _make_fake_slurm(folder: Path) -> FakeSlurm:
+    """Return a fake SLURM that knows the jobs of a recorded run."""
     recorded = folder / "slurm"
     if recorded.exists():
         recorded.rename(folder / "recorded-slurm")
@@ -135,8 +137,8 @@ def _slurm(folder: Path) -> FakeSlurm:
     return slurm
 
 
-def outcome(case: Case, folder: Path, code: int) -> Outcome:
-    """Return what a command came to, by its exit code, its output and the files that it has written."""
+def read_outcome(case: Case, folder: Path, code: int) -> Outcome:
+    """Return the outcome of a command from its exit code, its output and the files that it wrote."""
     normalise = Normaliser(folder)
     stdout, stderr = ((folder.parent / name).read_text(errors="replace") for name in ("stdout", "stderr"))
     data: dict[str, Any] = {"exit_code": code}

@@ -41,7 +41,8 @@ def test_every_expected_file_is_of_a_case() -> None:
     assert len(names) == len(CASES) + len(TRAININGS), "two cases have the same name"
     kept = {path.stem: set(golden.load_sentences(path.stem)) for path in golden.EXPECTED.glob("sentences/*.txt")}
     assert all(
-        cases <= names and {golden.command_of(case) for case in cases} == {command} for command, cases in kept.items()
+        cases <= names and {golden.parse_command(case) for case in cases} == {command}
+        for command, cases in kept.items()
     )
 
 

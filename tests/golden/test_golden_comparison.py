@@ -7,7 +7,7 @@ from typing import Any
 
 import golden
 import pytest
-from golden import Normaliser, Outcome, Rename, differences
+from golden import Normaliser, Outcome, Rename, list_differences
 
 ANSWER: dict[str, Any] = {
     "status": "done",
@@ -23,7 +23,7 @@ def changed(change: Callable[[dict[str, Any]], object], *table: Rename, stderr: 
     answer = copy.deepcopy(ANSWER)
     change(answer)
     expected, actual = Outcome.of(ANSWER, stderr="two words"), Outcome.of(answer, stderr=stderr)
-    return differences(expected, actual, "recommend", list(table))
+    return list_differences(expected, actual, "recommend", list(table))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_renamed_and_dropped_keys_are_compared_under_their_new_names() -> None:
 def test_outcomes_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(golden, "EXPECTED", tmp_path)
     outcome = Outcome.of(ANSWER, stdout="one two\n\n    three: four  \n\nfive\n", stderr=" indented: words")
-    golden.save({"list-some": outcome, "list-more": Outcome.of({}, stderr="a b")}, all_cases=True)
-    read = golden.load("list-some")
-    assert read is not None and differences(outcome, read, "list", []) == []
-    golden.save({"list-more": Outcome.of({}, stderr="c d")}, all_cases=False)
-    again = golden.load("list-some")
+    golden.save_outcomes({"list-some": outcome, "list-more": Outcome.of({}, stderr="a b")}, all_cases=True)
+    read = golden.load_outcome("list-some")
+    assert read is not None and list_differences(outcome, read, "list", []) == []
+    golden.save_outcomes({"list-more": Outcome.of({}, stderr="c d")}, all_cases=False)
+    again = golden.load_outcome("list-some")
     assert again is not None and again.sentences == outcome.sentences
 
 

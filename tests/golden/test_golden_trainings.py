@@ -32,12 +32,12 @@ def parameters() -> list[object]:
 
 @pytest.mark.parametrize("training", parameters())
 def test_a_training_ends_with_the_expected_weights(training: Training, commands: Commands, weights: Weights) -> None:
-    outcome, state = trainings.run(training, commands, weights)
-    expected, known = golden.load(f"train-{training.name}"), trainings.load_weights(training.name)
+    outcome, state = trainings.run_training(training, commands, weights)
+    expected, known = golden.load_outcome(f"train-{training.name}"), trainings.load_weights(training.name)
     assert expected is not None and known is not None, "nothing is expected yet: make golden"
-    lines = golden.differences(expected, outcome, "train", golden.renames())
+    lines = golden.list_differences(expected, outcome, "train", golden.read_renames())
     if state:
-        lines += trainings.weight_differences(known, state)
+        lines += trainings.list_weight_differences(known, state)
     assert not lines, "\n".join(["differs from tests/golden (make golden renews it):", *lines])
 
 
@@ -47,14 +47,16 @@ def test_changed_weights_are_noticed() -> None:
     assert known is not None
     key, digest = next(iter(known["hashes"].items()))
     same = {**copy.deepcopy(known), "key": key, "hash": digest}
-    assert trainings.weight_differences(known, same) == []
-    assert trainings.weight_differences(known, {**same, "hash": "0"}), "another hash where torch and the CPU are known"
+    assert trainings.list_weight_differences(known, same) == []
+    assert trainings.list_weight_differences(known, {**same, "hash": "0"}), (
+        "another hash where torch and the CPU are known"
+    )
     elsewhere = {**copy.deepcopy(same), "key": "torch 9, NEON", "hash": "0"}
-    assert trainings.weight_differences(known, elsewhere) == []
+    assert trainings.list_weight_differences(known, elsewhere) == []
     first = next(iter(elsewhere["weights"].values()))
     first[0] += 1e-7
-    assert trainings.weight_differences(known, elsewhere) == [], "rounded otherwise"
+    assert trainings.list_weight_differences(known, elsewhere) == [], "rounded otherwise"
     first[0] += 1e-3
-    assert len(trainings.weight_differences(known, elsewhere)) == 1
+    assert len(trainings.list_weight_differences(known, elsewhere)) == 1
     first.pop()
-    assert len(trainings.weight_differences(known, elsewhere)) == 2
+    assert len(trainings.list_weight_differences(known, elsewhere)) == 2

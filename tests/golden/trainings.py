@@ -1,4 +1,4 @@
-"""Short trainings through the command line: their answers, and the weights that they end with."""
+"""Short trainings through the command line: their outputs and their final weights."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from run_cases import Commands
 
 WEIGHTS = HERE / "weights"
 TOLERANCE = 1e-5
-"""Of weights and metrics under another torch or on another model of CPU; where both are known they are equal bit for bit."""
+"""Tolerance of weights and metrics under another torch or on another CPU type; if both are known, they are bitwise equal."""
 PROGRAM = """
 import hashlib, json, os, re, sys, torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -47,11 +47,11 @@ class Training:
 
     Args:
         name: of the case.
-        settings: what `--set` is given.
+        settings: of `--set`.
         nodes: processes on this machine.
         batch: global.
-        mended: the first start fails, and the second one goes on from its checkpoint.
-        slow: only in `make proof`.
+        mended: the first start fails, and the second one resumes from its checkpoint.
+        slow: runs only in `make proof`.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Training:
         return f"train training.yaml --nodes {self.nodes} --batch {self.batch} --yes --json {words}"
 
 
-def method(name: str, *, nodes: int = 1, slow: bool = True, **settings: str) -> Training:
+def make_training(name: str, *, nodes: int = 1, slow: bool = True, **settings: str) -> Training:
     return Training(
         f"method-{name}",
         {"train.method": name} | {key.replace("__", "."): value for key, value in settings.items()},
@@ -76,20 +76,20 @@ def method(name: str, *, nodes: int = 1, slow: bool = True, **settings: str) -> 
 
 
 ADAM = {"optimizer__name": "AdamW", "optimizer__momentum": "null", "optimizer__lr": "0.01"}
-WARM_UP = {"schedule__warmup_epochs": "1"}
-"""In place of five epochs, for methods that are themselves only after it."""
+ONE_WARMUP_EPOCH = {"schedule__warmup_epochs": "1"}
+"""One warm-up epoch instead of five, for methods that only differ from others after it."""
 TRAININGS = (
-    method("ags", slow=False),
-    method("lbt"),
-    method("lrs", **WARM_UP),
-    method("lars", **WARM_UP),
-    method("lamb", **ADAM, **WARM_UP),
-    method("polo", nodes=2, train__epochs="7", **WARM_UP),
-    method("static"),
-    method("ortho", **WARM_UP),
-    method("ramp"),
-    method("schedule_free", **WARM_UP),
-    method("auto"),
+    make_training("ags", slow=False),
+    make_training("lbt"),
+    make_training("lrs", **ONE_WARMUP_EPOCH),
+    make_training("lars", **ONE_WARMUP_EPOCH),
+    make_training("lamb", **ADAM, **ONE_WARMUP_EPOCH),
+    make_training("polo", nodes=2, train__epochs="7", **ONE_WARMUP_EPOCH),
+    make_training("static"),
+    make_training("ortho", **ONE_WARMUP_EPOCH),
+    make_training("ramp"),
+    make_training("schedule_free", **ONE_WARMUP_EPOCH),
+    make_training("auto"),
     Training("precision-bf16", {"train.precision": "bf16"}),
     Training("precision-fp16", {"train.precision": "fp16"}),
     Training("accumulate-and-clip", {"train.accumulate": "2", "train.max_grad_norm": "0.5", "schedule.kind": "cosine"}),
@@ -101,7 +101,7 @@ TRAININGS = (
 
 
 class Weights:
-    """Reads checkpoints in a process of its own: torch is imported once."""
+    """Reads checkpoints in a separate process, which imports torch once."""
 
     def __init__(self) -> None:
         self.reader = subprocess.Popen(
@@ -109,7 +109,7 @@ class Weights:
         )
 
     def read(self, path: str) -> dict[str, Any]:
-        """Return `key` (of torch and CPU), `hash` and `weights` of a checkpoint, or `error`."""
+        """Return `key` (torch version and CPU), `hash` and `weights` of a checkpoint, or `error`."""
         assert self.reader.stdin is not None and self.reader.stdout is not None
         self.reader.stdin.write(path + "\n")
         self.reader.stdin.flush()
@@ -122,17 +122,17 @@ class Weights:
         self.reader.wait()
 
 
-def without_measurements(value: Any) -> Any:
-    """Return an answer whose fractions, which are times or rounded by torch, are replaced by a word."""
+def replace_measurements(value: Any) -> Any:
+    """Return an output in which fractions, which are times or rounded by torch, are replaced by a constant."""
     if isinstance(value, Mapping):
-        return {name: without_measurements(inner) for name, inner in value.items()}
+        return {name: replace_measurements(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [without_measurements(inner) for inner in value]
+        return [replace_measurements(inner) for inner in value]
     return "<float>" if isinstance(value, float) else value
 
 
-def run(training: Training, commands: Commands, weights: Weights) -> tuple[Outcome, dict[str, Any]]:
-    """Train; return the answer without what was measured, and the weights with the metrics."""
+def run_training(training: Training, commands: Commands, weights: Weights) -> tuple[Outcome, dict[str, Any]]:
+    """Train; return the output without measured values, and the weights with the metrics."""
     case = Case(f"train-{training.name}", words=training.command())
     codes = []
     if training.mended:
@@ -146,13 +146,13 @@ def run(training: Training, commands: Commands, weights: Weights) -> tuple[Outco
     if "error" in state:
         return Outcome(outcome.data, {"weights": state["error"]}), {}
     metrics = {name: answer["data"][name] for name in ("metrics", "best_loss", "best_top1", "best_epoch")}
-    data = without_measurements(outcome.data) | {"exit_codes_before": codes}
-    sentences = {place: text for place, text in outcome.sentences.items() if place != "stderr"}  # it has times
+    data = replace_measurements(outcome.data) | {"exit_codes_before": codes}
+    sentences = {place: text for place, text in outcome.sentences.items() if place != "stderr"}  # stderr contains times
     return Outcome(data, sentences), state | {"metrics": dict(flatten(metrics))}
 
 
-def weight_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
-    """Return a line for each difference of weights; by hash where torch and the CPU are known, else to 1e-5."""
+def list_weight_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
+    """Return a line for each difference of weights, compared by hash if torch and the CPU are known, else to 1e-5."""
     known = expected["hashes"].get(actual["key"])
     if known == actual["hash"]:
         return []
@@ -175,18 +175,18 @@ def load_weights(name: str) -> dict[str, Any] | None:
 
 
 def save_weights(name: str, actual: Mapping[str, Any]) -> None:
-    """Write the weights of a training; hashes of other torch versions and CPUs stay where the weights have not changed."""
+    """Write the weights of a training; hashes of other torch versions and CPUs are kept if the weights are unchanged."""
     before = load_weights(name)
-    kept = before["hashes"] if before and not weight_differences(before | {"hashes": {}}, actual) else {}
+    kept = before["hashes"] if before and not list_weight_differences(before | {"hashes": {}}, actual) else {}
     WEIGHTS.mkdir(exist_ok=True)
-    rounded = {part: _rounded(actual[part]) for part in ("weights", "metrics")}
+    rounded = {part: _round_weights(actual[part]) for part in ("weights", "metrics")}
     content = {"hashes": kept | {actual["key"]: actual["hash"]}, **rounded}
     (WEIGHTS / f"{name}.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
-def _rounded(value: Any) -> Any:
+def _round_weights(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _rounded(inner) for name, inner in value.items()}
+        return {name: _round_weights(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_rounded(inner) for inner in value]
+        return [_round_weights(inner) for inner in value]
     return float(f"{value:.9g}") if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""What SLURM's commands printed: 22.05.8 on the tests' cluster, and the forms of others."""
+"""Recorded output of SLURM's accounting commands: of 22.05.8 on the test cluster, and in the formats of other versions."""
 
 from tula_cli.errors import SchedulerError
 
@@ -15,7 +15,7 @@ PartitionName=billed AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=A
 PartitionName=half AllowGroups=ALL Default=NO Nodes=bl[1-2] OverSubscribe=NO State=UP JobDefaults=(null) DefMemPerNode=2000 MaxMemPerNode=UNLIMITED TRES=cpu=4,mem=8000M,node=2,billing=1,gres/gpu=4 TRESBillingWeights=CPU=0.3
 """
 NODE = "NodeName=bl1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=0 CPUEfctv=2 CPUTot=2 CPULoad=3.13 AvailableFeatures=rack1 ActiveFeatures=rack1 Gres=gpu:a100:2 NodeAddr=10.77.0.1 Version=22.05.8 OS=Linux 6.18.44 #1 SMP @0  RealMemory=4000 AllocMem=0 ThreadsPerCore=1 Partitions=main,billed,half  BootTime=2026-11-24T21:49:53 CfgTRES=cpu=2,mem=4000M,billing=5,gres/gpu=2,gres/gpu:a100=2 AllocTRES= CapWatts=n/a"
-# A node as 24.11 prints it: two threads a core, a comment with words, memory in whole gigabytes.
+# A node as printed by 24.11: two threads per core, a comment with spaces, memory in GB.
 NODE_24_11 = "NodeName=g1 Arch=x86_64 CoresPerSocket=32  CPUAlloc=0 CPUEfctv=128 CPUTot=128 CPULoad=0.02 AvailableFeatures=a100,hbm ActiveFeatures=a100,hbm Gres=gpu:a100:4(S:0-1) NodeAddr=g1 NodeHostName=g1 Version=24.11.1 RealMemory=515072 AllocMem=0 Sockets=2 Boards=1 State=IDLE ThreadsPerCore=2 TmpDisk=0 Weight=1 Owner=N/A Partitions=gpu LastBusyTime=2025-01-01T10:00:00 ResumeAfterTime=None CfgTRES=cpu=128,mem=503G,billing=128,gres/gpu=4,gres/gpu:a100=4 AllocTRES= CurrentWatts=0 AveWatts=0 Comment=moved to = rack 7"
 PARTITION_24_11 = "PartitionName=gpu AllowGroups=ALL Default=YES QoS=part_gpu OverSubscribe=EXCLUSIVE State=UP TotalCPUs=128 TotalNodes=1 JobDefaults=DefCpuPerGPU=16,DefMemPerGPU=64000 DefMemPerNode=UNLIMITED TRES=cpu=128,mem=503G,node=1,billing=128,gres/gpu=4 TRESBillingWeights=CPU=1,Mem=0.1G,GRES/gpu:a100=50"
 ASSOCIATIONS = {
@@ -58,8 +58,8 @@ QOS=dear(2)
 QOS_NORMAL = "QOS Records\n\nQOS=normal(1)\n    GrpTRESMins=cpu=N(8),billing=N(19)\n    GrpTRESRunMins=cpu=N(0)\n"
 
 
-class Slurm:
-    """SLURM's commands as they were recorded; `without` names those that fail."""
+class RecordedSlurm:
+    """SLURM commands with recorded output; the commands in `without` fail."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""The rank's part of test_tula_ddp: runs every case, one after the other, in one process group.
+"""Program of each rank in test_tula_ddp: runs all cases, one after the other, in one process group.
 
     python ags_ddp_cases.py FOLDER RANK WORLD
 
-keeps the list of the cases that passed in FOLDER/<rank>.json, and ends at the first that does not.
+Writes the names of the passed cases to FOLDER/<rank>.json, and exits at the first failed case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ags_models import ags, made_of
+from ags_models import get_ags_state, make_arguments
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,8 +34,8 @@ Case = Callable[[int, int], None]
 CASES: dict[str, Case] = {}
 
 
-def case(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the function once for each combination of the lists of arguments."""
+def register_case(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the function once per combination of the given values."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         for values in itertools.product(*arguments):
@@ -46,57 +46,57 @@ def case(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]
     return register
 
 
-def net(bn: bool = False, dropout: float = 0.0) -> nn.Module:
+def make_net(bn: bool = False, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     middle = [nn.BatchNorm1d(7)] if bn else []
     return nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 3)).double()
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def make_batch(step: int) -> tuple[Tensor, Tensor]:
     rng = torch.Generator().manual_seed(step)
     x = torch.randn(B_LARGE, 5, generator=rng, dtype=torch.float64)
     return x, torch.randint(0, 3, (B_LARGE,), generator=rng)
 
 
-def local(x: Tensor, rank: int, world: int) -> Tensor:
+def slice_local_batch(x: Tensor, rank: int, world: int) -> Tensor:
     return x[rank::world]
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def compute_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
-def build(model: nn.Module, **kwargs: Any) -> TulaOptimizer:
+def build_optimizer(model: nn.Module, **kwargs: Any) -> TulaOptimizer:
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     default: dict[str, Any] = {"b_large": B_LARGE, "b_small": 4, "steps_per_epoch": STEPS, "delta": 0.6}
-    return TulaOptimizer(base, model=model, **made_of(**(default | kwargs)))
+    return TulaOptimizer(base, model=model, **make_arguments(**(default | kwargs)))
 
 
 def train_step(model: DistributedDataParallel, opt: TulaOptimizer, step: int, spoil: Any = None) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    x, y = (local(t, rank, world) for t in batch(step))
+    x, y = (slice_local_batch(t, rank, world) for t in make_batch(step))
     opt.zero_grad()
-    loss_of(model, x, y).backward()
+    compute_loss(model, x, y).backward()
     if opt.needs_small_batch:
-        small = lambda n: loss_of(model.module, x[:n], y[:n])  # noqa: E731
+        small = lambda n: compute_loss(model.module, x[:n], y[:n])  # noqa: E731
         opt.small_batch(small if spoil is None else lambda n: spoil(small(n)))
     opt.step()
 
 
 def train_alone(model: nn.Module, opt: TulaOptimizer, step: int, counts: list[int]) -> None:
-    """What all ranks together do, in one process: the small batch is the same samples."""
-    x, y = batch(step)
+    """Do the work of all ranks in one process; the small batch has the same samples."""
+    x, y = make_batch(step)
     opt.zero_grad()
-    loss_of(model, x, y).backward()
+    compute_loss(model, x, y).backward()
     if opt.needs_small_batch:
         world = len(counts)
-        xs, ys = (torch.cat([local(t, r, world)[:n] for r, n in enumerate(counts)]) for t in (x, y))
-        opt.small_batch(lambda n: loss_of(model, xs, ys))
+        xs, ys = (torch.cat([slice_local_batch(t, r, world)[:n] for r, n in enumerate(counts)]) for t in (x, y))
+        opt.small_batch(lambda n: compute_loss(model, xs, ys))
     opt.step()
 
 
-def flat(model: nn.Module, opt: TulaOptimizer) -> Tensor:
-    state = ags(opt)
+def flatten_state(model: nn.Module, opt: TulaOptimizer) -> Tensor:
+    state = get_ags_state(opt)
     numbers = torch.tensor([state["n_scaled"], state["n_refresh"], state["n_steps"], len(state["scale"])])
     square = [] if state["prev_sq"] is None else [state["prev_sq"].reshape(1)]
     parts = [*model.parameters(), *state["scale"].values(), *square, numbers]
@@ -104,14 +104,14 @@ def flat(model: nn.Module, opt: TulaOptimizer) -> Tensor:
 
 
 def assert_ranks_equal(model: nn.Module, opt: TulaOptimizer) -> None:
-    mine = flat(model, opt)
+    mine = flatten_state(model, opt)
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(theirs, mine)
     assert all(torch.equal(mine, other) for other in theirs), "the ranks differ"
 
 
 def assert_close(model: nn.Module, opt: TulaOptimizer, twin: nn.Module, alone: TulaOptimizer) -> None:
-    ours, theirs = ags(opt), ags(alone)
+    ours, theirs = get_ags_state(opt), get_ags_state(alone)
     assert ours["n_scaled"] == theirs["n_scaled"] and ours["n_refresh"] == theirs["n_refresh"]
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-7)
@@ -120,32 +120,32 @@ def assert_close(model: nn.Module, opt: TulaOptimizer, twin: nn.Module, alone: T
         torch.testing.assert_close(factor, theirs["scale"][k], rtol=1e-6, atol=1e-6)
 
 
-@case([False, True], ["element", "tensor"])
+@register_case([False, True], ["element", "tensor"])
 def equals_one_process(rank: int, world: int, bucket_view: bool, granularity: Any) -> None:
-    model, twin = DistributedDataParallel(net(), gradient_as_bucket_view=bucket_view), net()
-    opt = build(model, granularity=granularity)
-    alone = build(twin, granularity=granularity)
+    model, twin = DistributedDataParallel(make_net(), gradient_as_bucket_view=bucket_view), make_net()
+    opt = build_optimizer(model, granularity=granularity)
+    alone = build_optimizer(twin, granularity=granularity)
     for step in range(4 * STEPS):
-        turn = ags(opt)["n_refresh"]
+        turn = get_ags_state(opt)["n_refresh"]
         counts = [4 * (r == turn % world) for r in range(world)]
         train_step(model, opt, step)
         train_alone(twin, alone, step, counts)
         assert_close(model, opt, twin, alone)
         assert_ranks_equal(model, opt)
-    assert 0 < ags(opt)["n_scaled"] < 4 * STEPS - 1
+    assert 0 < get_ags_state(opt)["n_scaled"] < 4 * STEPS - 1
 
 
-@case(["element", "tensor"])
+@register_case(["element", "tensor"])
 def small_batch_over_several_ranks(rank: int, world: int, granularity: Any) -> None:
-    """No rank holds b_small samples: several take part, with unequal shares."""
+    """No rank holds b_small samples: several ranks contribute unequal numbers."""
     available, b_small = (2, 3) if world == 2 else (2, 5)
     first = {2: [2, 1], 4: [2, 2, 1, 0]}[world]
-    model, twin = DistributedDataParallel(net()), net()
-    opt = build(model, available=available, b_small=b_small, granularity=granularity)
-    alone = build(twin, b_small=b_small, granularity=granularity)
+    model, twin = DistributedDataParallel(make_net()), make_net()
+    opt = build_optimizer(model, available=available, b_small=b_small, granularity=granularity)
+    alone = build_optimizer(twin, b_small=b_small, granularity=granularity)
     assert opt.setup.small_batch_size == b_small and opt.bounds == alone.bounds
     for step in range(4 * STEPS):
-        turn = ags(opt)["n_refresh"] % world
+        turn = get_ags_state(opt)["n_refresh"] % world
         counts = [first[(r - turn) % world] for r in range(world)]
         train_step(model, opt, step)
         train_alone(twin, alone, step, counts)
@@ -153,28 +153,28 @@ def small_batch_over_several_ranks(rank: int, world: int, granularity: Any) -> N
         assert_ranks_equal(model, opt)
 
 
-@case()
+@register_case()
 def default_share_is_the_local_batch(rank: int, world: int) -> None:
-    opt = build(DistributedDataParallel(net()), b_small=12)
+    opt = build_optimizer(DistributedDataParallel(make_net()), b_small=12)
     assert opt.setup.available == B_LARGE // world and opt.setup.small_batch_size == 12
     assert sum(count_samples_per_rank(12, opt.setup.available, world, 0)) == 12
 
 
-@case()
+@register_case()
 def not_finite_on_one_rank_puts_the_refresh_off_on_all(rank: int, world: int) -> None:
-    model = DistributedDataParallel(net())
-    opt = build(model)
+    model = DistributedDataParallel(make_net())
+    opt = build_optimizer(model)
     spoil = (lambda loss: loss * torch.inf) if rank == 0 else None
     for step in range(STEPS):
         train_step(model, opt, step, spoil)
-    assert ags(opt)["n_refresh"] == 0 and ags(opt)["scale"] == {} and opt.needs_small_batch
+    assert get_ags_state(opt)["n_refresh"] == 0 and get_ags_state(opt)["scale"] == {} and opt.needs_small_batch
     train_step(model, opt, STEPS)
-    assert ags(opt)["n_refresh"] == 1
+    assert get_ags_state(opt)["n_refresh"] == 1
     assert_ranks_equal(model, opt)
 
 
 class Forked(nn.Module):
-    """Small batches do not use `rare`; on rank 0 they do where `everywhere` is false."""
+    """A model whose parameter `rare` small batches do not use; rank 0 uses it in large batches even if `everywhere` is false."""
 
     def __init__(self, everywhere: bool) -> None:
         super().__init__()
@@ -189,49 +189,49 @@ class Forked(nn.Module):
         return result
 
 
-@case([False, True])
+@register_case([False, True])
 def unused_in_the_small_batch(rank: int, world: int, everywhere: bool) -> None:
     model = DistributedDataParallel(Forked(everywhere).double())
-    opt = build(model, b_small=2)
+    opt = build_optimizer(model, b_small=2)
     for step in range(STEPS):
         train_step(model, opt, step)
-    # in the first refresh the source is rank 0
-    assert [*ags(opt)["scale"]] == ([0, 1] if everywhere else [0, 1, 2, 3])
+    # rank 0 is the source in the first refresh
+    assert [*get_ags_state(opt)["scale"]] == ([0, 1] if everywhere else [0, 1, 2, 3])
     assert_ranks_equal(model, opt)
 
 
-@case()
+@register_case()
 def batch_norm_and_dropout_keep_each_ranks_buffers_and_generator(rank: int, world: int) -> None:
     kept = []
     for delta in (0.0, None):
-        model = DistributedDataParallel(net(bn=True, dropout=0.2), broadcast_buffers=False)
+        model = DistributedDataParallel(make_net(bn=True, dropout=0.2), broadcast_buffers=False)
         base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-        opt: Any = base if delta is None else build(model, b_small=8, delta=delta, refresh=1)
+        opt: Any = base if delta is None else build_optimizer(model, b_small=8, delta=delta, refresh=1)
         torch.manual_seed(100 + rank)
         for step in range(2 * STEPS):
             if delta is not None:
                 train_step(model, opt, step)
                 continue
             opt.zero_grad()
-            loss_of(model, *(local(t, rank, world) for t in batch(step))).backward()
+            compute_loss(model, *(slice_local_batch(t, rank, world) for t in make_batch(step))).backward()
             opt.step()
         kept.append([*model.state_dict().values(), torch.get_rng_state()])
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
-@case()
+@register_case()
 def batch_norm_ranks_stay_equal(rank: int, world: int) -> None:
-    model = DistributedDataParallel(net(bn=True, dropout=0.2))
-    opt = build(model, b_small=8)
+    model = DistributedDataParallel(make_net(bn=True, dropout=0.2))
+    opt = build_optimizer(model, b_small=8)
     torch.manual_seed(100 + rank)
     for step in range(4 * STEPS):
         train_step(model, opt, step)
         assert_ranks_equal(model, opt)
-    assert ags(opt)["n_scaled"] > 0
+    assert get_ags_state(opt)["n_scaled"] > 0
 
 
 class Drifting:
-    """Lets one rank's norm come out differently, as other hardware or kernels would."""
+    """Change the norm on one rank, as different hardware or kernels would."""
 
     def __init__(self, rank: int, steps: set[int]) -> None:
         self.rank, self.steps, self.step = rank, steps, 0
@@ -248,10 +248,10 @@ class Drifting:
         return square * 10 if self.rank == dist.get_world_size() - 1 and self.step in self.steps else square
 
 
-@case()
+@register_case()
 def broadcast_keeps_the_ranks_together(rank: int, world: int) -> None:
-    model, twin = DistributedDataParallel(net()), DistributedDataParallel(net())
-    opt, undisturbed = build(model), build(twin)
+    model, twin = DistributedDataParallel(make_net()), DistributedDataParallel(make_net())
+    opt, undisturbed = build_optimizer(model), build_optimizer(twin)
     drift = Drifting(rank, {4, 5, 7})
     for step in range(4 * STEPS):
         drift.step = step
@@ -259,13 +259,13 @@ def broadcast_keeps_the_ranks_together(rank: int, world: int) -> None:
             train_step(model, opt, step)
         train_step(twin, undisturbed, step)
         assert_ranks_equal(model, opt)
-    assert torch.equal(flat(model, opt), flat(twin, undisturbed))
+    assert torch.equal(flatten_state(model, opt), flatten_state(twin, undisturbed))
 
 
-@case()
+@register_case()
 def state_goes_to_another_world_size(rank: int, world: int) -> None:
-    model, twin = DistributedDataParallel(net()), net()
-    opt = build(model)
+    model, twin = DistributedDataParallel(make_net()), make_net()
+    opt = build_optimizer(model)
     for step in range(STEPS + 1):
         train_step(model, opt, step)
     stored = io.BytesIO()
@@ -273,88 +273,88 @@ def state_goes_to_another_world_size(rank: int, world: int) -> None:
     stored.seek(0)
     weights, state = torch.load(stored, weights_only=True)
     twin.load_state_dict(weights)
-    alone = build(twin)
+    alone = build_optimizer(twin)
     alone.load_state_dict(state)
-    assert len(ags(alone)["scale"]) == 4
+    assert len(get_ags_state(alone)["scale"]) == 4
     for step in range(STEPS + 1, 3 * STEPS):
-        turn = ags(opt)["n_refresh"] % world
+        turn = get_ags_state(opt)["n_refresh"] % world
         train_step(model, opt, step)
         train_alone(twin, alone, step, [4 * (r == turn) for r in range(world)])
         assert_close(model, opt, twin, alone)
 
 
-@case()
+@register_case()
 def grad_scaler_in_step(rank: int, world: int) -> None:
-    plain, scaled = DistributedDataParallel(net()), DistributedDataParallel(net())
-    first, second = build(plain), build(scaled)
+    plain, scaled = DistributedDataParallel(make_net()), DistributedDataParallel(make_net())
+    first, second = build_optimizer(plain), build_optimizer(scaled)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for step in range(3 * STEPS):
         train_step(plain, first, step)
-        x, y = (local(t, rank, world) for t in batch(step))
+        x, y = (slice_local_batch(t, rank, world) for t in make_batch(step))
         second.zero_grad()
-        scaler.scale(loss_of(scaled, x, y)).backward()
+        scaler.scale(compute_loss(scaled, x, y)).backward()
         if second.needs_small_batch:
-            second.small_batch(lambda n, x=x, y=y: loss_of(scaled.module, x[:n], y[:n]), scaler=scaler)
+            second.small_batch(lambda n, x=x, y=y: compute_loss(scaled.module, x[:n], y[:n]), scaler=scaler)
         scaler.step(second)
         scaler.update()
-    assert torch.equal(flat(plain, first), flat(scaled, second))
+    assert torch.equal(flatten_state(plain, first), flatten_state(scaled, second))
 
 
-@case()
+@register_case()
 def a_plain_module_does_not_communicate(rank: int, world: int) -> None:
-    """Ranks train different things; a collective would mix them or hang."""
-    model = net()
-    opt = build(model)
+    """Ranks train different models: a collective operation would mix them or hang."""
+    model = make_net()
+    opt = build_optimizer(model)
     for step in range((2 + rank) * STEPS):
         train_alone(model, opt, step + 100 * rank, [4])
-    assert ags(opt)["n_refresh"] == 2 + rank
+    assert get_ags_state(opt)["n_refresh"] == 2 + rank
 
 
-@case()
+@register_case()
 def compiled_ddp_is_seen(rank: int, world: int) -> None:
     compiled = nn.Module()
-    compiled._orig_mod = DistributedDataParallel(net())  # as torch.compile wraps it, which costs seconds to import
+    compiled._orig_mod = DistributedDataParallel(make_net())  # as torch.compile wraps it, whose import takes seconds
     base = torch.optim.SGD(compiled._orig_mod.parameters(), lr=0.1)
     opt = TulaOptimizer(base, model=compiled, b_large=B_LARGE, b_small=4)
     assert opt.setup.available == B_LARGE // world
 
 
-@case()
+@register_case()
 def sync_batch_norm_needs_local_norms(rank: int, world: int) -> None:
     inner = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3))
-    model = DistributedDataParallel.__new__(DistributedDataParallel)  # the real one wants a GPU for SyncBatchNorm
+    model = DistributedDataParallel.__new__(DistributedDataParallel)  # the constructor requires a GPU for SyncBatchNorm
     nn.Module.__init__(model)
     model.module, model.process_group = inner, dist.group.WORLD
-    assert build(model, granularity="static").identity is None  # takes no small batch
-    assert_refused("LocalNorms", lambda: build(model))
+    assert build_optimizer(model, granularity="static").identity is None  # needs no small batch
+    assert_refused("LocalNorms", lambda: build_optimizer(model))
 
 
-@case()
+@register_case()
 def another_process_group_is_refused(rank: int, world: int) -> None:
     groups = [dist.new_group([r]) for r in range(world)]
-    model = DistributedDataParallel(net(), process_group=groups[rank])
-    assert_refused("default process group", lambda: build(model))
+    model = DistributedDataParallel(make_net(), process_group=groups[rank])
+    assert_refused("default process group", lambda: build_optimizer(model))
 
 
-@case()
+@register_case()
 def dtensor_is_refused(rank: int, world: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world,))
     weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()]))
-    assert_refused("DTensor", lambda: build(nn.ParameterList([weight])))
+    assert_refused("DTensor", lambda: build_optimizer(nn.ParameterList([weight])))
 
 
-# ---- factors from the ranks' own gradients
+# ---- factors from the gradients of each rank
 
 
 def gradients_alone(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(loss_of(model, x, y), list(model.parameters())))
+    return list(torch.autograd.grad(compute_loss(model, x, y), list(model.parameters())))
 
 
 def local_factor(own: list[Tensor], world: int) -> Tensor:
-    """From the gradients of one parameter on each rank."""
+    """Return the factor from the gradients of one parameter on each rank."""
     mean = sum(own[1:], own[0]) / world
     squares = [float(g.square().sum()) for g in own]
     ratio = sum(squares) / world / float(mean.square().sum())
@@ -362,31 +362,33 @@ def local_factor(own: list[Tensor], world: int) -> Tensor:
 
 
 def build_robust(model: nn.Module, **kwargs: Any) -> TulaOptimizer:
-    return build(model, **(PRESETS["robust"] | kwargs))
+    return build_optimizer(model, **(PRESETS["robust"] | kwargs))
 
 
 def backward(model: DistributedDataParallel, step: int, accumulate: int, scale: Any = lambda loss: loss) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    x, y = (local(t, rank, world).chunk(accumulate) for t in batch(step))
+    x, y = (slice_local_batch(t, rank, world).chunk(accumulate) for t in make_batch(step))
     for part in range(accumulate - 1):
         with model.no_sync():
-            scale(loss_of(model, x[part], y[part]) / accumulate).backward()
-    scale(loss_of(model, x[-1], y[-1]) / accumulate).backward()
+            scale(compute_loss(model, x[part], y[part]) / accumulate).backward()
+    scale(compute_loss(model, x[-1], y[-1]) / accumulate).backward()
 
 
-@case([False, True], [1, 2], [1, 3])
+@register_case([False, True], [1, 2], [1, 3])
 def local_norms_are_those_of_disjoint_small_batches(
     rank: int, world: int, bucket_view: bool, accumulate: int, every: int
 ) -> None:
-    model = DistributedDataParallel(net(), gradient_as_bucket_view=bucket_view)
+    model = DistributedDataParallel(make_net(), gradient_as_bucket_view=bucket_view)
     twin = copy.deepcopy(model.module)
     base = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     opt = build_robust(model, refresh=every, scale_ema=0.75)
     assert opt.bounds.high == world**0.5
     factors: dict[int, Tensor] = {}
     for step in range(8):
-        x, y = batch(step)
-        value = [gradients_alone(twin, local(x, r, world), local(y, r, world)) for r in range(world)]
+        x, y = make_batch(step)
+        value = [
+            gradients_alone(twin, slice_local_batch(x, r, world), slice_local_batch(y, r, world)) for r in range(world)
+        ]
         opt.zero_grad()
         backward(model, step, accumulate)
         for k, (p, q) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
@@ -400,51 +402,53 @@ def local_norms_are_those_of_disjoint_small_batches(
             if step % every == every - 1:
                 factors[k] = 0.75 * factors[k] + 0.25 * fresh if k in factors else fresh
             if factors:
-                torch.testing.assert_close(ags(opt)["scale"][k], factors[k], rtol=1e-9, atol=0)
-                factors[k] = ags(opt)["scale"][k]
+                torch.testing.assert_close(get_ags_state(opt)["scale"][k], factors[k], rtol=1e-9, atol=0)
+                factors[k] = get_ags_state(opt)["scale"][k]
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(p, q), step
         assert_ranks_equal(model, opt)
-    assert ags(opt)["n_scaled"] == 8 - every and any(1 < s < world**0.5 for s in ags(opt)["scale"].values())
+    assert get_ags_state(opt)["n_scaled"] == 8 - every and any(
+        1 < s < world**0.5 for s in get_ags_state(opt)["scale"].values()
+    )
 
 
-@case()
+@register_case()
 def local_norms_do_not_see_the_loss_scale(rank: int, world: int) -> None:
-    plain, scaled = DistributedDataParallel(net()), DistributedDataParallel(net())
+    plain, scaled = DistributedDataParallel(make_net()), DistributedDataParallel(make_net())
     first, second = build_robust(plain), build_robust(scaled)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for step in range(6):
         for model, opt, scale in ((plain, first, lambda loss: loss), (scaled, second, scaler.scale)):
             opt.zero_grad()
             backward(model, step, 1, scale)
-        if step == 3:  # skipped: what was heard is of no use
+        if step == 3:  # skipped: the recorded norms are discarded
             next(scaled.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
         else:
             first.step()
         scaler.step(second)
         scaler.update(2.0**8)
-        assert ags(second)["n_refresh"] == step + (step < 3)
-    assert torch.equal(flat(plain, first), flat(scaled, second))
+        assert get_ags_state(second)["n_refresh"] == step + (step < 3)
+    assert torch.equal(flatten_state(plain, first), flatten_state(scaled, second))
 
 
-@case()
+@register_case()
 def a_norm_that_is_not_finite_keeps_the_factor(rank: int, world: int) -> None:
-    model = DistributedDataParallel(net())
+    model = DistributedDataParallel(make_net())
     opt = build_robust(model)
     train_step(model, opt, 0)
-    before = ags(opt)["scale"]
+    before = get_ags_state(opt)["scale"]
     opt.zero_grad()
-    x, y = (local(t, rank, world) for t in batch(1))
+    x, y = (slice_local_batch(t, rank, world) for t in make_batch(1))
     bias = model.module[-1].bias
-    loss = loss_of(model, x, y) + (bias.sum() * torch.inf if rank == world - 1 else 0)
+    loss = compute_loss(model, x, y) + (bias.sum() * torch.inf if rank == world - 1 else 0)
     loss.backward()
     opt.max_grad_norm = 1.0
     opt.step()
-    after = ags(opt)["scale"]
+    after = get_ags_state(opt)["scale"]
     assert torch.equal(after[3], before[3]) and not torch.equal(after[0], before[0])
 
 
-@case()
+@register_case()
 def listeners_share_one_hook_and_reduce_as_ddp_does(rank: int, world: int) -> None:
     seen: dict[str, list[float]] = {"own": [], "averaged": []}
 
@@ -453,7 +457,7 @@ def listeners_share_one_hook_and_reduce_as_ddp_does(rank: int, world: int) -> No
         seen["own"].append(float(buffer.norm()))
         return lambda: seen["averaged"].append(float(buffer.norm()))
 
-    heard, plain = DistributedDataParallel(net()), DistributedDataParallel(net())
+    heard, plain = DistributedDataParallel(make_net()), DistributedDataParallel(make_net())
     opt = build_robust(heard)
     add_listener(heard, listener)
     for model in (heard, plain):
@@ -463,19 +467,19 @@ def listeners_share_one_hook_and_reduce_as_ddp_does(rank: int, world: int) -> No
     torch.testing.assert_close(torch.tensor(seen["averaged"]).double().norm(), total, check_dtype=False)
     assert len(seen["own"]) == len(seen["averaged"]) > 0 and seen["own"] != seen["averaged"]
     opt.step()
-    assert ags(opt)["n_refresh"] == 1
+    assert get_ags_state(opt)["n_refresh"] == 1
 
 
-@case()
+@register_case()
 def a_taken_hook_is_refused(rank: int, world: int) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    model = DistributedDataParallel(net())
+    model = DistributedDataParallel(make_net())
     model.register_comm_hook(None, allreduce_hook)
     assert_refused("SmallBatch", lambda: build_robust(model))
 
 
-@case()
+@register_case()
 def local_norms_leave_out_frozen_sparse_and_unused(rank: int, world: int) -> None:
     torch.manual_seed(0)
     parts = {"bag": nn.EmbeddingBag(10, 5, mode="sum", sparse=True), "head": nn.Linear(5, 3), "rare": nn.Linear(5, 3)}
@@ -493,42 +497,42 @@ def local_norms_leave_out_frozen_sparse_and_unused(rank: int, world: int) -> Non
             warnings.simplefilter("ignore")
             opt.step()
         assert_ranks_equal(model, opt)
-    assert [*ags(opt)["scale"]] == [1, 2] and ags(opt)["n_scaled"] == 2
+    assert [*get_ags_state(opt)["scale"]] == [1, 2] and get_ags_state(opt)["n_scaled"] == 2
 
 
-@case()
+@register_case()
 def a_backward_beside_ddp_is_noticed(rank: int, world: int) -> None:
-    model = DistributedDataParallel(net())
+    model = DistributedDataParallel(make_net())
     opt = build_robust(model)
-    loss_of(model.module, *batch(0)).backward()
+    compute_loss(model.module, *make_batch(0)).backward()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opt.step()
-    assert "DDP" in str(caught[-1].message) and ags(opt)["scale"] == {}
+    assert "DDP" in str(caught[-1].message) and get_ags_state(opt)["scale"] == {}
 
 
-@case()
+@register_case()
 def local_norms_on_another_world_size_are_void(rank: int, world: int) -> None:
-    model = DistributedDataParallel(net())
+    model = DistributedDataParallel(make_net())
     opt = build_robust(model)
     for step in range(2):
         train_step(model, opt, step)
-    again, alone = build_robust(DistributedDataParallel(net())), build_robust(net())
-    # alone the cap is sqrt(16 / 4), which four ranks have too
+    again, alone = build_robust(DistributedDataParallel(make_net())), build_robust(make_net())
+    # the cap of one process is sqrt(16 / 4), the same as that of four ranks
     for other, factors in ((again, 4), (alone, 4 if world == 4 else 0)):
         other.load_state_dict(opt.state_dict())
-        assert len(ags(other)["scale"]) == factors
+        assert len(get_ags_state(other)["scale"]) == factors
     assert alone.needs_small_batch and not again.needs_small_batch
 
 
-@case(["gradient", "update"], ["static", "tensor", "element"])
+@register_case(["gradient", "update"], ["static", "tensor", "element"])
 def every_way_keeps_the_ranks_equal(rank: int, world: int, apply_to: Any, granularity: Any) -> None:
-    model = DistributedDataParallel(net(bn=True, dropout=0.2))
-    opt = build(model, granularity=granularity, apply_to=apply_to, scale_ema=0.5)
+    model = DistributedDataParallel(make_net(bn=True, dropout=0.2))
+    opt = build_optimizer(model, granularity=granularity, apply_to=apply_to, scale_ema=0.5)
     for step in range(3 * STEPS):
         train_step(model, opt, step)
         assert_ranks_equal(model, opt)
-    assert ags(opt)["n_scaled"] > 0
+    assert get_ags_state(opt)["n_scaled"] > 0
 
 
 def assert_refused(message: str, act: Callable[[], object]) -> None:

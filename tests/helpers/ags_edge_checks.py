@@ -1,4 +1,4 @@
-"""What the parts must do where a figure is nothing, or there are many: further checks as those of ags_checks, which holds them all."""
+"""Further checks of AGS for zero values and for many tensors; they register in the CHECKS of ags_checks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ags_checks import check, close
-from ags_models import batch, loss_of, mlp, tula
+from ags_checks import assert_close, register_check
+from ags_models import compute_loss, make_batch, make_mlp, make_tula_optimizer
 from torch import Tensor
 
 
-def part(package: Any, name: str) -> Any:
-    """Return a module of the package, or of its copy."""
+def import_module(package: Any, name: str) -> Any:
+    """Return a module of the package or of its copy."""
     return importlib.import_module(f"{package.__name__}.{name}")
 
 
-# ---- layer-wise steps of nothing
+# ---- layer-wise steps of zero gradients
 
 
 def parameter(gradient: float) -> Tensor:
@@ -27,26 +27,26 @@ def parameter(gradient: float) -> Tensor:
     return weight
 
 
-@check
+@register_check
 def a_lamb_step_of_nothing_moves_nothing(package: Any) -> None:
     weight = parameter(0.0)
-    part(package, "layerwise").Lamb([weight], lr=0.1).step()
-    close(weight.detach(), 3.0)
+    import_module(package, "layerwise").Lamb([weight], lr=0.1).step()
+    assert_close(weight.detach(), 3.0)
 
 
-@check
+@register_check
 def lars_without_a_gradient_takes_the_plain_step_of_the_decay(package: Any) -> None:
     weight = parameter(0.0)
-    part(package, "layerwise").Lars([weight], lr=0.5, weight_decay=0.1).step()
-    close(weight.detach(), 3.0 * (1 - 0.5 * 0.1))
+    import_module(package, "layerwise").Lars([weight], lr=0.5, weight_decay=0.1).step()
+    assert_close(weight.detach(), 3.0 * (1 - 0.5 * 0.1))
 
 
-# ---- when factors are refreshed
+# ---- the refresh schedule
 
 
-@check
+@register_check
 def a_schedule_resumed_from_another_interval_begins_anew(package: Any) -> None:
-    RefreshSchedule = part(package, "ags").RefreshSchedule
+    RefreshSchedule = import_module(package, "ags").RefreshSchedule
     before, after = RefreshSchedule.from_settings(5, None), RefreshSchedule.from_settings(3, None)
     for _ in range(4):
         before.count_step(refreshed=False)
@@ -58,28 +58,28 @@ def a_schedule_resumed_from_another_interval_begins_anew(package: Any) -> None:
     assert (same.taken, same.owed) == (4, True)
 
 
-@check
+@register_check
 def a_restarted_schedule_owes_nothing(package: Any) -> None:
-    schedule = part(package, "ags").RefreshSchedule.from_settings(3, None)
+    schedule = import_module(package, "ags").RefreshSchedule.from_settings(3, None)
     schedule.request_refresh()
     schedule.restart()
     assert not schedule.is_due
 
 
-# ---- what is drawn in the small pass
+# ---- random numbers of the small pass
 
 
-def seed_of(opt: Any, *, step: int, rank: int = 0) -> int:
-    """Return the seed that a small pass on one rank begins with."""
+def read_small_pass_seed(opt: Any, *, step: int, rank: int = 0) -> int:
+    """Return the random seed at the start of a small pass on one rank."""
     seen: list[int] = []
-    x, y = batch(0)
+    x, y = make_batch(0)
     setup = dataclasses.replace(opt.setup, rank=rank, world=2 if rank else 1)
     params = list(setup.model.parameters())
-    small = part_of(setup)
+    small = find_small_pass_module(setup)
 
     def loss(n: int) -> Tensor:
         seen.append(torch.initial_seed())
-        return loss_of(setup.model, x[:n], y[:n])
+        return compute_loss(setup.model, x[:n], y[:n])
 
     combined = small._average_over_ranks
     small._average_over_ranks = lambda grads, *_: grads
@@ -90,25 +90,25 @@ def seed_of(opt: Any, *, step: int, rank: int = 0) -> int:
     return seen[0]
 
 
-def part_of(setup: Any) -> Any:
-    """Return the module that takes the small pass of a setup's package."""
+def find_small_pass_module(setup: Any) -> Any:
+    """Return the module with the small pass of a setup's package."""
     return importlib.import_module(type(setup).__module__)
 
 
-@check
+@register_check
 def a_small_pass_draws_anew_at_each_step_and_on_each_rank(package: Any) -> None:
-    opt = tula(mlp(dropout=0.4), package=package, refresh=1)
-    seeds = {seed_of(opt, step=step, rank=rank) for step in (0, 1) for rank in (0, 1)}
+    opt = make_tula_optimizer(make_mlp(dropout=0.4), package=package, refresh=1)
+    seeds = {read_small_pass_seed(opt, step=step, rank=rank) for step in (0, 1) for rank in (0, 1)}
     assert len(seeds) == 4
-    assert seed_of(opt, step=1, rank=1) in seeds, "and the same again at the same place"
+    assert read_small_pass_seed(opt, step=1, rank=1) in seeds, "and the same again at the same place"
 
 
-# ---- gradients of one's own
+# ---- gradients without a reduction
 
 
-@check
+@register_check
 def listeners_hear_of_gradients_while_the_replicas_are_apart(package: Any) -> None:
-    reduction = part(package, "ddp_hook")
+    reduction = import_module(package, "ddp_hook")
     heard: list[str] = []
 
     def listener(bucket: Any) -> Any:
@@ -125,9 +125,9 @@ def listeners_hear_of_gradients_while_the_replicas_are_apart(package: Any) -> No
 # ---- many tensors
 
 
-@check
+@register_check
 def many_tensors_are_scaled_on_the_device_as_on_the_host(package: Any) -> None:
-    scaling = part(package, "gradient_stats")
+    scaling = import_module(package, "gradient_stats")
     kept, draw = scaling.CHUNK_BYTES, torch.Generator().manual_seed(0)
     start = [torch.randn(3, generator=draw) for _ in range(150)]
     factors = [torch.rand(3, generator=draw) + 0.5 for _ in start]
@@ -144,4 +144,4 @@ def many_tensors_are_scaled_on_the_device_as_on_the_host(package: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
         expected = [s + (f if should_scale else 1.0) for s, f in zip(start, factors, strict=True)]
         for result, wanted in zip(moved, expected, strict=True):
-            close(result, wanted, tolerance=1e-5)
+            assert_close(result, wanted, tolerance=1e-5)

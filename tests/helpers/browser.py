@@ -1,4 +1,4 @@
-"""Chromium, which some tests open pages in: python tests/helpers/browser.py check | install (Debian, root)."""
+"""Chromium for the tests of HTML pages: python tests/helpers/browser.py check | install (Debian, root)."""
 
 import html
 import json
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "chromium"
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_LOOK = """<script>
+BROWSER_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+_LAYOUT_SCRIPT = """<script>
 function look() {
   document.querySelectorAll('details').forEach(one => { one.open = true; });
   const inside = box => box.left >= -1 && box.right <= innerWidth + 1;
@@ -52,22 +52,22 @@ look();
 </script>"""
 
 
-def found() -> str | None:
-    """Return the browser of this machine; None where there is none."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+def find_browser() -> str | None:
+    """Return the path of an installed browser, or None."""
+    return next((path for name in BROWSER_NAMES if (path := shutil.which(name))), None)
 
 
-def install() -> None:
-    """Install it where it is missing."""
-    if found() is None:
+def install_browser() -> None:
+    """Install Chromium unless a browser is installed."""
+    if find_browser() is None:
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for command in (["apt-get", "update", "-q"], ["apt-get", "install", "-y", "--no-install-recommends", PACKAGE]):
             subprocess.run(command, env=environment, check=True)
 
 
-def start(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the browser without a window, in a profile of its own."""
-    browser = found()
+def run_browser(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the browser headless with a temporary profile."""
+    browser = find_browser()
     assert browser is not None
     with tempfile.TemporaryDirectory() as profile:
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
@@ -75,16 +75,18 @@ def start(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
 
 
-def look(page: Path, *, width: int) -> dict[str, Any]:
-    """Open a page in a frame of a width, for a window is never narrower than 500 pixels, and return what is wrong with it: what is too wide, clipped, on each other, and the tables that are `cut` (wider than their box).
+def check_layout(page: Path, *, width: int) -> dict[str, Any]:
+    """Open a page in a frame of a given width, and return what is wrong with the layout.
 
-    `console` are the lines of the browser's console, `requests` what the page has loaded beside itself.
+    A frame is needed because a browser window is at least 500 pixels wide. The result lists elements that are too wide, clipped or
+    overlapping, tables that are `cut` (wider than their box), the lines of the browser's `console`, and the `requests` of the page
+    for other files.
     """
     copy = page.with_name(f"{page.stem}-looked-at.html")
-    inner = html.escape(page.read_text().replace("</body>", f"{_LOOK}</body>"))
+    inner = html.escape(page.read_text().replace("</body>", f"{_LAYOUT_SCRIPT}</body>"))
     frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{inner}"></iframe>'
     copy.write_text(f"<!doctype html><html><body>{frame}</body></html>")
-    done = start("--window-size=1600,1000", "--dump-dom", copy.absolute().as_uri())
+    done = run_browser("--window-size=1600,1000", "--dump-dom", copy.absolute().as_uri())
     answer = re.search(r'id="told">(.*?)</script>', done.stdout, re.DOTALL)
     assert answer, done.stderr
     return {**json.loads(answer[1]), "console": [line for line in done.stderr.splitlines() if "CONSOLE" in line]}
@@ -92,7 +94,7 @@ def look(page: Path, *, width: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["install"]:
-        install()
+        install_browser()
     else:
-        print(found() or f"no browser: apt-get install {PACKAGE}")
-        sys.exit(found() is None)
+        print(find_browser() or f"no browser: apt-get install {PACKAGE}")
+        sys.exit(find_browser() is None)

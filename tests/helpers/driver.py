@@ -1,4 +1,4 @@
-"""The command line as a user starts it, in a folder of its own: for the tests of whole jobs."""
+"""Starts the command line as a user does, in a folder of its own: for the tests of whole jobs."""
 
 import json
 import os
@@ -15,35 +15,35 @@ from tula_cli.cluster import inspection
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 
-PATIENCE = 240.0  # seconds; a loaded machine starts ranks slowly
+TIMEOUT_SECONDS = 240.0  # seconds; a loaded machine starts ranks slowly
 
 
-def hears_ctrl_c() -> None:
-    """Undo what a shell does to commands it starts with `&`, and they pass on to their children: to ignore Ctrl-C."""
+def restore_sigint() -> None:
+    """Restore the default SIGINT handler: a shell starts commands with `&` with SIGINT ignored, and children inherit this."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def weights_differ(one: Path, other: Path) -> bool:
-    """Return whether two checkpoints' weights differ in a single bit."""
-    import torch  # beside other tests this process has imported it already
+    """Return whether the weights of two checkpoints differ in any bit."""
+    import torch  # other tests have imported it in this process already
 
     first, second = (torch.load(path, weights_only=True)["model"] for path in (one, other))
     assert first.keys() == second.keys()
     return any(not torch.equal(first[key], second[key]) for key in first)
 
 
-def waiting(tula: "Tula", epochs: int, *, pause: float = 0.05) -> tuple[str, ...]:
-    """Return options for a training of so many epochs whose forward passes take a pause (seconds) and no core."""
+def slow_training_options(tula: "Tula", epochs: int, *, pause: float = 0.05) -> tuple[str, ...]:
+    """Return options for a training of `epochs` epochs whose forward passes sleep for `pause` seconds."""
     shutil.copy(Path(__file__).with_name("emulated.py"), tula.folder)
     model = f"model={{name: 'emulated:Waiting', args: {{pause: {pause}}}}}"
     return "--set", model, "--set", f"train.epochs={epochs}"
 
 
 class Tula:
-    """The command line in a folder that holds job.yaml.
+    """The command line in a folder with job.yaml.
 
-    What building the model and the dataset has told is shared with the folders beside it: many tests use the same job,
-    and that it is kept, and when it is not, has tests of its own.
+    The cached inspections of the model and the dataset are shared with the sibling folders, because many tests use the same job;
+    the cache has its own tests.
     """
 
     def __init__(self, folder: Path, job: str, **environment: str) -> None:
@@ -59,13 +59,13 @@ class Tula:
         command = [sys.executable, "-m", "tula_cli", *arguments]
         return subprocess.Popen(
             command, cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=hears_ctrl_c,
+            stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=restore_sigint,
         )  # fmt: skip
 
     def __call__(self, *arguments: str, code: int = 0) -> dict[str, Any]:
-        """Run a command with --json to its end and return what it answered."""
+        """Run a command with --json to its end, and return its parsed output."""
         process = self.start(*arguments, "--json")
-        answer, errors = process.communicate(timeout=PATIENCE)
+        answer, errors = process.communicate(timeout=TIMEOUT_SECONDS)
         assert process.returncode == code, f"exit {process.returncode}: {answer}\n{errors}\n{self.logs()}"
         data: dict[str, Any] = json.loads(answer)
         return data
@@ -84,14 +84,14 @@ class Tula:
         paths = [*self.folder.glob("tula-runs/*/logs/*"), *self.folder.glob("tula-runs/*/submitit/*.err")]
         return "\n".join(f"== {path}\n{path.read_text()[-2000:]}" for path in paths)
 
-    def until(self, true: Callable[[], Any], *, seconds: float = PATIENCE) -> Any:
-        """Wait until something is so, and return it."""
+    def wait_until(self, condition: Callable[[], Any], *, seconds: float = TIMEOUT_SECONDS) -> Any:
+        """Wait until a condition is true, and return its value."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if result := true():
+            if result := condition():
                 return result
             time.sleep(0.1)
-        raise AssertionError(f"waited in vain\n{self.logs()}")
+        raise AssertionError(f"condition still false after {seconds:g} s\n{self.logs()}")
 
     def epochs_done(self) -> int:
         runs = RunDir.list_all(self.folder / "tula-runs")

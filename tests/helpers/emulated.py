@@ -1,4 +1,4 @@
-"""Training whose compute takes time but no core, so that many ranks share a small machine and only the links are real."""
+"""Trainings whose computation sleeps instead of using a core, so that many ranks share a small machine over real network links."""
 
 import time
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-FIXED = 0.09  # seconds of a forward pass, whatever the batch
-EACH = 0.00375  # seconds more for each sample of the local batch
-MOST = 256  # samples of a local batch; that of a run with fake tensors is larger, and waits for no more
+FIXED_SECONDS = 0.09  # seconds of a forward pass, independent of the batch
+SECONDS_PER_SAMPLE = 0.00375  # seconds per sample of the local batch
+MAX_TIMED_SAMPLES = 256  # samples of a local batch that cost time; a fake-tensor run has more samples
 FEATURES, CLASSES = 500, 500
 
 
@@ -21,13 +21,13 @@ class Sleeping(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (N, FEATURES) to scores (N, CLASSES)."""
-        time.sleep(FIXED + EACH * min(len(inputs), MOST))
+        time.sleep(FIXED_SECONDS + SECONDS_PER_SAMPLE * min(len(inputs), MAX_TIMED_SAMPLES))
         scores: torch.Tensor = self.matrix(inputs)
         return scores
 
 
 class Waiting(nn.Module):
-    """One matrix for 8 x 8 images, and forward passes that sleep: a training lasts, whatever it meets meanwhile."""
+    """One matrix for 8 x 8 images whose forward passes sleep, so that a training lasts long enough for a test to disturb it."""
 
     def __init__(self, num_classes: int, pause: float) -> None:
         super().__init__()

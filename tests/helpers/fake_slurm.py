@@ -1,6 +1,6 @@
-"""A SLURM that runs nothing: its commands are on PATH, tests say what becomes of the jobs and what goes wrong.
+"""A fake SLURM whose commands are on PATH; tests set the states of jobs and the faults.
 
-For what a real cluster does rarely, and for versions that are not installed; tests/slurm has a real one.
+For events that are rare on a real cluster, and for versions that are not installed; tests/slurm has a real cluster.
 """
 
 import json
@@ -21,19 +21,19 @@ PROGRAM = Path(__file__).with_name("fake_slurm_commands.py")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one of the commands."""
+    """One call of a SLURM command."""
 
     command: str
     arguments: list[str]
-    environ: dict[str, str]  # of what concerns SLURM
+    environ: dict[str, str]  # variables of SLURM
 
 
 class FakeSlurm:
-    """A SLURM in a folder.
+    """A fake SLURM in a folder.
 
     Args:
-        folder: an empty one.
-        version: of SLURM, as the commands print it.
+        folder: empty.
+        version: of SLURM, as printed by the commands.
     """
 
     def __init__(self, folder: Path, version: str = "22.05") -> None:
@@ -49,35 +49,34 @@ class FakeSlurm:
             program.chmod(0o755)
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put the commands on PATH, and nothing else: a real SLURM may be installed here."""
+        """Put only the fake commands on PATH, because a real SLURM may be installed."""
         monkeypatch.setenv("PATH", str(self.folder / "bin"))
         monkeypatch.setenv("FAKE_SLURM", str(self.folder))
 
     def fault(self, **faults: Any) -> None:
-        """Say what goes wrong from now on.
+        """Set faults from now on.
 
         Args:
-            faults: sbatch: a list, one entry a call from the first on ("accept", "timeout", "accept, timeout", "hang",
-                "accept, hang", "accept, no id", "unreachable", "refuse:WORDS;WORDS"); squeue, scontrol: "unreachable",
-                "timeout", "hang", "garbage", squeue also "refuses unknown"; sacct: "disabled", "unreachable", "hang",
-                "knows nothing"; recorded: a file with the calls of a real SLURM, answered as it did; lag: seconds until a
-                submitted job is visible; sinfo: what it prints;
-                starts: the start that `sbatch --test-only` tells.
+            faults: sbatch: a list with one entry per call ("accept", "timeout", "accept, timeout", "hang", "accept, hang",
+                "accept, no id", "unreachable", "refuse:WORDS;WORDS"); squeue, scontrol: "unreachable", "timeout", "hang",
+                "garbage", for squeue also "refuses unknown"; sacct: "disabled", "unreachable", "hang", "knows nothing"; recorded: a
+                file with recorded calls of a real SLURM, which are replayed; lag: seconds until a submitted job is visible; sinfo:
+                its output; starts: the start time printed by `sbatch --test-only`.
         """
         self._settings.update(faults)
         (self.folder / "settings.json").write_text(json.dumps(self._settings))
 
     def without(self, command: str) -> None:
-        """Take a command away."""
+        """Remove a command."""
         (self.folder / "bin" / command).unlink()
 
     def set(self, id_: str, state: str, reason: str = "None", **changes: Any) -> None:
-        """Change a job: node_list, starts, ends (local times), derived, restarts, steps, earlier, forgotten, accounted."""
+        """Change a job. `changes`: node_list, starts, ends (local times), derived, restarts, steps, earlier, forgotten, accounted."""
         path = self.folder / "jobs" / f"{id_}.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "state": state, "reason": reason, **changes}))
 
     def add(self, name: str, state: str = "PENDING", reason: str = "None", **changes: Any) -> str:
-        """Add a job that somebody has submitted; return its id."""
+        """Add a job of another submission; return its id."""
         id_ = str(1000 + len(list((self.folder / "jobs").iterdir())))
         job = {
             "id": int(id_), "name": name, "script": "/elsewhere/job.sh", "nodes": "2", "dependency": "", "starts": "N/A", "ends": "N/A",
@@ -89,12 +88,12 @@ class FakeSlurm:
         return id_
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Return the jobs as they were submitted."""
+        """Return all jobs, in the order of their submission."""
         paths = sorted((self.folder / "jobs").iterdir(), key=lambda path: int(path.stem))
         return [json.loads(path.read_text()) for path in paths]
 
     def script(self, id_: str) -> str:
-        """Return the script that sbatch was given."""
+        """Return the script passed to sbatch."""
         return (self.folder / "scripts" / f"{id_}.sh").read_text()
 
     def calls(self, command: str) -> list[Call]:
@@ -103,6 +102,6 @@ class FakeSlurm:
         return [call for call in result if call.command == command]
 
 
-def local(at: float) -> str:
-    """Return a Unix time as SLURM prints it."""
+def format_time(at: float) -> str:
+    """Format a Unix time as SLURM prints it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))

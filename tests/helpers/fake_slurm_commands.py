@@ -1,13 +1,12 @@
 """sbatch, squeue, sacct, scontrol, scancel, sinfo and srun without a cluster: `python fake_slurm_commands.py NAME ARGUMENTS`.
 
-The state is in the folder $FAKE_SLURM: jobs/<id>.json, settings.json (the version and what goes wrong), calls.jsonl (what
-was called). FakeSlurm in fake_slurm.py makes it. Standard library only, and little of it: each call is a process.
+The state is in the folder $FAKE_SLURM, which FakeSlurm in fake_slurm.py creates: jobs/<id>.json, settings.json (version and
+faults), calls.jsonl (all calls). Only a few modules of the standard library are imported, because each call is a process.
 
-What is printed was recorded from SLURM 22.05.8 (Debian) on the project's test cluster: the lines of squeue, sacct and
-scontrol (many of them are in tests/fixtures/slurm_22_05.json), sbatch's answer and refusals, "Invalid job id specified",
-"Slurm accounting storage is disabled". Written from the documentation and release notes, not recorded: everything that only
-20.11, 23.11 or 24.11 prints (see VERSIONS), the words of a lost connection, and a squeue that fails as a whole where it does
-not know one of several jobs.
+The output was recorded from SLURM 22.05.8 (Debian) on the project's test cluster: the lines of squeue, sacct and scontrol (many
+of them are in tests/fixtures/slurm_22_05.json), the messages of sbatch, "Invalid job id specified" and "Slurm accounting storage
+is disabled". The following was written from the documentation and release notes: all that only 20.11, 23.11 or 24.11 prints
+(see VERSIONS), the message of a lost connection, and a squeue that fails completely if one of several jobs is unknown.
 """
 
 import fcntl
@@ -18,30 +17,30 @@ import sys
 import time
 
 VERSIONS = {
-    # Without squeue --me, which not every 20.11 has, and without Scheduler=.
+    # no squeue --me, which some 20.11 lack, and no Scheduler=
     "20.11": {"name": "slurm 20.11.9", "me": False, "fields": "", "tres": "TRES={tres}", "end": "Power="},
     "22.05": {"name": "slurm-wlm 22.05.8", "me": True, "fields": "Scheduler=Main ", "tres": "TRES={tres}", "end": "Power="},
-    # What was asked for and what was given are told apart.
+    # requested and allocated resources are separate fields
     "23.11": {"name": "slurm 23.11.10", "me": True, "fields": "Scheduler=Main ", "tres": "ReqTRES={tres} AllocTRES={tres}", "end": "Power="},
-    # The command line of the submission is told, in which anything can stand.
+    # prints the command line of the submission, which can contain any text
     "24.11": {"name": "slurm 24.11.3", "me": True, "fields": "Scheduler=Main ", "tres": "ReqTRES={tres} AllocTRES={tres}",
               "end": "TresPerNode=gres/gpu:1 SubmitLine=sbatch --comment=JobState=RUNNING Restarts=7 script.sh"},
 }  # fmt: skip
-ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "EXPEDITING", "STAGE_OUT")
+ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "EXPEDITING", "STAGE_OUT")
 UNREACHABLE = "Unable to contact slurm controller (connect failure)"
 FOLDER = os.environ["FAKE_SLURM"]
 
 
 def main() -> None:
     command, arguments = sys.argv[1], sys.argv[2:]
-    note(command, arguments)
-    settings = read("settings.json")
+    log_call(command, arguments)
+    settings = read_state("settings.json")
     replay(settings, [command, *arguments])
     globals()[command](settings, arguments)
 
 
 def replay(settings: dict, call: list) -> None:
-    """Print what a real SLURM printed when it was called in the same way, and end here."""
+    """Print the recorded output of the same call of a real SLURM and exit, if there is one."""
     if not settings["recorded"]:
         return
     with open(settings["recorded"]) as file:
@@ -50,40 +49,40 @@ def replay(settings: dict, call: list) -> None:
                 sys.stdout.write(known["stdout"])
                 sys.stderr.write(known["stderr"])
                 sys.exit(known["code"])
-    fail(f"not recorded: {call}")
+    exit_with_error(f"not recorded: {call}")
 
 
-def note(command: str, arguments: list) -> None:
+def log_call(command: str, arguments: list) -> None:
     kept = ("SLURM_", "SUBMITIT_", "SQUEUE_", "SACCT_", "SINFO_", "CUDA_VISIBLE_DEVICES")
     environ = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     with open(f"{FOLDER}/calls.jsonl", "a") as file:
         file.write(json.dumps({"command": command, "arguments": arguments, "environ": environ}) + "\n")
 
 
-def read(name: str) -> dict:
+def read_state(name: str) -> dict:
     with open(f"{FOLDER}/{name}") as file:
         return json.load(file)
 
 
-def write(name: str, content: object) -> None:
+def write_state(name: str, content: object) -> None:
     path = f"{FOLDER}/{name}"
     with open(f"{path}.{os.getpid()}", "w") as file:
         json.dump(content, file)
     os.replace(f"{path}.{os.getpid()}", path)
 
 
-def jobs() -> list:
+def read_jobs() -> list:
     names = sorted((name for name in os.listdir(f"{FOLDER}/jobs") if name.endswith(".json")), key=lambda n: int(n[:-5]))
-    return [read(f"jobs/{name}") for name in names]
+    return [read_state(f"jobs/{name}") for name in names]
 
 
-def fail(words: str) -> None:
+def exit_with_error(words: str) -> None:
     sys.stderr.write(f"{words}\n")
     sys.exit(1)
 
 
-def option(arguments: list, *names: str) -> str:
-    """Return the value of an option in any of its spellings; empty where it is not given."""
+def read_option(arguments: list, *names: str) -> str:
+    """Return the value of an option under any of its names; empty if it is not given."""
     for place, word in enumerate(arguments):
         for name in names:
             if word.startswith(f"{name}=") and name.startswith("--"):
@@ -107,27 +106,27 @@ def sbatch(settings: dict, arguments: list) -> None:
         return
     with open(f"{FOLDER}/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        calls = read("sbatch.json")
-        write("sbatch.json", calls + 1)
+        calls = read_state("sbatch.json")
+        write_state("sbatch.json", calls + 1)
         mode = settings["sbatch"][calls] if calls < len(settings["sbatch"]) else "accept"
         id_ = (
             None
             if mode in ("timeout", "hang", "unreachable") or mode.startswith("refuse:")
-            else accept(settings, arguments)
+            else accept_job(settings, arguments)
         )
     if mode.startswith("refuse:"):
-        fail("".join(f"sbatch: error: {line}\n" for line in mode.partition(":")[2].split(";")).rstrip())
+        exit_with_error("".join(f"sbatch: error: {line}\n" for line in mode.partition(":")[2].split(";")).rstrip())
     if mode in ("timeout", "accept, timeout"):
-        fail("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
+        exit_with_error("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
     if mode == "unreachable":
-        fail(f"sbatch: error: Batch job submission failed: {UNREACHABLE}")
+        exit_with_error(f"sbatch: error: Batch job submission failed: {UNREACHABLE}")
     if mode in ("hang", "accept, hang"):
         time.sleep(3600)
     print("Submitted batch job" if mode == "accept, no id" else f"Submitted batch job {id_}")
 
 
-def accept(settings: dict, arguments: list) -> int:
-    """Take a job in; its script is kept as it was at this moment."""
+def accept_job(settings: dict, arguments: list) -> int:
+    """Accept a job and store its script."""
     path = arguments[-1]
     with open(path) as file:
         text = file.read()
@@ -136,7 +135,7 @@ def accept(settings: dict, arguments: list) -> int:
     with open(f"{FOLDER}/scripts/{id_}.sh", "w") as file:
         file.write(text)
     depends = requested.get("dependency", "")
-    write(f"jobs/{id_}.json", {
+    write_state(f"jobs/{id_}.json", {
         "id": id_, "name": requested.get("job-name", "").strip("'"), "script": os.path.abspath(path), "nodes": requested.get("nodes", "1"),
         "dependency": depends, "state": "PENDING", "reason": "Dependency" if depends else "Priority", "starts": "N/A",
         "ends": "N/A", "node_list": "", "restarts": 0, "derived": "0:0", "steps": [], "earlier": [], "forgotten": False,
@@ -145,21 +144,21 @@ def accept(settings: dict, arguments: list) -> int:
     return id_
 
 
-# --- what asks
+# --- queries
 
 
-def known(settings: dict) -> list:
-    """Return the jobs that the controller knows."""
-    return [job for job in jobs() if not job["forgotten"] and job["visible_at"] <= time.time()]
+def list_known_jobs(settings: dict) -> list:
+    """Return the jobs known to the controller."""
+    return [job for job in read_jobs() if not job["forgotten"] and job["visible_at"] <= time.time()]
 
 
-def answers(settings: dict, command: str) -> None:
-    """End here where the controller does not answer."""
+def exit_if_unreachable(settings: dict, command: str) -> None:
+    """Exit if the controller is unreachable."""
     fault = settings.get(command, "")
     if fault == "unreachable":
-        fail(f"slurm_load_jobs error: {UNREACHABLE}")
+        exit_with_error(f"slurm_load_jobs error: {UNREACHABLE}")
     if fault == "timeout":
-        fail("slurm_load_jobs error: Socket timed out on send/recv operation")
+        exit_with_error("slurm_load_jobs error: Socket timed out on send/recv operation")
     if fault == "hang":
         time.sleep(3600)
     if fault == "garbage":
@@ -168,23 +167,23 @@ def answers(settings: dict, command: str) -> None:
 
 
 def squeue(settings: dict, arguments: list) -> None:
-    answers(settings, "squeue")
+    exit_if_unreachable(settings, "squeue")
     if "--me" in arguments and not VERSIONS[settings["version"]]["me"]:
-        fail("squeue: unrecognized option '--me'\nTry \"squeue --help\" for more information")
-    result = known(settings)
-    ids = [int(id_) for id_ in option(arguments, "--jobs", "-j").split(",") if id_]
+        exit_with_error("squeue: unrecognized option '--me'\nTry \"squeue --help\" for more information")
+    result = list_known_jobs(settings)
+    ids = [int(id_) for id_ in read_option(arguments, "--jobs", "-j").split(",") if id_]
     strange = [id_ for id_ in ids if id_ not in {job["id"] for job in result}]
     if ids and (len(strange) == len(ids) == 1 or (strange and settings["squeue"] == "refuses unknown")):
-        fail("slurm_load_jobs error: Invalid job id specified")
+        exit_with_error("slurm_load_jobs error: Invalid job id specified")
     if ids:
         result = [job for job in result if job["id"] in ids]
-    if user := option(arguments, "--user", "-u"):
+    if user := read_option(arguments, "--user", "-u"):
         result = [job for job in result if str(job["user"]) == user]
-    if name := option(arguments, "--name", "-n"):
+    if name := read_option(arguments, "--name", "-n"):
         result = [job for job in result if job["name"] in name.split(",")]
-    if option(arguments, "--states", "-t") != "all":
-        result = [job for job in result if job["state"] in ALIVE]
-    form = option(arguments, "--format", "-o")
+    if read_option(arguments, "--states", "-t") != "all":
+        result = [job for job in result if job["state"] in ACTIVE_STATES]
+    form = read_option(arguments, "--format", "-o")
     for job in result:
         keys = {
             "%i": "id",
@@ -202,14 +201,14 @@ def squeue(settings: dict, arguments: list) -> None:
 
 def sacct(settings: dict, arguments: list) -> None:
     if settings["sacct"] == "disabled":
-        fail("Slurm accounting storage is disabled")
+        exit_with_error("Slurm accounting storage is disabled")
     if settings["sacct"] == "hang":
         time.sleep(3600)
     if settings["sacct"] == "unreachable":
-        fail("sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host:dbd:6819: Connection refused")  # fmt: skip
-    ids = option(arguments, "--jobs", "-j").split(",")
-    columns = option(arguments, "--format", "-o").split(",")
-    for job in jobs():
+        exit_with_error("sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host:dbd:6819: Connection refused")  # fmt: skip
+    ids = read_option(arguments, "--jobs", "-j").split(",")
+    columns = read_option(arguments, "--format", "-o").split(",")
+    for job in read_jobs():
         if str(job["id"]) not in ids or settings["sacct"] == "knows nothing":
             continue
         last = {"state": job["accounted"] or job["state"], "derived": job["derived"], "steps": job["steps"]}
@@ -223,43 +222,45 @@ def sacct(settings: dict, arguments: list) -> None:
 def scontrol(settings: dict, arguments: list) -> None:
     words = [word for word in arguments if not word.startswith("-")]
     if words[:1] == ["update"]:
-        answers(settings, "scontrol")
-        update(dict(word.split("=", 1) for word in words[1:]))
+        exit_if_unreachable(settings, "scontrol")
+        update_jobs(dict(word.split("=", 1) for word in words[1:]))
         return
     if words[:1] in (["uhold"], ["release"]):
-        answers(settings, "scontrol")
-        order(words[0], words[1].split(","))
+        exit_if_unreachable(settings, "scontrol")
+        hold_or_release(words[0], words[1].split(","))
         return
     if words[:2] != ["show", "job"]:
-        fail(f"invalid keyword: {' '.join(words)}")
-    answers(settings, "scontrol")
-    for job in known(settings):
+        exit_with_error(f"invalid keyword: {' '.join(words)}")
+    exit_if_unreachable(settings, "scontrol")
+    for job in list_known_jobs(settings):
         if str(job["id"]) == words[2]:
-            print(shown(settings, job))
+            print(format_job(settings, job))
             return
-    fail("slurm_load_jobs error: Invalid job id specified")
+    exit_with_error("slurm_load_jobs error: Invalid job id specified")
 
 
-def update(changes: dict) -> None:
-    """Change waiting jobs as `scontrol update` does."""
+def update_jobs(changes: dict) -> None:
+    """Change pending jobs as `scontrol update` does."""
     for id_ in changes["JobId"].split(","):
-        job = read(f"jobs/{id_}.json")
+        job = read_state(f"jobs/{id_}.json")
         if job["state"] != "PENDING":
-            fail(f"Job is no longer pending execution for job {id_}")
+            exit_with_error(f"Job is no longer pending execution for job {id_}")
         names = {"ExcNodeList": "exclude", "Dependency": "dependency", "StartTime": "starts", "Comment": "comment"}
-        write(f"jobs/{id_}.json", {**job, **{names[key]: value for key, value in changes.items() if key in names}})
+        write_state(
+            f"jobs/{id_}.json", {**job, **{names[key]: value for key, value in changes.items() if key in names}}
+        )
 
 
-def order(word: str, ids: list) -> None:
-    """Hold or release waiting jobs."""
+def hold_or_release(word: str, ids: list) -> None:
+    """Hold or release pending jobs."""
     for id_ in ids:
-        job = read(f"jobs/{id_}.json")
+        job = read_state(f"jobs/{id_}.json")
         if job["state"] != "PENDING":
-            fail(f"Job has already finished for job {id_}")
-        write(f"jobs/{id_}.json", {**job, "reason": "JobHeldUser" if word == "uhold" else "None"})
+            exit_with_error(f"Job has already finished for job {id_}")
+        write_state(f"jobs/{id_}.json", {**job, "reason": "JobHeldUser" if word == "uhold" else "None"})
 
 
-def shown(settings: dict, job: dict) -> str:
+def format_job(settings: dict, job: dict) -> str:
     """Return the line of `scontrol --details --oneliner show job`."""
     version = VERSIONS[settings["version"]]
     tres = version["tres"].format(tres=f"cpu=2,mem=1000M,node={job['nodes']},billing=2")
@@ -274,14 +275,14 @@ def shown(settings: dict, job: dict) -> str:
     )
 
 
-# --- what acts
+# --- commands that act on jobs
 
 
 def scancel(settings: dict, arguments: list) -> None:
-    for job in jobs():
-        if str(job["id"]) in arguments and job["state"] in ALIVE:
+    for job in read_jobs():
+        if str(job["id"]) in arguments and job["state"] in ACTIVE_STATES:
             job.update(state="CANCELLED", reason="None", accounted=job["accounted"] or f"CANCELLED by {os.getuid()}")
-            write(f"jobs/{job['id']}.json", job)
+            write_state(f"jobs/{job['id']}.json", job)
 
 
 def sinfo(settings: dict, arguments: list) -> None:
@@ -289,7 +290,7 @@ def sinfo(settings: dict, arguments: list) -> None:
 
 
 def srun(settings: dict, arguments: list) -> None:
-    fail("srun: error: nothing runs on a fake")
+    exit_with_error("srun: error: nothing runs on a fake")
 
 
 main()

@@ -1,4 +1,4 @@
-"""Comparisons of methods whose trainings take no time, for tests of the command and of its report."""
+"""Comparisons of methods whose trainings finish at once, for tests of the command and of its report."""
 
 import io
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import make_runs as make
 import pytest
 import yaml
-from make_results import inspected
+from make_results import make_inspection
 
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
@@ -34,7 +34,7 @@ SPEC = {
     "search": {"nodes": [1], "max_node_hours": 1},
 }
 GRID = Grid(methods=("lbt", "lrs", "ags"), batches=(128, 256), seeds=2, nodes=1)
-# Top-1 by method at a large batch, and how much a seed adds; the reference is at 90.
+# Top-1 by method at a large batch; each seed adds to it. The reference is at 90.
 TOP1 = {"lbt": 80.0, "ortho": 75.0, "lrs": 85.0, "ags": 90.0, "lbt-x2": 70.0, "lbt-x4": 10.0}
 
 ENVIRONMENT = {
@@ -44,11 +44,11 @@ ENVIRONMENT = {
 
 
 def inspect(spec: JobSpec) -> Inspection:
-    return inspected()
+    return make_inspection()
 
 
-class Trains(make.FakeLauncher):
-    """Trains each job at once. `fails` are the methods that end in an error, `diverges` those whose loss is no number."""
+class ImmediateTraining(make.FakeLauncher):
+    """A launcher that finishes each training at once. Methods in `fails` end with an error; the loss of methods in `diverges` is NaN."""
 
     DIVERGED = "Diverged: the loss is not finite at epoch 1.50, step 24, 3000 samples"
 
@@ -104,42 +104,42 @@ class Trains(make.FakeLauncher):
         )  # fmt: skip
 
 
-def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> ComparePlan:
+def make_plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> ComparePlan:
     return services_compare.plan_comparison(Run(run.path, spec or run.read_spec()), grid, inspect=inspect, now=1.0)
 
 
-def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID) -> accuracy.CompareReport:
-    planned = plan(run, grid)
+def run_comparison(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID) -> accuracy.CompareReport:
+    planned = make_plan(run, grid)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
-    return table(run, planned.comparison)
+    return compare(run, planned.comparison)
 
 
-def table(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | None = None) -> accuracy.CompareReport:
+def compare(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | None = None) -> accuracy.CompareReport:
     now = services_status.get_run_status(run, launcher or make.FakeLauncher(), now=time.time())
     return accuracy.build_compare_report(Run(run.path, run.read_spec()), comparison, jobs=now.jobs)
 
 
-def row(report: accuracy.CompareReport, method: str, batch: int) -> accuracy.ComparisonRow:
+def find_row(report: accuracy.CompareReport, method: str, batch: int) -> accuracy.ComparisonRow:
     (result,) = [row for row in report.rows if (row.method, row.batch) == (method, batch)]
     return result
 
 
-def tula(*arguments: object) -> tuple[int, str, str]:
+def run_tula(*arguments: object) -> tuple[int, str, str]:
     screen = show_screen.Screen(out=io.StringIO(), err=io.StringIO())
     code = app.run([str(word) for word in arguments], screen=screen)
     return code, screen.out.getvalue(), screen.err.getvalue()  # type: ignore[attr-defined]
 
 
-def trains_instead(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Trains:
-    """Write job.yaml into a folder, and let every command have its jobs trained at once; return who trains them."""
-    launcher = Trains()
+def use_immediate_training(monkeypatch: pytest.MonkeyPatch, folder: Path) -> ImmediateTraining:
+    """Write job.yaml into a folder, and replace the launcher of all commands by one that finishes trainings at once; return it."""
+    launcher = ImmediateTraining()
     monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, **_: launcher)
     monkeypatch.setattr(inspection, "inspect", inspect)
     (folder / "job.yaml").write_text(yaml.safe_dump(SPEC))
     return launcher
 
 
-ASKED = ("compare", "job.yaml", "--methods", "lbt,ags", "--batch", "128,256", "--seeds", 2)
+COMPARE_ARGUMENTS = ("compare", "job.yaml", "--methods", "lbt,ags", "--batch", "128,256", "--seeds", 2)
 
 
 COMMAND = "python finetune.py -b {local_batch} --lr {lr} --seed {seed}"
@@ -158,8 +158,8 @@ def script_job(command: str = COMMAND, lr: float | None = 0.1, **changes) -> Job
     )
 
 
-class TrainsScripts(make.FakeLauncher):
-    """Trains each script at once: the larger the batch, the worse; its learning rate brings back what it is raised by."""
+class ImmediateScripts(make.FakeLauncher):
+    """A launcher that finishes each script at once. Accuracy falls with the batch; a raised learning rate restores it."""
 
     def __init__(self, told: bool = True) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class TrainsScripts(make.FakeLauncher):
         return job
 
 
-def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **requested) -> accuracy.CompareReport:
+def compare_scripts(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **requested) -> accuracy.CompareReport:
     run = RunDir.create(folder / "tula-runs", spec)
     grid = session.complete_grid(ComparisonRequest(batches=(64, 128), **requested), Run(run.path, spec), None)
     planned = services_compare.plan_comparison(Run(run.path, spec), grid, inspect=inspect, now=1.0)

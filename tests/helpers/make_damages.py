@@ -1,4 +1,4 @@
-"""Damaged files of runs, and what commands say of them."""
+"""Damaged files of runs, and the expected messages of commands."""
 
 import io
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from make_results import inspected
-from quiet import quiet
+from isolation import isolate_environment
+from make_results import make_inspection
 
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
@@ -26,29 +26,34 @@ from tula_cli.show import screen as show_screen
 SIGNATURE = "ab12cd34"
 TRAINING = f"train/{SIGNATURE}"
 METRICS, STEPS = f"{TRAINING}/metrics.jsonl", f"{TRAINING}/steps.jsonl"
-OLDER, NEWER = f"{TRAINING}/checkpoints/000000002560.pt", f"{TRAINING}/checkpoints/000000005120.pt"
-SHARES = f"{TRAINING}/checkpoints/000000006000.dcp"
+OLDER_CHECKPOINT, NEWER_CHECKPOINT = (
+    f"{TRAINING}/checkpoints/000000002560.pt",
+    f"{TRAINING}/checkpoints/000000005120.pt",
+)
+SHARDED_CHECKPOINT = f"{TRAINING}/checkpoints/000000006000.dcp"
 PROBE = "results/probe-n001-l000032.json"
-ROWS = 20  # steps
+ROW_STEPS = 20  # steps
 
 
 def make_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """Return a finished training with all its files, whose commands ask no scheduler and build no model."""
-    quiet(monkeypatch, tmp_path)
+    """Return a finished training with all its files, for commands that need no scheduler and build no model."""
+    isolate_environment(monkeypatch, tmp_path)
     monkeypatch.setattr(
-        inspection, "inspect", lambda spec: inspected(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
+        inspection,
+        "inspect",
+        lambda spec: make_inspection(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu"),
     )
     monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, submits=True: make.FakeLauncher())
-    return whole_run(tmp_path / "tula-runs")
+    return write_whole_run(tmp_path / "tula-runs")
 
 
-def whole_run(root: Path) -> RunDir:
+def write_whole_run(root: Path) -> RunDir:
     run = RunDir.create(root, make.spec())
     for nodes in (1, 2):
         make.add_probes(run, nodes, (16, 32, 64))
         for local in (16, 32, 64):
             make.add_measured(run, nodes, local)
-    make.add_training(run, rows=rows(), signature=SIGNATURE)
+    make.add_training(run, rows=make_rows(), signature=SIGNATURE)
     run.write_attempt(make.attempt(f"train-{SIGNATURE}-1", end=make.START + 300))
     run.write_recommendation(make.recommendation())
     run.write_train_result(make.train_result(SIGNATURE))
@@ -63,58 +68,60 @@ def whole_run(root: Path) -> RunDir:
         id=f"evaluate-{SIGNATURE}-00", job=f"evaluate-{SIGNATURE}-00", spec=run.read_spec(), workdir="/", nodes=1,
         signature=SIGNATURE, key="00", weights="best", path=str(training.path / "best"), samples=2560, local_batch=64,
     )  # fmt: skip
-    training.write_evaluation(make.evaluated(task))
+    training.write_evaluation(make.evaluation(task))
     training.write_script_saves(ScriptSaves())
-    training.steps_path.write_text(format_rows(step_rows()))
-    for name in (OLDER, NEWER):
+    training.steps_path.write_text(format_rows(make_step_rows()))
+    for name in (OLDER_CHECKPOINT, NEWER_CHECKPOINT):
         write_checkpoint(run.path / name)
     (training.path / "best").symlink_to("checkpoints/000000002560.pt")
     (training.path / "last").symlink_to("checkpoints/000000005120.pt")
     return run
 
 
-def rows() -> list[dict[str, object]]:
+def make_rows() -> list[dict[str, object]]:
     start, step, *_ = make.metrics()
-    steps = [{**step, "time": make.START + k, "samples": 128 * k, "epoch": k / 10, "step": k} for k in range(1, ROWS)]
+    steps = [
+        {**step, "time": make.START + k, "samples": 128 * k, "epoch": k / 10, "step": k} for k in range(1, ROW_STEPS)
+    ]
     return [start, *steps]
 
 
-def step_rows() -> list[StepRow]:
+def make_step_rows() -> list[StepRow]:
     return [
         StepRow.from_step(samples=128 * k, batch=128 if k < 9 else 64, lr=0.1, norm=1.0 + k, delta=0.1)
-        for k in range(1, ROWS)
+        for k in range(1, ROW_STEPS)
     ]
 
 
-def shares(edit: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Return an edit of a run whose newest checkpoint is one in shares."""
+def damage_sharded_checkpoint(edit: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return an edit of a run whose newest checkpoint is sharded."""
 
     def edit_shares(run: Path) -> None:
-        folder = run / SHARES
+        folder = run / SHARDED_CHECKPOINT
         folder.mkdir()
         files = {"rest.pt": b"rest" * 99, "__0_0.distcp": b"share" * 99, ".metadata": b"names" * 9}
         for name, data in files.items():
             (folder / name).write_bytes(data)
         (folder / "sums.json").write_text(json.dumps({name: zlib.crc32(data) for name, data in files.items()}))
-        link(f"{TRAINING}/last", "checkpoints/000000006000.dcp")(run)
+        replace_by_link(f"{TRAINING}/last", "checkpoints/000000006000.dcp")(run)
         edit(run)
 
     return edit_shares
 
 
 def write_checkpoint(path: Path) -> None:
-    """Write what torch.save would: an archive that is not compressed."""
+    """Write a checkpoint in the format of torch.save: an uncompressed archive."""
     path.parent.mkdir(exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}q\x00." * 50)
         archive.writestr("archive/data/0", bytes(range(256)) * 40)
 
 
-# --- ways to damage
+# --- kinds of damage
 
 
-def line(number: int, change: Callable[[bytes], bytes], name: str = METRICS) -> Callable[[Path], None]:
-    """Return an edit of one line of a file (its number from 1; its line end included)."""
+def damage_line(number: int, change: Callable[[bytes], bytes], name: str = METRICS) -> Callable[[Path], None]:
+    """Return an edit of one line of a file (numbered from 1, including its line end)."""
 
     def edit(run: Path) -> None:
         lines = (run / name).read_bytes().splitlines(keepends=True)
@@ -124,15 +131,15 @@ def line(number: int, change: Callable[[bytes], bytes], name: str = METRICS) -> 
     return edit
 
 
-def half(name: str) -> Callable[[Path], None]:
+def truncate_to_half(name: str) -> Callable[[Path], None]:
     return lambda run: (run / name).write_bytes((run / name).read_bytes()[: (run / name).stat().st_size // 2])
 
 
-def content(name: str, data: bytes) -> Callable[[Path], None]:
+def replace_content(name: str, data: bytes) -> Callable[[Path], None]:
     return lambda run: (run / name).write_bytes(data) and None
 
 
-def zeroed(name: str, start: int, count: int) -> Callable[[Path], None]:
+def zero_bytes(name: str, start: int, count: int) -> Callable[[Path], None]:
     def edit(run: Path) -> None:
         data = bytearray((run / name).read_bytes())
         data[start : start + count] = bytes(count)
@@ -141,7 +148,7 @@ def zeroed(name: str, start: int, count: int) -> Callable[[Path], None]:
     return edit
 
 
-def value(name: str, key: str, new: object) -> Callable[[Path], None]:
+def set_value(name: str, key: str, new: object) -> Callable[[Path], None]:
     def edit(run: Path) -> None:
         record = json.loads((run / name).read_bytes())
         assert key in record
@@ -150,11 +157,11 @@ def value(name: str, key: str, new: object) -> Callable[[Path], None]:
     return edit
 
 
-def removed(name: str) -> Callable[[Path], None]:
+def remove_file(name: str) -> Callable[[Path], None]:
     return lambda run: (run / name).unlink()
 
 
-def becomes_folder(name: str) -> Callable[[Path], None]:
+def replace_by_folder(name: str) -> Callable[[Path], None]:
     def edit(run: Path) -> None:
         (run / name).unlink()
         (run / name).mkdir()
@@ -162,7 +169,7 @@ def becomes_folder(name: str) -> Callable[[Path], None]:
     return edit
 
 
-def link(name: str, target: str) -> Callable[[Path], None]:
+def replace_by_link(name: str, target: str) -> Callable[[Path], None]:
     def edit(run: Path) -> None:
         (run / name).unlink()
         (run / name).symlink_to(target)
@@ -170,7 +177,7 @@ def link(name: str, target: str) -> Callable[[Path], None]:
     return edit
 
 
-def edited(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+def replace_bytes(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     def change(text: bytes) -> bytes:
         assert old in text
         return text.replace(old, new)
@@ -180,105 +187,105 @@ def edited(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
 
 @dataclass(frozen=True)
 class Damage:
-    """An edit of a run and what has to be said of it: the file, and what follows."""
+    """An edit of a run and the expected texts of the warning: the file and the consequence."""
 
     edit: Callable[[Path], None]
     file: str
     words: tuple[str, ...]
-    commands: tuple[str, ...] = ()  # that read it, beside status
+    commands: tuple[str, ...] = ()  # commands that read the file, besides status
 
 
-CURVE = ("recommend",)
-ROW = ("line 5", "charts")
+CURVE_COMMANDS = ("recommend",)
+ROW_TEXTS = ("line 5", "charts")
 DAMAGES: dict[str, Damage] = {
     # rows of metrics.jsonl
-    "row cut in the middle": Damage(line(5, lambda row: row[: len(row) // 2] + b"\n"), METRICS, ROW),
+    "row cut in the middle": Damage(damage_line(5, lambda row: row[: len(row) // 2] + b"\n"), METRICS, ROW_TEXTS),
     "row cut behind an inner brace": Damage(
-        line(5, lambda row: b'{"kind": "step", "ags": {"scaled": 0.5}\n'), METRICS, ROW
+        damage_line(5, lambda row: b'{"kind": "step", "ags": {"scaled": 0.5}\n'), METRICS, ROW_TEXTS
     ),
-    "row cut at its start": Damage(line(5, lambda row: row[len(row) // 2 :]), METRICS, ROW),
-    "row without its last brace": Damage(line(5, lambda row: row[:-2] + b"\n"), METRICS, ROW),
-    "two rows merged": Damage(line(5, lambda row: row[:-1]), METRICS, ROW, CURVE),
-    "half a row and the next": Damage(line(5, lambda row: row[: len(row) // 2]), METRICS, ROW),
+    "row cut at its start": Damage(damage_line(5, lambda row: row[len(row) // 2 :]), METRICS, ROW_TEXTS),
+    "row without its last brace": Damage(damage_line(5, lambda row: row[:-2] + b"\n"), METRICS, ROW_TEXTS),
+    "two rows merged": Damage(damage_line(5, lambda row: row[:-1]), METRICS, ROW_TEXTS, CURVE_COMMANDS),
+    "half a row and the next": Damage(damage_line(5, lambda row: row[: len(row) // 2]), METRICS, ROW_TEXTS),
     "samples that are a text": Damage(
-        line(5, edited(b'"samples": 512', b'"samples": "512"')), METRICS, ROW
+        damage_line(5, replace_bytes(b'"samples": 512', b'"samples": "512"')), METRICS, ROW_TEXTS
     ),
-    "loss that is a list": Damage(line(5, edited(b'"loss": 2.1', b'"loss": [2.1]')), METRICS, ROW),
-    "row without samples": Damage(line(5, edited(b'"samples": 512, ', b"")), METRICS, ROW),
-    "row of another kind of object": Damage(line(5, lambda row: b'{"id": 3}\n'), METRICS, ROW),
-    "row of two objects": Damage(line(5, lambda row: row[:-1] + b" " + row), METRICS, ROW),
-    "row with a number cut": Damage(line(5, edited(b'"lr": 0.1', b'"lr": 0.')), METRICS, ROW),
-    "row with a sign lost": Damage(line(5, edited(b'"lr": 0.1', b'"lr": --0.1')), METRICS, ROW),
-    "row with a key cut": Damage(line(5, edited(b'"lr": 0.1', b'"lr: 0.1')), METRICS, ROW),
-    "row of a time that is a list": Damage(line(5, edited(b'"time": 17', b'"time": [], "t": 17')), METRICS, ROW),
-    "warning without its text": Damage(line(5, lambda row: b'{"kind": "warning", "samples": 512}\n'), METRICS, ROW),
-    "empty line": Damage(line(5, lambda row: b"\n"), METRICS, ROW),
-    "first row cut": Damage(line(1, lambda row: row[9:]), METRICS, ("line 1 ", "charts")),
-    "row that is a list": Damage(line(5, lambda row: b"[" + row[:-1] + b"]\n"), METRICS, ROW),
-    "zeros in a row": Damage(line(5, lambda row: row[:20] + bytes(40) + row[60:]), METRICS, ROW),
+    "loss that is a list": Damage(damage_line(5, replace_bytes(b'"loss": 2.1', b'"loss": [2.1]')), METRICS, ROW_TEXTS),
+    "row without samples": Damage(damage_line(5, replace_bytes(b'"samples": 512, ', b"")), METRICS, ROW_TEXTS),
+    "row of another kind of object": Damage(damage_line(5, lambda row: b'{"id": 3}\n'), METRICS, ROW_TEXTS),
+    "row of two objects": Damage(damage_line(5, lambda row: row[:-1] + b" " + row), METRICS, ROW_TEXTS),
+    "row with a number cut": Damage(damage_line(5, replace_bytes(b'"lr": 0.1', b'"lr": 0.')), METRICS, ROW_TEXTS),
+    "row with a sign lost": Damage(damage_line(5, replace_bytes(b'"lr": 0.1', b'"lr": --0.1')), METRICS, ROW_TEXTS),
+    "row with a key cut": Damage(damage_line(5, replace_bytes(b'"lr": 0.1', b'"lr: 0.1')), METRICS, ROW_TEXTS),
+    "row of a time that is a list": Damage(damage_line(5, replace_bytes(b'"time": 17', b'"time": [], "t": 17')), METRICS, ROW_TEXTS),
+    "warning without its text": Damage(damage_line(5, lambda row: b'{"kind": "warning", "samples": 512}\n'), METRICS, ROW_TEXTS),
+    "empty line": Damage(damage_line(5, lambda row: b"\n"), METRICS, ROW_TEXTS),
+    "first row cut": Damage(damage_line(1, lambda row: row[9:]), METRICS, ("line 1 ", "charts")),
+    "row that is a list": Damage(damage_line(5, lambda row: b"[" + row[:-1] + b"]\n"), METRICS, ROW_TEXTS),
+    "zeros in a row": Damage(damage_line(5, lambda row: row[:20] + bytes(40) + row[60:]), METRICS, ROW_TEXTS),
     "zeros for several rows": Damage(
-        line(5, lambda row: bytes(3 * len(row)) + b"\n"), METRICS, ROW
+        damage_line(5, lambda row: bytes(3 * len(row)) + b"\n"), METRICS, ROW_TEXTS
     ),
-    "zeros joined with a row": Damage(line(5, lambda row: bytes(4096) + row), METRICS, ROW),
-    "bytes that are no text": Damage(line(5, lambda row: b"\xff\xfe\x8f" + row[3:]), METRICS, ROW),
+    "zeros joined with a row": Damage(damage_line(5, lambda row: bytes(4096) + row), METRICS, ROW_TEXTS),
+    "bytes that are no text": Damage(damage_line(5, lambda row: b"\xff\xfe\x8f" + row[3:]), METRICS, ROW_TEXTS),
     "three rows": Damage(
-        lambda run: [line(k, lambda row: row[:-9] + b"\n")(run) for k in (5, 6, 7)] and None,
-        METRICS, ("lines 5-7", "charts"), CURVE,
+        lambda run: [damage_line(k, lambda row: row[:-9] + b"\n")(run) for k in (5, 6, 7)] and None,
+        METRICS, ("lines 5-7", "charts"), CURVE_COMMANDS,
     ),
-    "end of a finished curve": Damage(half(METRICS), METRICS, ("line 11", "charts")),
+    "end of a finished curve": Damage(truncate_to_half(METRICS), METRICS, ("line 11", "charts")),
     # rows of steps.jsonl
-    "steps cut": Damage(line(1, lambda row: row[: len(row) // 2] + b"\n", STEPS), STEPS, ("line 1", "charts")),
-    "steps with a text": Damage(line(2, edited(b'"batch":64', b'"batch":"64"'), STEPS), STEPS, ("line 2",)),
-    "steps merged": Damage(line(1, lambda row: row[:-1], STEPS), STEPS, ("line 1",)),
+    "steps cut": Damage(damage_line(1, lambda row: row[: len(row) // 2] + b"\n", STEPS), STEPS, ("line 1", "charts")),
+    "steps with a text": Damage(damage_line(2, replace_bytes(b'"batch":64', b'"batch":"64"'), STEPS), STEPS, ("line 2",)),
+    "steps merged": Damage(damage_line(1, lambda row: row[:-1], STEPS), STEPS, ("line 1",)),
     # checkpoints
-    "best leads nowhere": Damage(removed(OLDER), f"{TRAINING}/best", ("the best weights", "000000002560.pt")),
-    "last leads nowhere": Damage(removed(NEWER), f"{TRAINING}/last", ("the newest", "000000005120.pt")),
+    "best leads nowhere": Damage(remove_file(OLDER_CHECKPOINT), f"{TRAINING}/best", ("the best weights", "000000002560.pt")),
+    "last leads nowhere": Damage(remove_file(NEWER_CHECKPOINT), f"{TRAINING}/last", ("the newest", "000000005120.pt")),
     "best is an empty file": Damage(
-        lambda run: link(f"{TRAINING}/best", "x")(run) or removed(f"{TRAINING}/best")(run) or content(f"{TRAINING}/best", b"")(run),
+        lambda run: replace_by_link(f"{TRAINING}/best", "x")(run) or remove_file(f"{TRAINING}/best")(run) or replace_content(f"{TRAINING}/best", b"")(run),
         f"{TRAINING}/best", ("the best weights",),
     ),
-    "best leads to itself": Damage(link(f"{TRAINING}/best", "best"), f"{TRAINING}/best", ("the best weights",)),
-    "best cut": Damage(half(OLDER), OLDER, ("the best weights",)),
-    "last cut": Damage(half(NEWER), NEWER, ("the newest weights",)),
-    "last empty": Damage(content(NEWER, b""), NEWER, ("the newest weights",)),
-    "last with zeros": Damage(zeroed(NEWER, 1000, 4096), NEWER, ("the newest weights",)),
-    "last a folder": Damage(becomes_folder(NEWER), NEWER, ("the newest weights",)),
-    "shares: a file cut": Damage(shares(half(f"{SHARES}/rest.pt")), SHARES, ("the newest weights", "rest.pt")),
-    "shares: a file missing": Damage(shares(removed(f"{SHARES}/__0_0.distcp")), SHARES, ("the newest weights", "__0_0")),
-    "shares: a file zeroed": Damage(shares(zeroed(f"{SHARES}/__0_0.distcp", 9, 9)), SHARES, ("overwritten",)),
-    "shares: no sums": Damage(shares(removed(f"{SHARES}/sums.json")), SHARES, ("sums.json is missing",)),
-    "shares: sums cut": Damage(shares(half(f"{SHARES}/sums.json")), SHARES, ("sums.json cannot be read",)),
-    "shares: gone": Damage(shares(lambda run: shutil.rmtree(run / SHARES)), f"{TRAINING}/last", ("which is missing",)),
+    "best leads to itself": Damage(replace_by_link(f"{TRAINING}/best", "best"), f"{TRAINING}/best", ("the best weights",)),
+    "best cut": Damage(truncate_to_half(OLDER_CHECKPOINT), OLDER_CHECKPOINT, ("the best weights",)),
+    "last cut": Damage(truncate_to_half(NEWER_CHECKPOINT), NEWER_CHECKPOINT, ("the newest weights",)),
+    "last empty": Damage(replace_content(NEWER_CHECKPOINT, b""), NEWER_CHECKPOINT, ("the newest weights",)),
+    "last with zeros": Damage(zero_bytes(NEWER_CHECKPOINT, 1000, 4096), NEWER_CHECKPOINT, ("the newest weights",)),
+    "last a folder": Damage(replace_by_folder(NEWER_CHECKPOINT), NEWER_CHECKPOINT, ("the newest weights",)),
+    "shares: a file cut": Damage(damage_sharded_checkpoint(truncate_to_half(f"{SHARDED_CHECKPOINT}/rest.pt")), SHARDED_CHECKPOINT, ("the newest weights", "rest.pt")),
+    "shares: a file missing": Damage(damage_sharded_checkpoint(remove_file(f"{SHARDED_CHECKPOINT}/__0_0.distcp")), SHARDED_CHECKPOINT, ("the newest weights", "__0_0")),
+    "shares: a file zeroed": Damage(damage_sharded_checkpoint(zero_bytes(f"{SHARDED_CHECKPOINT}/__0_0.distcp", 9, 9)), SHARDED_CHECKPOINT, ("overwritten",)),
+    "shares: no sums": Damage(damage_sharded_checkpoint(remove_file(f"{SHARDED_CHECKPOINT}/sums.json")), SHARDED_CHECKPOINT, ("sums.json is missing",)),
+    "shares: sums cut": Damage(damage_sharded_checkpoint(truncate_to_half(f"{SHARDED_CHECKPOINT}/sums.json")), SHARDED_CHECKPOINT, ("sums.json cannot be read",)),
+    "shares: gone": Damage(damage_sharded_checkpoint(lambda run: shutil.rmtree(run / SHARDED_CHECKPOINT)), f"{TRAINING}/last", ("which is missing",)),
     # records of results
-    "probe cut": Damage(half(PROBE), PROBE, ("not measured",), CURVE),
-    "probe of wrong type": Damage(value(PROBE, "step_times", "fast"), PROBE, ("not measured",)),
-    "probe of an unknown kind": Damage(value(PROBE, "kind", "other"), PROBE, ("not measured",)),
-    "result cut": Damage(half(f"{TRAINING}/result.json"), f"{TRAINING}/result.json", ("not finished",), CURVE),
-    "summary cut": Damage(half(f"{TRAINING}/summary.json"), f"{TRAINING}/summary.json", ("predicted",), CURVE),
-    "summary empty": Damage(content(f"{TRAINING}/summary.json", b""), f"{TRAINING}/summary.json", ("predicted",)),
-    "evaluation cut": Damage(half(f"{TRAINING}/evaluations/00.json"), f"{TRAINING}/evaluations/00.json", ("evaluate",)),
-    "state of tuning cut": Damage(half(f"{TRAINING}/tuning.json"), f"{TRAINING}/tuning.json", ("settings that this training tried",)),
-    "energy zeroed": Damage(zeroed(f"{TRAINING}/energy.json", 0, 9), f"{TRAINING}/energy.json", ("energy",)),
-    "saves of a script cut": Damage(half(f"{TRAINING}/saves.json"), f"{TRAINING}/saves.json", ("lost",)),
-    "recommendation cut": Damage(half("recommendation.json"), "recommendation.json", ("tula recommend",)),
-    "comparison cut": Damage(half("comparison.json"), "comparison.json", ("compar",), ("compare --show",)),
-    "task cut": Damage(half(f"tasks/train-{SIGNATURE}-1.json"), f"tasks/train-{SIGNATURE}-1.json", ("is damaged",)),
+    "probe cut": Damage(truncate_to_half(PROBE), PROBE, ("not measured",), CURVE_COMMANDS),
+    "probe of wrong type": Damage(set_value(PROBE, "step_times", "fast"), PROBE, ("not measured",)),
+    "probe of an unknown kind": Damage(set_value(PROBE, "kind", "other"), PROBE, ("not measured",)),
+    "result cut": Damage(truncate_to_half(f"{TRAINING}/result.json"), f"{TRAINING}/result.json", ("not finished",), CURVE_COMMANDS),
+    "summary cut": Damage(truncate_to_half(f"{TRAINING}/summary.json"), f"{TRAINING}/summary.json", ("predicted",), CURVE_COMMANDS),
+    "summary empty": Damage(replace_content(f"{TRAINING}/summary.json", b""), f"{TRAINING}/summary.json", ("predicted",)),
+    "evaluation cut": Damage(truncate_to_half(f"{TRAINING}/evaluations/00.json"), f"{TRAINING}/evaluations/00.json", ("evaluate",)),
+    "state of tuning cut": Damage(truncate_to_half(f"{TRAINING}/tuning.json"), f"{TRAINING}/tuning.json", ("settings that this training tried",)),
+    "energy zeroed": Damage(zero_bytes(f"{TRAINING}/energy.json", 0, 9), f"{TRAINING}/energy.json", ("energy",)),
+    "saves of a script cut": Damage(truncate_to_half(f"{TRAINING}/saves.json"), f"{TRAINING}/saves.json", ("lost",)),
+    "recommendation cut": Damage(truncate_to_half("recommendation.json"), "recommendation.json", ("tula recommend",)),
+    "comparison cut": Damage(truncate_to_half("comparison.json"), "comparison.json", ("compar",), ("compare --show",)),
+    "task cut": Damage(truncate_to_half(f"tasks/train-{SIGNATURE}-1.json"), f"tasks/train-{SIGNATURE}-1.json", ("is damaged",)),
     "attempt cut": Damage(
-        half(f"attempts/train-{SIGNATURE}-1.001.json"), f"attempts/train-{SIGNATURE}-1.001.json", ("attempt",)
+        truncate_to_half(f"attempts/train-{SIGNATURE}-1.001.json"), f"attempts/train-{SIGNATURE}-1.001.json", ("attempt",)
     ),
 }  # fmt: skip
 
 
-def tula(*words: str) -> tuple[int, str, str]:
+def run_tula(*words: str) -> tuple[int, str, str]:
     screen = show_screen.Screen(out=io.StringIO(), err=io.StringIO())
     return app.run(list(words), screen=screen), screen.out.getvalue(), screen.err.getvalue()
 
 
-def one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
 def check_command(run: RunDir, damage: Damage, *words: str) -> None:
-    """Check that a command names a damaged file of a run."""
-    code, _, err = tula(*words, "--run", str(run.path))
-    assert str(run.path / damage.file) in one_line(err), (words, code, err)
+    """Check that a command names the damaged file of a run."""
+    code, _, err = run_tula(*words, "--run", str(run.path))
+    assert str(run.path / damage.file) in join_lines(err), (words, code, err)

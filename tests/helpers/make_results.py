@@ -1,4 +1,4 @@
-"""Probe results made from a known truth, so that a test knows what a fit should find."""
+"""Probe results computed from known parameters, which fits should recover."""
 
 from dataclasses import dataclass, field
 
@@ -15,20 +15,20 @@ MIB = 1024**2
 
 @dataclass(frozen=True)
 class Truth:
-    """A cluster and a job whose Eq. 2 and Eq. 3 are known. Seconds and bytes."""
+    """A cluster and a job with known parameters of Eq. 2 and Eq. 3, in seconds and bytes."""
 
     fixed: float = 0.020
     slope: float = 0.0005
-    sync: float = 0.030  # times 1 - 1/N
-    noise: float = 0.0  # of a probe as a whole, a share of its step time
-    jitter: float = 0.0  # of single steps, a share of the step time
+    sync: float = 0.030  # multiplied by 1 - 1/N
+    noise: float = 0.0  # relative deviation of a whole probe from its step time
+    jitter: float = 0.0  # relative deviation of single steps
     gpus_per_node: int = 1
     accumulate: int = 1
     model_bytes: int = 100 * MIB
     sample_bytes: int = 2 * MIB
     reserved_over_peak: float = 1.0
     capacity: int | None = 16 * 1024 * MIB
-    watts: float | None = None  # of a GPU; None where it has no counter
+    watts: float | None = None  # per GPU; None without an energy counter
     dataset_size: int = 50_000
     eval_size: int = 10_000
     hardware: str = "Test GPU"
@@ -45,10 +45,10 @@ class Truth:
         return 4 * self.model_bytes + self.sample_bytes * local_batch // self.accumulate
 
 
-def measured(
+def make_probe(
     truth: Truth, nodes: int, local_batch: int, *, rng: np.random.Generator | None = None, steps: int = 20, **changes
 ) -> Measured:
-    """Return the probe that the truth would give; `changes` replace fields of the record."""
+    """Return the probe computed from known parameters; `changes` replace fields of the record."""
     rng = rng or np.random.default_rng(0)
     seconds = truth.step_time(nodes, local_batch) * (1 + truth.noise * rng.standard_normal())
     times = seconds * (1 + truth.jitter * rng.standard_normal(steps))
@@ -93,8 +93,8 @@ def measured(
     return record.model_copy(update=changes)
 
 
-def of_a_script(probe: Measured, **changes: object) -> Measured:
-    """Return what an untouched script tells of a probe, without DDP: steps, and the peak of its memory."""
+def as_script_probe(probe: Measured, **changes: object) -> Measured:
+    """Return the probe as measured on an unchanged script without DDP: only steps and peak memory."""
     memory = PeakMemory(
         states=ModelStates.model_validate(probe.memory.model_dump()),
         peak=probe.memory.peak,
@@ -128,14 +128,14 @@ def _memory(truth: Truth, local_batch: int) -> Components:
     )
 
 
-def footprint(truth: Truth, local_batch: int) -> Footprint:
-    """Return the estimate that knows the truth."""
+def make_footprint(truth: Truth, local_batch: int) -> Footprint:
+    """Return an estimate of memory with the known parameters."""
     memory = _memory(truth, local_batch)
     return Footprint(local_batch=local_batch, memory=memory.model_copy(update={"reserved": memory.peak}))
 
 
-def inspected(**changes: object) -> Inspection:
-    """Return an inspection on a CPU that tells no memory."""
+def make_inspection(**changes: object) -> Inspection:
+    """Return an inspection on a CPU without memory values."""
     fields: dict[str, object] = {
         "dataset_size": 2000, "eval_size": 100, "classes": 10, "sample_shape": (1, 8, 8), "parameters": 10,
         "footprints": (), "estimate_error": "", "device": "cpu", "hardware": "x", "capacity": None, "cpus": 2,
@@ -143,7 +143,7 @@ def inspected(**changes: object) -> Inspection:
     return Inspection.model_validate({**fields, **changes})
 
 
-def out_of_memory(nodes: int, local_batch: int, *, gpus_per_node: int = 1, assumed: bool = False) -> OutOfMemory:
+def make_out_of_memory(nodes: int, local_batch: int, *, gpus_per_node: int = 1, assumed: bool = False) -> OutOfMemory:
     return OutOfMemory(
         id=make_probe_id(nodes, local_batch),
         nodes=nodes,
@@ -154,8 +154,8 @@ def out_of_memory(nodes: int, local_batch: int, *, gpus_per_node: int = 1, assum
     )
 
 
-def spec(**sections: object) -> JobSpec:
-    """Return a job spec for tests; sections are merged over a small default."""
+def make_spec(**sections: object) -> JobSpec:
+    """Return a job spec for tests; sections are merged with small defaults."""
     default: dict[str, object] = {
         "name": "test",
         "model": {"name": "resnet18"},
@@ -171,26 +171,26 @@ def spec(**sections: object) -> JobSpec:
     return JobSpec.model_validate(default)
 
 
-def probe_all(truth: Truth, probes: dict[int, tuple[int, ...]], *, seed: int = 0) -> list[Measured]:
-    """Measure nodes -> local batches."""
+def make_probes(truth: Truth, probes: dict[int, tuple[int, ...]], *, seed: int = 0) -> list[Measured]:
+    """Return probes at all nodes -> local batches."""
     rng = np.random.default_rng(seed)
-    return [measured(truth, nodes, local, rng=rng) for nodes, locals_ in probes.items() for local in locals_]
+    return [make_probe(truth, nodes, local, rng=rng) for nodes, locals_ in probes.items() for local in locals_]
 
 
-def shared_storage(seed: int) -> list[Measured]:
-    """Probes whose steps wait for data from one place: the more, the more samples a step has on all nodes together."""
+def make_shared_storage_probes(seed: int) -> list[Measured]:
+    """Return probes whose steps wait for data from shared storage; the wait grows with the number of samples per step on all nodes."""
     rng, probes = np.random.default_rng(seed), []
     for nodes in (1, 2, 4, 8):
         for local in (batch // nodes for batch in (32, 64, 128, 256, 512, 1024)):
             compute = 0.02 + 0.001 * local
             wait = 0.0 if nodes == 1 else max(0.0, 0.0008 * local * nodes - compute) * rng.lognormal(0, 0.3)
             times = (compute + wait) * (1 + 0.01 * rng.standard_normal(20))
-            probes.append(measured(Truth(), nodes, local, step_times=tuple(times), compute_time=compute))
+            probes.append(make_probe(Truth(), nodes, local, step_times=tuple(times), compute_time=compute))
     return probes
 
 
-def with_noise(probes: list[Measured], scale: float, *, error: float = 1e-3) -> list[Measured]:
-    """Return the probes with the gradient norms that a noise scale in samples leads to; |G|^2 is 1."""
+def add_gradient_noise(probes: list[Measured], scale: float, *, error: float = 1e-3) -> list[Measured]:
+    """Return the probes with gradient norms that result from a gradient noise scale in samples; |G|^2 is 1."""
     return [
         probe.model_copy(
             update={

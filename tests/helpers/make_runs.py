@@ -1,4 +1,4 @@
-"""Run directories made by hand, and a launcher that runs nothing."""
+"""Run directories for tests, and a launcher that starts no processes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from make_results import Truth, measured
+from make_results import Truth, make_probe
 
 from tula_cli.cluster.decisions import decide
 from tula_cli.cluster.relaunch import apply_decision, read_history
@@ -38,14 +38,14 @@ START = 1_700_000_000.0  # Unix time
 
 
 def spec(**changes: Any) -> JobSpec:
-    """Return a small spec; `changes` replace whole sections. Without other settings it has method ags and strategy sweep."""
+    """Return a small spec; `changes` replace whole sections. The default method is ags, the default strategy sweep."""
     content = {**SPEC, **changes}
     train, search = {"method": "ags", **content["train"]}, {"strategy": "sweep", **content["search"]}
     return validate_job({**content, "train": train, "search": search}, source="test")
 
 
 def script_spec(cluster: dict[str, Any] | None = None, **length: int) -> JobSpec:
-    """Return a small spec with a script of the user's own; `length` is that of section script."""
+    """Return a small spec with a script of the user; `length` is that of section script."""
     command = "python /home/me/finetune.py -b {local_batch}"
     script = {"command": command, "length": length, "reference": {"batch": 256}}
     content = {"name": "own", "script": script, "search": SPEC["search"], **({"cluster": cluster} if cluster else {})}
@@ -61,7 +61,7 @@ def create_runs(root: Path, job: JobSpec) -> tuple[Run, ...]:
 
 @dataclass
 class FakeLauncher:
-    """Says what it is told to say of each job, and remembers what was asked of it."""
+    """A launcher that reports the states set by a test and records all calls."""
 
     says: dict[str, str] = field(default_factory=dict)
     reason: str = ""
@@ -70,7 +70,7 @@ class FakeLauncher:
     cancelled: list[str] = field(default_factory=list)
     asked: int = 0
     scheduler: str = "local"
-    flags: dict[str, bool] = field(default_factory=dict)  # of what is said: held, suspended ...
+    flags: dict[str, bool] = field(default_factory=dict)  # attributes of a state: held, suspended ...
 
     def render_script(self, run: RunDir, task: ProbeTask | TrainTask) -> str:
         return f"#!/bin/bash\n# {task.job}"
@@ -78,7 +78,7 @@ class FakeLauncher:
     def submit(self, run: RunDir, task: ProbeTask | TrainTask) -> Job:
         self.submitted.append(task.job)
         self.says.setdefault(task.job, "running")
-        return job(task.job, nodes=task.nodes, scheduler=self.scheduler)
+        return scheduler_job(task.job, nodes=task.nodes, scheduler=self.scheduler)
 
     def query_states(self, snapshot: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         self.asked += 1
@@ -91,7 +91,7 @@ class FakeLauncher:
         self.says[job.id] = "ended"
 
 
-def job(id_: str, *, nodes: int = 1, scheduler: str = "local", at: float = START) -> Job:
+def scheduler_job(id_: str, *, nodes: int = 1, scheduler: str = "local", at: float = START) -> Job:
     return Job(id=id_, scheduler=scheduler, scheduler_id="4711", nodes=nodes, submitted_at=at)
 
 
@@ -101,18 +101,18 @@ def attempt(task: str, *, number: int = 1, start: float = START, end: float | No
     return Attempt(task=task, number=number, started_at=start, ended_at=end, **fields)
 
 
-def follow(
+def execute_reaction(
     run: RunDir, task: Task, failure: Failure | None, *, before: int = 0, reached: int | None = None
 ) -> Task | None:
-    """Carry out what follows an attempt of this machine, after so many that failed alike; return what is started next."""
+    """Execute the reaction to the outcome of a local attempt after `before` equal failures; return the task started next."""
     last = attempt(task.id, end=START + 60)
     earlier = [last.model_copy(update={"failure": failure, "number": -number}) for number in range(before)]
     known = read_history(run, task, failure, last, earlier=earlier, reached=reached)
     return apply_decision(run, task, failure, decide(task, failure, known))
 
 
-def evaluated(task: EvaluateTask, **changes: Any) -> EvaluationRecord:
-    """Return what a task's weights come to."""
+def evaluation(task: EvaluateTask, **changes: Any) -> EvaluationRecord:
+    """Return the evaluation record of a task."""
     same = task.model_dump(include={"signature", "key", "weights", "path", "samples", "nodes", "local_batch"})
     fields = {"test": task.spec.dataset.test is not None, "dataset": "digits in data", "size": 360, "seconds": 0.5}
     record = {"metrics": {"top1": 91.5, "loss": 0.31}, "evaluated_at": START + 50}
@@ -125,16 +125,16 @@ def add_probes(run: RunDir, nodes: int, local_batches: tuple[int, ...], *, at: f
     run.write_task(
         ProbeTask(id=name, job=name, spec=run.read_spec(), workdir="/", nodes=nodes, local_batches=local_batches)
     )
-    run.write_job(job(name, nodes=nodes, at=at))
+    run.write_job(scheduler_job(name, nodes=nodes, at=at))
     return name
 
 
 def add_measured(run: RunDir, nodes: int, local: int, *, at: float = START + 10) -> None:
-    run.write_result(measured(Truth(), nodes, local, measured_at=at))
+    run.write_result(make_probe(Truth(), nodes, local, measured_at=at))
 
 
 def probe_identity(nodes: int, local: int) -> dict[str, Any]:
-    """Return what every result of a probe with one GPU per node begins with."""
+    """Return the common first fields of all results of a probe with one GPU per node."""
     return {"id": make_probe_id(nodes, local), "nodes": nodes, "gpus_per_node": 1, "local_batch": local}
 
 
@@ -205,7 +205,7 @@ def add_training(
             id=f"{name}-1", job=name, spec=run.read_spec(), workdir="/", nodes=2, signature=signature, attempt=1, ladder=ladder, workers=2,
         )
     )  # fmt: skip
-    run.write_job(job(name, nodes=2, at=at))
+    run.write_job(scheduler_job(name, nodes=2, at=at))
     path = run.get_training(signature).metrics_path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -213,7 +213,7 @@ def add_training(
 
 
 def metrics(now: float = START + 60) -> list[dict[str, Any]]:
-    """Return the rows of a training run half way through."""
+    """Return the rows of a training run that is half finished."""
     return [
         {"kind": "start", "time": START, "samples": 0, "epoch": 0.0, "attempt": 1, "batch": 128, "nodes": 2},
         {"kind": "step", "time": START + 20, "samples": 640, "epoch": 0.5, "step": 5, "loss": 2.1, "lr": 0.1,
@@ -258,7 +258,7 @@ def train_result(signature: str = "ab12cd34") -> TrainResult:
 
 
 def out_of_memory_at(batch: int) -> Recovery:
-    """Return the relaunch at the next smaller batch."""
+    """Return a relaunch at the next smaller batch."""
     fallback = Fallback(rung=0, splits=1, batch=batch)
     return Recovery(failure=Failure(outcome="device_oom"), decision=Relaunch(fallback=fallback))
 
@@ -277,7 +277,7 @@ def summary(**changes: Any) -> Summary:
 
 
 def node_report(number: int, **changes: Any) -> NodeReport:
-    """Return what a node of an imaginary cluster says of itself."""
+    """Return the report of one node of an imaginary cluster."""
     fields = {
         "node": number, "host": f"n{number + 1}", "ranks": 1, "gpus": ("A100",), "gpu_memory": 10**9, "driver": "550",
         "torch": "2.6", "cuda": "12", "nccl": "2.2", "python": "3.11", "cpus": 8, "memory": 10**10, "interface": "ib0",
@@ -288,7 +288,7 @@ def node_report(number: int, **changes: Any) -> NodeReport:
 
 
 def cluster_report(run: RunDir, task: CheckTask, *changes: dict[str, Any]) -> ClusterReport:
-    """Return the report of as many nodes as there are changes to what they say."""
+    """Return a cluster report with one node per element of `changes`."""
     token = run.checks.read_token(task.id)
     nodes = tuple(node_report(number, **{"token": token, **change}) for number, change in enumerate(changes))
     sizes = (Transfer(size=10**6, seconds=0.001), Transfer(size=4 * 10**6, seconds=0.02))
@@ -302,7 +302,7 @@ OLD_FAILURE = {"outcome": "user", "message": "KeyError: 'label'", "rank": 0, "ho
 
 
 def make_older(run: RunDir) -> None:
-    """Fill a run as the first format had it: probes, one of which failed, and a training that an attempt of has failed."""
+    """Fill a run in the first format: probes, one of them failed, and a training with a failed attempt."""
     for nodes in (1, 2):
         add_probes(run, nodes, (32, 64, 128, 256))
         for local_batch in (32, 64, 128):

@@ -1,6 +1,6 @@
-"""Supervisors of some nodes of a large job, all on this machine, whose ranks only sleep.
+"""Supervisors of some nodes of a large job, all on this machine; their ranks only sleep.
 
-Arguments: an empty folder, the nodes and the ranks a node that run here, the nodes that the job has.
+Arguments: an empty folder, the number of nodes that run here, the ranks per node, the number of nodes of the job.
 """
 
 import os

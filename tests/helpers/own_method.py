@@ -1,4 +1,4 @@
-"""A training method as a user may write it: lookahead (Zhang et al. 2019), slow weights that follow fast ones."""
+"""A training method as a user may write it: lookahead (Zhang et al. 2019), slow weights that follow fast weights."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tula_cli.worker.methods.plain import Loop, Plain
 
 
 class Lookahead(Plain):
-    """Every few steps the weights go back half of the way that they have come since."""
+    """Every few steps the weights return half of the distance that they moved since the last return."""
 
     def __init__(self, every: int = 4, share: float = 0.5) -> None:
         self.every, self.share = every, share
@@ -43,14 +43,14 @@ NO_METHOD = {"every": 3}
 
 
 class NeedsArguments(Lookahead):
-    """A class that cannot be made without them."""
+    """A method that cannot be constructed without arguments."""
 
     def __init__(self, every: int) -> None:
         super().__init__(every)
 
 
 class Refuses(Lookahead):
-    """Says by itself what it needs of the job."""
+    """A method that checks the job itself."""
 
     def check_optimizer(self, spec: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         from tula_cli.errors import SpecError

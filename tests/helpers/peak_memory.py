@@ -1,6 +1,6 @@
-"""Estimates and measures the peak memory of training steps on the CPU; cases as JSON on stdin, the answers on stdout.
+"""Estimate and measure the peak memory of training steps on the CPU; JSON cases on stdin, results on stdout.
 
-In a process of its own, because the peak of a process is that of all it has ever done.
+Runs in a separate process, because the peak of a process covers its whole lifetime.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ from tula_cli.worker.methods.table import get_method
 CLASSES = 10
 
 
-def measured(spec: JobSpec, batch: Any, size: int) -> int:
-    """Return by how much the process grows over three optimizer steps under DDP, on a batch of so many samples. Bytes."""
+def measure_growth(spec: JobSpec, batch: Any, size: int) -> int:
+    """Return the growth of the process in bytes over three optimizer steps under DDP with `size` samples."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -54,21 +54,21 @@ def measured(spec: JobSpec, batch: Any, size: int) -> int:
     return read_process_memory("VmHWM") - before
 
 
-def case(request: dict) -> dict[str, int]:
-    """Return both peaks of one spec, batch and input shape."""
+def run_case(request: dict) -> dict[str, int]:
+    """Return the estimated and the measured peak of one spec, batch and input shape."""
     spec, size = JobSpec.model_validate(request["spec"]), request["batch"]
-    batch, item = _text(size, request["length"]) if "length" in request else _images(size, request["shape"])
+    batch, item = _make_text(size, request["length"]) if "length" in request else _make_images(size, request["shape"])
     estimate = fake_tensor_step.build_fake_step(spec, item, classes=CLASSES).measure(size)
-    measured(spec, slice_batch(batch, samples=size, stop=8), 8)  # the libraries' own memory, once
-    return {"estimated": estimate.peak, "measured": measured(spec, batch, size)}
+    measure_growth(spec, slice_batch(batch, samples=size, stop=8), 8)  # once before, for the memory of the libraries
+    return {"estimated": estimate.peak, "measured": measure_growth(spec, batch, size)}
 
 
-def _images(size: int, shape: list[int]) -> tuple[Any, Any]:
+def _make_images(size: int, shape: list[int]) -> tuple[Any, Any]:
     inputs, targets = torch.rand(size, *shape), torch.zeros(size, dtype=torch.int64)
     return (inputs, targets), (inputs[0], 0)
 
 
-def _text(size: int, length: int) -> tuple[Any, Any]:
+def _make_text(size: int, length: int) -> tuple[Any, Any]:
     ids = torch.randint(0, 256, (size, length))
     return {"input_ids": ids, "labels": ids}, {"input_ids": ids[0], "labels": ids[0]}
 
@@ -77,7 +77,7 @@ def main() -> None:
     requests = json.load(sys.stdin)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    json.dump({name: case(request) for name, request in requests.items()}, sys.stdout)
+    json.dump({name: run_case(request) for name, request in requests.items()}, sys.stdout)
     gc.collect()  # a living DDP object and gloo would wait for each other
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Codes and values of diagnostics, which tests assert in place of sentences."""
+"""Codes and values of diagnostics, which tests compare instead of sentences."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

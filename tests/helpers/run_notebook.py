@@ -1,7 +1,7 @@
-"""Executes the code cells of a notebook in one process, as Jupyter does: python tests/helpers/run_notebook.py NOTEBOOK.
+"""Execute the code cells of a notebook in one process, as Jupyter does: python tests/helpers/run_notebook.py NOTEBOOK.
 
-Prints a JSON list with an entry per cell whose last line is an expression: the type of its value, and the text that Jupyter
-would show for it (HTML if the value has `_repr_html_`; a matplotlib figure is drawn and shows nothing).
+Prints a JSON list with an entry for each cell that ends in an expression: the type of its value, and the text that Jupyter
+would show (HTML if the value has `_repr_html_`; empty for a matplotlib figure, which is drawn).
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def run_notebook(path: Path) -> list[tuple[str, str]]:
-    """Execute the code cells in order and return the type name and the text of each value that a cell shows."""
+    """Execute the code cells in order; return the type name and the text of each value that a cell shows."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     shown = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
@@ -26,11 +26,11 @@ def run_notebook(path: Path) -> list[tuple[str, str]]:
         exec(compile(tree, str(path), "exec"), namespace)
         if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), str(path), "eval"), namespace)
-            shown.append((type(value).__name__, _show(value)))
+            shown.append((type(value).__name__, _render_value(value)))
     return shown
 
 
-def _show(value: Any) -> str:
+def _render_value(value: Any) -> str:
     if hasattr(value, "savefig"):
         value.savefig(io.BytesIO(), format="png")
         return ""

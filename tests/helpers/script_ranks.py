@@ -1,7 +1,7 @@
-"""A process that has imported torch once and forks the ranks of scripts: most of what a short script costs is that import.
+"""A process that imports torch once and forks the ranks of scripts, because the import is most of the time of a short script.
 
-A rank begins where the shim's sitecustomize would be: torch is imported, its hooks are installed, the script follows.
-`tests/shim/test_launched.py` goes the whole way.
+A rank starts where the shim's sitecustomize would be: torch is imported, its hooks are installed, the script follows.
+`tests/shim/test_launched.py` tests the complete start.
 """
 
 import importlib
@@ -26,18 +26,18 @@ ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "tula_cli" / "shim"
 SCRIPTS = ROOT / "tests" / "scripts"
 MODULES = ("torch", "torch._dynamo", "torch.nn.parallel", "torch.utils.data.distributed")
-PATIENCE = 120.0  # seconds; a loaded machine imports slowly
+TIMEOUT_SECONDS = 120.0  # seconds; a loaded machine imports slowly
 RESULT = TypeAdapter(RankResult)
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What became of the ranks of a script."""
+class ScriptOutcome:
+    """The results of the ranks of a script."""
 
     folder: Path
     codes: list[int]
-    left: int  # processes that outlived their ranks
-    said: list[str] = field(repr=False)
+    leftover_processes: int  # processes that were still running after their ranks
+    output: list[str] = field(repr=False)
 
     def json(self, name: str) -> dict[str, Any]:
         data: dict[str, Any] = json.loads((self.folder / name).read_text())
@@ -47,15 +47,15 @@ class Ended:
         """Return the result of each rank.
 
         Raises:
-            AssertionError: a rank has written none; with what it said.
+            AssertionError: a rank has written no result; the message contains its output.
         """
         paths = [self.folder / f"result-{rank}.json" for rank in range(len(self.codes))]
-        assert all(path.exists() for path in paths), (self.codes, *self.said)
+        assert all(path.exists() for path in paths), (self.codes, *self.output)
         return [RESULT.validate_json(path.read_bytes()) for path in paths]
 
 
 class ScriptRanks:
-    """Starts scripts; a context, for the process it holds."""
+    """Starts scripts; a context manager for the process that it starts."""
 
     def __enter__(self) -> "ScriptRanks":
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
@@ -69,15 +69,15 @@ class ScriptRanks:
     def __exit__(self, *_: object) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(PATIENCE)
+        self._server.wait(TIMEOUT_SECONDS)
 
-    def __call__(self, script: str | Path, *arguments: object, plan: ShimPlan, world: int = 1) -> Ended:
-        """Run a script as so many ranks under a plan, whose folder is made.
+    def __call__(self, script: str | Path, *arguments: object, plan: ShimPlan, world: int = 1) -> ScriptOutcome:
+        """Run a script as `world` ranks under a plan, whose folder is created.
 
         Args:
             script: its path, or its name in tests/scripts.
             arguments: of its command line.
-            plan: what the shim is asked for.
+            plan: of the shim.
             world: ranks; with one, there are no variables of a process group.
         """
         assert self._server.stdin is not None and self._server.stdout is not None
@@ -90,11 +90,11 @@ class ScriptRanks:
         answer = self._server.stdout.readline()
         assert answer, "the process that starts the ranks has died"
         text = [(folder / f"{rank}.log").read_text() for rank in range(world)]
-        return Ended(folder, **json.loads(answer), said=text)
+        return ScriptOutcome(folder, **json.loads(answer), output=text)
 
 
-def _become(rank: int, request: dict[str, Any], port: int) -> None:
-    """Be one rank of a script, to the end of this process."""
+def _run_rank(rank: int, request: dict[str, Any], port: int) -> None:
+    """Run the script as one rank, until this process exits."""
     set_parent_death_signal()
     folder, world = Path(request["folder"]), request["world"]
     with open(folder / f"{rank}.log", "wb", buffering=0) as text:
@@ -111,8 +111,8 @@ def _become(rank: int, request: dict[str, Any], port: int) -> None:
     runpy.run_path(request["script"], run_name="__main__")
 
 
-def _serve() -> tuple[int, dict[str, Any], int] | None:
-    """Start ranks as asked; return in a rank what it is, and None where nothing more is asked."""
+def _receive_requests() -> tuple[int, dict[str, Any], int] | None:
+    """Start ranks on request; return in a rank its number, request and port, and in this process None after the last request."""
     for line in sys.stdin:
         request = json.loads(line)
         with socket.socket() as probe:
@@ -123,13 +123,13 @@ def _serve() -> tuple[int, dict[str, Any], int] | None:
             if (pid := os.fork()) == 0:
                 return rank, request, port
             ranks.append(pid)
-        codes = [_ended(pid) for pid in ranks]
-        print(json.dumps({"codes": codes, "left": _left()}), flush=True)
+        codes = [_wait_for_exit(pid) for pid in ranks]
+        print(json.dumps({"codes": codes, "leftover_processes": _kill_leftover_processes()}), flush=True)
     return None
 
 
-def _ended(pid: int) -> int:
-    deadline = time.monotonic() + PATIENCE
+def _wait_for_exit(pid: int) -> int:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -139,8 +139,8 @@ def _ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _left() -> int:
-    """Count what the ranks have left running, and end it."""
+def _kill_leftover_processes() -> int:
+    """Count and kill the processes that the ranks have left running."""
     here = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     alive = [pid for pid in here if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"]
     for pid in alive:
@@ -153,8 +153,8 @@ def _left() -> int:
 if __name__ == "__main__":
     for module in MODULES:
         importlib.import_module(module)
-    with adopt_orphans():  # what outlives its rank becomes a child of this process
-        mine = _serve()
+    with adopt_orphans():  # orphans of a rank become children of this process
+        mine = _receive_requests()
     if mine is None:
-        os._exit(0)  # to take torch down in order costs seconds
-    _become(*mine)
+        os._exit(0)  # an orderly shutdown of torch takes seconds
+    _run_rank(*mine)

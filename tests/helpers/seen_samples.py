@@ -1,4 +1,4 @@
-"""A job whose model writes down which samples each rank trains: where nodes change, none may be left out or come twice."""
+"""A job whose model records the samples that each rank trains, to check that no sample is lost or repeated when nodes change."""
 
 import json
 import os
@@ -18,25 +18,25 @@ search: {{nodes: [1, 2], max_node_hours: 5, strategy: sweep}}
 """
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
-    """Return what each forward pass of the training got."""
+def read_batches(folder: Path) -> list[dict[str, Any]]:
+    """Return the recorded batches of the training."""
     lines = (folder / "seen.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def seen(folder: Path) -> Counter[int]:
+def count_samples(folder: Path) -> Counter[int]:
     """Return how often each sample was trained."""
-    return Counter(index for row in told(folder) for index in row["samples"])
+    return Counter(index for row in read_batches(folder) for index in row["samples"])
 
 
 try:
     import torch
-except ImportError:  # the tests' own process may do without
+except ImportError:  # the process of the tests does not need torch
     pass
 else:
 
     class Numbered(torch.utils.data.Dataset):  # type: ignore[type-arg]
-        """Samples that tell their index."""
+        """Samples that contain their index."""
 
         def __init__(self, train: bool) -> None:
             self.size = SIZE if train else 4
@@ -49,7 +49,7 @@ else:
             return torch.cat([torch.tensor([float(index)]), noise]), index % 3
 
     class Watching(torch.nn.Module):
-        """A small network that appends the indices of each batch that it trains on to a file, with its rank."""
+        """A small network that appends its rank and the indices of each training batch to a file."""
 
         def __init__(self, num_classes: int = 3, pause: float = 0.0) -> None:
             super().__init__()

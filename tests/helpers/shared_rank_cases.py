@@ -1,6 +1,6 @@
-"""What two ranks do with a model in shares: `python shared_rank_cases.py FOLDER` in torchrun's environment.
+"""Cases of two ranks with a sharded model: `python shared_rank_cases.py FOLDER` in torchrun's environment.
 
-What a rank finds is kept in FOLDER/<rank>.json, whole weights in FOLDER/<case>.pt, and the runs in FOLDER/<case>.
+The results of a rank are in FOLDER/<rank>.json, whole weights in FOLDER/<case>.pt, and the runs in FOLDER/<case>.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from worker_jobs import LeavesAt, probe_task, spec, train_task, trainer
+from worker_jobs import LeavesAt, make_probe_task, make_spec, make_train_task, make_trainer
 
 from tula_cli.errors import CannotWrite
 from tula_cli.run.directory import RunDir
@@ -29,7 +29,7 @@ from tula_cli.worker.train import checkpoint, evaluation, gradient_noise
 from tula_cli.worker.train import loop as worker_train_loop
 
 BLOCKS = {"name": "worker_jobs:blocks"}
-DATA = {"args": {"eval_size": 17}}  # of two ranks and batches of 8, rank 0 has two and rank 1 one
+DATA = {"args": {"eval_size": 17}}  # with two ranks and batches of 8, rank 0 has two batches and rank 1 has one
 KINDS: dict[str, dict[str, Any]] = {
     "momentum": {"train": {"max_grad_norm": 0.5, "accumulate": 2}},
     "adamw": {"optimizer": {"name": "AdamW", "momentum": None, "weight_decay": 0.1, "lr": 0.01}},
@@ -62,39 +62,50 @@ KINDS: dict[str, dict[str, Any]] = {
 def job(kind: str, parallel: str, **more: Any) -> JobSpec:
     """Return a job of two ranks."""
     changes = {"model": BLOCKS, "dataset": DATA, **KINDS[kind]}
-    return spec(**{**changes, "train": {**changes.get("train", {}), "parallel": parallel, **more}})
+    return make_spec(**{**changes, "train": {**changes.get("train", {}), "parallel": parallel, **more}})
 
 
-TRAIN = train_task(job("ags", "fsdp", checkpoint_every=1e-9, epochs=3))
+TRAIN = make_train_task(job("ags", "fsdp", checkpoint_every=1e-9, epochs=3))
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with join_process_group(spec().cluster, handover=folder / "handover") as ranks:
-        cases = (trained_alike, held, evaluated, begun, left, damaged, refused, statistics, noisy, probed)
+    with join_process_group(make_spec().cluster, handover=folder / "handover") as ranks:
+        cases = (
+            compare_trainings,
+            measure_shard_bytes,
+            evaluate,
+            start_from_weights,
+            leave_and_resume,
+            damage_checkpoint,
+            save_without_access,
+            save_statistics,
+            compare_gradient_norms,
+            run_probe_case,
+        )
         results = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(results))
 
 
-def whole(subject: worker_train_loop.Trainer) -> dict[str, Tensor]:
-    """Return a copy of parameters and buffers, gathered; every rank takes part."""
-    return {name: gathered(value) for name, value in subject.parallel.module.state_dict().items()}
+def gather_weights(subject: worker_train_loop.Trainer) -> dict[str, Tensor]:
+    """Return a copy of all parameters and buffers, gathered from all ranks."""
+    return {name: gather_tensor(value) for name, value in subject.parallel.module.state_dict().items()}
 
 
-def gathered(value: Any) -> Tensor:
+def gather_tensor(value: Any) -> Tensor:
     full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full.detach().clone()
 
 
-def trained_alike(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
-    """Train each kind of job in copies and in shares; return the largest difference of weights, and of losses."""
+def compare_trainings(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
+    """Train each kind of job replicated and sharded; return the largest differences of weights and of losses."""
     results = {}
     for kind in KINDS:
         ends, losses = [], []
         for parallel in ("ddp", "fsdp"):
-            subject = trainer(job(kind, parallel), ranks)
+            subject = make_trainer(job(kind, parallel), ranks)
             losses.append([float(step.loss) for step in worker_train_loop.run_steps(subject)])
-            ends.append(whole(subject))
+            ends.append(gather_weights(subject))
             if kind == "ags":
                 assert subject.ags is not None and subject.ags.report()["factors"]
                 losses[-1].append(subject.ags.report()["mean"])
@@ -104,9 +115,9 @@ def trained_alike(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
     return results
 
 
-def held(folder: Path, ranks: Ranks) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and optimizer state that this rank holds, and those of the whole model."""
-    subject = trainer(job("adamw", "fsdp"), ranks)
+def measure_shard_bytes(folder: Path, ranks: Ranks) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer state on this rank, and those of the whole model."""
+    subject = make_trainer(job("adamw", "fsdp"), ranks)
     subject.after_backward = lambda: result.update(
         gradients=sum(p.grad.to_local().nbytes for p in subject.parallel.parameters() if p.grad is not None)  # type: ignore[attr-defined]
     )
@@ -122,53 +133,53 @@ def held(folder: Path, ranks: Ranks) -> dict[str, int]:
     }
 
 
-def evaluated(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Evaluate where the ranks have an unequal number of batches, and where one has none."""
+def evaluate(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Evaluate with unequal numbers of batches on the ranks, and with no batch on one rank."""
     results = {}
     for size in (17, 1):
         for parallel in ("ddp", "fsdp"):
             changed = job("momentum", parallel).model_copy(
-                update={"dataset": spec(dataset={"args": {"eval_size": size}}).dataset}
+                update={"dataset": make_spec(dataset={"args": {"eval_size": size}}).dataset}
             )
-            result = evaluation.Evaluator(trainer(changed, ranks)).evaluate()
+            result = evaluation.Evaluator(make_trainer(changed, ranks)).evaluate()
             results[f"{size} {parallel}"] = {name: result.values[name] for name in ("loss", "top1")}
     return results
 
 
-def begun(folder: Path, ranks: Ranks) -> float:
-    """Start shares from a file of whole weights that rank 0 alone can read; return how far they are off."""
+def start_from_weights(folder: Path, ranks: Ranks) -> float:
+    """Start a sharded model from a file that only rank 0 can read; return the difference of the weights."""
     given = {name: torch.randn_like(value) for name, value in build_model(job("adamw", "ddp"), 3).state_dict().items()}
     path = folder / f"first-{ranks.rank}.pt"
     if ranks.is_first:
         torch.save(given, path)
-    subject = trainer(job("adamw", "fsdp"), ranks)
-    section = spec(model={**BLOCKS, "weights": str(path)}).model
+    subject = make_trainer(job("adamw", "fsdp"), ranks)
+    section = make_spec(model={**BLOCKS, "weights": str(path)}).model
     finetune.load_weights(section, subject.parallel.module, first=ranks.is_first)
-    mine, theirs = whole(subject), [given]
+    mine, theirs = gather_weights(subject), [given]
     dist.broadcast_object_list(theirs, src=0)
     return max(float((mine[name] - theirs[0][name]).abs().max()) for name in mine)
 
 
-def left(folder: Path, ranks: Ranks) -> list[str]:
-    """Train, leaving in the middle, and go on to the end; keep the whole weights of both ways, and of the point between."""
+def leave_and_resume(folder: Path, ranks: Ranks) -> list[str]:
+    """Train with an interruption, resume, and store the whole weights of both runs and of the checkpoint between."""
     for name, leaves in (("through", 10**9), ("broken", 4)):
         run, data = RunDir(folder / name), build_datasets(TRAIN.spec)
         run_training(TRAIN, run, ranks, data, preemption=LeavesAt(ranks, leaves))
         if name == "broken":
             between = sorted(path.name for path in run.get_training(TRAIN.signature).list_checkpoints())
             run_training(TRAIN, run, ranks, data, preemption=LeavesAt(ranks, 10**9))
-        subject = trainer(TRAIN.spec, ranks)
+        subject = make_trainer(TRAIN.spec, ranks)
         result = checkpoint.load_newest_on_all_ranks(run, TRAIN.signature, ranks)
         assert result is not None
         checkpoint.restore_checkpoint(subject, result)
-        state = whole(subject)
+        state = gather_weights(subject)
         if ranks.is_first:
             torch.save(state, folder / f"{name}.pt")
     return between
 
 
-def damaged(folder: Path, ranks: Ranks) -> list[Any]:
-    """Damage the newest checkpoint; return the name of that which is then found, and of the one before it."""
+def damage_checkpoint(folder: Path, ranks: Ranks) -> list[Any]:
+    """Damage the newest checkpoint; return the names of the checkpoint that is found then and of the one before it."""
     run = RunDir(folder / "through")
     newest, before = run.get_training(TRAIN.signature).list_checkpoints()[:2]
     if ranks.is_first:
@@ -184,9 +195,9 @@ def damaged(folder: Path, ranks: Ranks) -> list[Any]:
     return [result and result["folder"].name, before.name]
 
 
-def refused(folder: Path, ranks: Ranks) -> list[str]:
-    """Save where rank 0 can make no folder, and where it cannot put a finished one; return what this rank says."""
-    subject, result = trainer(job("adamw", "fsdp"), ranks), []
+def save_without_access(folder: Path, ranks: Ranks) -> list[str]:
+    """Save if rank 0 cannot create the folder, and if it cannot move a finished one; return the errors of this rank."""
+    subject, result = make_trainer(job("adamw", "fsdp"), ranks), []
     file, taken = folder / "a-file", folder / "refused" / "1.dcp"
     if ranks.is_first:
         file.touch()
@@ -201,9 +212,9 @@ def refused(folder: Path, ranks: Ranks) -> list[str]:
     return result
 
 
-def statistics(folder: Path, ranks: Ranks) -> list[float]:
-    """Save shares of a model whose buffers differ by rank; return the values that are read again."""
-    subject = trainer(job("momentum", "fsdp"), ranks)
+def save_statistics(folder: Path, ranks: Ranks) -> list[float]:
+    """Save a sharded model whose buffers differ by rank; return the values that are read again."""
+    subject = make_trainer(job("momentum", "fsdp"), ranks)
     model, path = subject.parallel.module, folder / "statistics" / "1.dcp"
     for name in ("mean", "variance", "more"):
         model.register_buffer(name, torch.full((4,), float(ranks.rank)))
@@ -214,19 +225,23 @@ def statistics(folder: Path, ranks: Ranks) -> list[float]:
     return [float(value) for buffer in model.buffers() for value in buffer]
 
 
-def noisy(folder: Path, ranks: Ranks) -> list[dict[str, Any]]:
-    """Return the gradient norms of a copy of the model, and of shares of it."""
+def compare_gradient_norms(folder: Path, ranks: Ranks) -> list[dict[str, Any]]:
+    """Return the gradient norms of a replicated and of a sharded model."""
     kinds = ("ddp", "fsdp")
     return [
-        gradient_noise.measure_gradient_noise(trainer(job("momentum", kind), ranks), batches=8)["stats"]
+        gradient_noise.measure_gradient_noise(make_trainer(job("momentum", kind), ranks), batches=8)["stats"]
         for kind in kinds
     ]
 
 
-def probed(folder: Path, ranks: Ranks) -> None:
+def run_probe_case(folder: Path, ranks: Ranks) -> None:
     probe_job = job("momentum", "fsdp")
     run_probes(
-        probe_task(probe_job, 8), RunDir(folder / "probed"), ranks, build_datasets(probe_job), started_at=time.time()
+        make_probe_task(probe_job, 8),
+        RunDir(folder / "probed"),
+        ranks,
+        build_datasets(probe_job),
+        started_at=time.time(),
     )
 
 

@@ -1,4 +1,4 @@
-"""A job of which one rank computes slowly, or waits for its data."""
+"""A job with one rank that computes slowly or waits for data."""
 
 import os
 import time
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 SLOW_RANK = "1"
-SECONDS = 0.03
+SLEEP_SECONDS = 0.03
 
 
-def _held_up(kind: str, wanted: str) -> None:
+def _sleep_on_slow_rank(kind: str, wanted: str) -> None:
     if kind == wanted and os.environ.get("RANK") == SLOW_RANK:
-        time.sleep(SECONDS)
+        time.sleep(SLEEP_SECONDS)
 
 
 class Model(nn.Module):
@@ -25,7 +25,7 @@ class Model(nn.Module):
         self.layer = nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
-        _held_up(self.slow, "compute")
+        _sleep_on_slow_rank(self.slow, "compute")
         return self.layer(x)
 
 
@@ -46,5 +46,5 @@ class Points(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.given += 1
         if self.given % 8 == 0:
-            _held_up(self.slow, "data")
+            _sleep_on_slow_rank(self.slow, "data")
         return self.x[index], int(self.y[index])

@@ -1,11 +1,11 @@
-"""A metric as torchmetrics has them: it gathers its states over the ranks by itself."""
+"""A metric in the style of torchmetrics, which gathers its state over the ranks itself."""
 
 import torch
 from torchmetrics import Metric
 
 
 class Errors(Metric):
-    """The share of wrong guesses, in percent."""
+    """The share of wrong predictions in percent."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The scheduler of a small batch queue, written by what docs/how-to/schedulers.md says: `cluster.kind: tiny_queue:TinyQueue`."""
+"""A plug-in scheduler for a small batch queue, written from docs/how-to/schedulers.md: `cluster.kind: tiny_queue:TinyQueue`."""
 
 import json
 import shlex
@@ -13,13 +13,17 @@ from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
 
 COMMANDS = Path(__file__).with_name("tiny_queue_commands.py")
-WHY = {"dependency": "Dependency", "nodes": "all nodes are taken", "held": "you hold it"}
-HOW: Mapping[str, OutcomeClass] = {"cancelled": "cancelled", "preempted": "preempted", "time limit": "time_limit"}
-BEING_ENDED: Mapping[str, OutcomeClass] = {"cancel": "cancelled", "requeue": "preempted", "time": "time_limit"}
+PENDING_REASONS = {"dependency": "Dependency", "nodes": "all nodes are taken", "held": "you hold it"}
+END_REASONS: Mapping[str, OutcomeClass] = {
+    "cancelled": "cancelled",
+    "preempted": "preempted",
+    "time limit": "time_limit",
+}
+REQUESTED_ENDS: Mapping[str, OutcomeClass] = {"cancel": "cancelled", "requeue": "preempted", "time": "time_limit"}
 
 
 class TinyQueue:
-    """The queue whose files are in `home`."""
+    """The queue with its files in `home`."""
 
     name = "TinyQueue"
     cancel_command = "tiny cancel"
@@ -28,7 +32,7 @@ class TinyQueue:
     def __init__(self, home: str) -> None:
         self.home = home
 
-    # --- where jobs are submitted
+    # --- on the host that submits jobs
 
     def describe_why_absent(self) -> str:
         return "" if Path(self.home).parent.is_dir() else f"there is no {self.home}"
@@ -94,10 +98,10 @@ class TinyQueue:
             return None
         runs, number = job["runs"], job["starts"] - 1 if restart is None else restart
         if job["state"] == "runs" and number == len(runs):
-            return BEING_ENDED.get(job["wish"])
-        return HOW.get(runs[min(number, len(runs) - 1)]) if runs and number >= -1 else None
+            return REQUESTED_ENDS.get(job["wish"])
+        return END_REASONS.get(runs[min(number, len(runs) - 1)]) if runs and number >= -1 else None
 
-    # --- the queue's own commands
+    # --- the commands of the queue
 
     def _call(self, *words: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-I", "-S", str(COMMANDS), self.home, *words]
@@ -113,7 +117,9 @@ class TinyQueue:
     @staticmethod
     def _state(job: Mapping[str, Any]) -> SchedulerState:
         if job["state"] == "waits":
-            return SchedulerState("pending", WHY.get(job["why"], ""), on_hold=job["held"], hopeless=job["held"])
+            return SchedulerState(
+                "pending", PENDING_REASONS.get(job["why"], ""), on_hold=job["held"], hopeless=job["held"]
+            )
         if job["state"] == "runs":
             return SchedulerState("running")
         how = job["runs"][-1] if job["runs"] else ""

@@ -1,4 +1,4 @@
-"""Jobs of tokens: sentences of different lengths, and models that take them by name, in order, or with a loss of their own."""
+"""Jobs of tokens: sentences of different lengths, and models that take them by name, in order, or with their own loss."""
 
 import itertools
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ JOB: dict[str, Any] = {
 }
 
 
-def tokens(**changes: dict[str, Any]) -> JobSpec:
+def make_token_job(**changes: dict[str, Any]) -> JobSpec:
     """Return a job of tokens; `changes` are merged into its sections."""
     return validate_job({**JOB, **{k: {**JOB.get(k, {}), **v} for k, v in changes.items()}}, source="test")
 
 
 class Sentences(torch.utils.data.Dataset[Any]):
-    """Sentences of 3 to 9 words, one class each: most of their words are the class's own.
+    """Sentences of 3 to 9 words with one class each; most words of a sentence belong to its class.
 
     Args:
         form: of a sample: `dict`, `pair` (ids, label), `nested` ({ids, mask}, label) or `three` (ids, mask, label).
-        even: all have 6 words.
+        even: all sentences have 6 words.
     """
 
     num_classes = CLASSES
@@ -63,7 +63,7 @@ class Sentences(torch.utils.data.Dataset[Any]):
 
 
 def padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return a batch as long as its longest sentence."""
+    """Return a batch padded to its longest sentence."""
     pad = nn.utils.rnn.pad_sequence
     return {
         "ids": pad([item["ids"] for item in items], batch_first=True),
@@ -73,12 +73,12 @@ def padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def packed(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return a batch in which no dimension is the samples'."""
+    """Return a batch without a dimension of samples."""
     return {"ids": torch.cat([item["ids"] for item in items]), "label": torch.tensor([i["label"] for i in items])}
 
 
 class Classifier(nn.Module):
-    """Mean of the words' vectors, then one linear layer."""
+    """Mean of the word vectors, followed by one linear layer."""
 
     def __init__(self, num_classes: int = CLASSES, width: int = 8) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Classifier(nn.Module):
 
 
 class WithLoss(Classifier):
-    """Takes labels, and returns its own loss, as transformers' models do."""
+    """A classifier that takes labels and returns its own loss, as models of transformers do."""
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, label: torch.Tensor | None = None) -> Any:
         scores = super().forward(ids, mask)
@@ -100,21 +100,21 @@ class WithLoss(Classifier):
 
 
 class Whole(Classifier):
-    """Takes the dictionary as it is."""
+    """A classifier that takes the dictionary itself."""
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
         return super().forward(batch["ids"], batch["mask"])
 
 
 class First(Classifier):
-    """Takes no mask."""
+    """A classifier that takes no mask."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(ids)
 
 
 class NextWord(nn.Module):
-    """Scores of each next word: as many as there are words, at each place."""
+    """Scores of the next word, for each position and word."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class NextWord(nn.Module):
 
 
 class OfBytes(nn.Module):
-    """A language model of bytes with a loss of its own, as transformers' are called and answer."""
+    """A language model of bytes with its own loss, with the arguments and results of models of transformers."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -143,21 +143,21 @@ class OfBytes(nn.Module):
 
 
 def next_word_loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean loss over the words that are followed by one."""
+    """Return the mean loss over all words that have a successor."""
     ids = batch["ids"].masked_fill(~batch["mask"], -100)
     return nn.functional.cross_entropy(outputs[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=-100)
 
 
 def of_ids(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a loss without meaning."""
+    """Return an arbitrary loss."""
     return outputs.square().mean() + batch["mask"].float().mean()
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """Numbers 0, 1, 2 ... of an epoch, each with noise of its own, as (numbers (2), class); `reads` counts them.
+    """Numbers 0, 1, 2 ... of an epoch with different noise, as (numbers (2), class); `reads` counts them.
 
     Args:
-        size: samples until it ends.
+        size: number of samples.
         shuffled: by a buffer of four, with torch's random numbers.
     """
 
@@ -181,7 +181,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 class Shares(Stream):
-    """Gives each rank its own samples."""
+    """A stream in which each rank has different samples."""
 
     ranks = (0, 2)  # rank, world
 
@@ -190,12 +190,12 @@ class Shares(Stream):
 
 
 def linear(num_classes: int = CLASSES) -> nn.Module:
-    """Return a model of a stream's numbers."""
+    """Return a model for the numbers of a stream."""
     return nn.Linear(2, num_classes)
 
 
 def rare_first(samples: Any, epoch: int, seed: int, times: int = 1) -> list[int]:
-    """Return the indices of a class's samples first, that class `times` as often, and the others shuffled by the seed."""
+    """Return the indices of one class first, `times` as often, and then those of the other classes shuffled by the seed."""
     labels = samples.labels
     rare = [index for index, label in enumerate(labels) if label == epoch % CLASSES]
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed + epoch)).tolist()

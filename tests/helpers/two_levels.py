@@ -1,4 +1,4 @@
-"""A table of step times on nodes of several GPUs, as the replays read it."""
+"""A table of step times on nodes with several GPUs, in the format of the replays."""
 
 import csv
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from pathlib import Path
 from replay_data import COLUMNS
 
 
-def table_of(path: Path, batches: Iterable[int]) -> Path:
-    """Write a cluster whose gradients are summed inside each node, and then between nodes; return the file."""
+def write_table(path: Path, batches: Iterable[int]) -> Path:
+    """Write the step times of a cluster that reduces gradients within each node and then between nodes; return the file."""
     rows = []
     for nodes in (1, 2, 4):
         for gpus in (1, 2, 4):

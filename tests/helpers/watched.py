@@ -1,7 +1,7 @@
-"""A training whose ranks look at their steps many times a second, so that what changes them is told within seconds.
+"""A training whose ranks poll their steps many times per second, so that changes are reported within seconds.
 
-Importing it sets that pace in the process that trains: the user's own module is imported by every rank. A test copies it
-and never imports it: the pace would hold for all tests after it in the process.
+Importing this module sets the polling interval in the process. Each rank imports it as the user's module. A test copies the
+file and never imports it, because the interval would apply to all later tests of the process.
 """
 
 import time
@@ -19,11 +19,11 @@ FEATURES, SIDE = 500, 256
 
 
 class Loaded(nn.Module):
-    """One matrix of 250,000 parameters, 1 MB of gradients, and a forward pass of a given length.
+    """One matrix of 250,000 parameters, 1 MB of gradients, and a forward pass with a given duration.
 
     Args:
-        sleep: seconds that a sample takes without a core.
-        products: of matrices of 256 x 256, which take one.
+        sleep: seconds per sample without using a core.
+        products: number of products of 256 x 256 matrices, which use a core.
     """
 
     def __init__(self, sleep: float = 0.0, products: int = 0) -> None:
@@ -33,7 +33,7 @@ class Loaded(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (N, FEATURES) to scores (N, FEATURES)."""
-        time.sleep(self.sleep * min(len(inputs), 64))  # that of a run with fake tensors is larger
+        time.sleep(self.sleep * min(len(inputs), 64))  # a fake-tensor run has more samples
         square = torch.ones(SIDE, SIDE)
         for _ in range(self.products):
             square = square @ square / SIDE

@@ -1,8 +1,8 @@
-"""Runs tests in a copy of the tree that has no optional packages: those of the core need none.
+"""Run the tests of the core in a copy of the working tree without the optional packages.
 
     python tests/helpers/without_extras.py [PYTEST'S ARGUMENTS ...]
 
-The copy has neither `tula_cli/extras` nor `tests/extras`, while the installed metadata still names the packages.
+The copy lacks `tula_cli/extras` and `tests/extras`, while the installed metadata still names the packages.
 """
 
 import os
@@ -13,15 +13,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WITHOUT = ("tula_cli/extras/", "tests/extras/")
+REMOVED_FOLDERS = ("tula_cli/extras/", "tests/extras/")
 
 
 def copy_core(target: Path) -> None:
-    """Copy what git knows of the tree, and what is new in it, without the optional packages and their tests."""
+    """Copy tracked and new files of the working tree, except the optional packages and their tests."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in filter(None, names):
-        if not name.startswith(WITHOUT) and (ROOT / name).is_file():
+        if not name.startswith(REMOVED_FOLDERS) and (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
 

@@ -1,4 +1,4 @@
-"""Small jobs for the worker: a data set and models that train in milliseconds, and tasks made of them."""
+"""Small jobs for tests of the worker: a data set and models that train in milliseconds, and tasks of them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,8 +19,8 @@ from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
-SHORTEST = {"min_steps": 5, "min_seconds": 0, "max_seconds": 1e-6}
-"""A search whose probes take 7 steps before 5 timed ones, whatever the clock says."""
+SHORTEST_PROBES = {"min_steps": 5, "min_seconds": 0, "max_seconds": 1e-6}
+"""A search whose probes have 7 warm-up steps before 5 measured ones, independent of the time."""
 
 SPEC: dict[str, Any] = {
     "name": "tiny",
@@ -28,18 +28,18 @@ SPEC: dict[str, Any] = {
     "dataset": {"name": "worker_jobs:Blobs"},
     "optimizer": {"lr": 0.1, "momentum": 0.9},
     "train": {"epochs": 2, "workers": 0, "method": "lbt", "reference_batch": 8, "seed": 3},
-    "search": {"nodes": [1], "min_batch": 8, **SHORTEST},
+    "search": {"nodes": [1], "min_batch": 8, **SHORTEST_PROBES},
     "cluster": {"device": "cpu"},
 }
 
 
-def spec(**changes: dict[str, Any]) -> JobSpec:
+def make_spec(**changes: dict[str, Any]) -> JobSpec:
     """Return a small spec; `changes` are merged into its sections."""
     return validate_job({**SPEC, **{k: {**SPEC.get(k, {}), **v} for k, v in changes.items()}}, source="test")
 
 
 class LeavesAt(PreemptionHandler):
-    """Leaves at the n-th question."""
+    """A handler that leaves at the n-th check."""
 
     def __init__(self, ranks: Ranks, calls: int) -> None:
         super().__init__(ranks, environ={})
@@ -52,11 +52,11 @@ class LeavesAt(PreemptionHandler):
 
 
 class Interrupted(Exception):
-    """Raised by Blobs where a run is to end."""
+    """Raised by Blobs to end a training at a given sample."""
 
 
 class Blobs(torch.utils.data.Dataset[Any]):
-    """Images (1, 4, 4): the class's own image and fresh noise, drawn as an augmentation is, in training."""
+    """Images (1, 4, 4): the image of the class plus new noise, drawn as an augmentation is during training."""
 
     classes = ("a", "b", "c")
 
@@ -66,8 +66,8 @@ class Blobs(torch.utils.data.Dataset[Any]):
         transform: Any,
         size: int = 100,
         eval_size: int = 10,
-        real: bool = False,  # targets for a regression
-        ends_after: int | None = None,  # training samples, after which it raises Interrupted
+        real: bool = False,  # regression targets
+        ends_after: int | None = None,  # training samples before it raises Interrupted
     ) -> None:
         generator = torch.Generator().manual_seed(int(train))
         self.size, self.train = size if train else eval_size, train
@@ -90,7 +90,7 @@ class Blobs(torch.utils.data.Dataset[Any]):
 
 
 def net(num_classes: int = 3, dropout: float = 0.0, norm: bool = False, width: int = 8) -> nn.Module:
-    """Return a network for Blobs, with dropout or BatchNorm on demand."""
+    """Return a network for Blobs, optionally with dropout or BatchNorm."""
     middle: list[nn.Module] = [nn.BatchNorm2d(width)] if norm else []
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1),
@@ -103,7 +103,7 @@ def net(num_classes: int = 3, dropout: float = 0.0, norm: bool = False, width: i
 
 
 def convolutions(num_classes: int = 3) -> nn.Module:
-    """Return a network with a convolution of each kind that an optimizer may treat by itself: 3x3, depthwise, 1x1."""
+    """Return a network with one convolution of each kind that an optimizer may treat separately: 3x3, depthwise, 1x1."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 3, padding=1),
         nn.Conv2d(6, 6, 3, padding=1, groups=6),
@@ -117,13 +117,13 @@ def convolutions(num_classes: int = 3) -> nn.Module:
 
 
 def blocks(num_classes: int = 3) -> nn.Module:
-    """Return a network whose blocks can be recomputed."""
+    """Return a network of blocks that can be recomputed."""
     middle = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)]
     return nn.Sequential(nn.Flatten(), nn.Sequential(*middle), nn.Linear(16, num_classes))
 
 
 class WithUnused(nn.Module):
-    """A network with a layer that no forward pass uses."""
+    """A network with an unused layer."""
 
     def __init__(self, num_classes: int = 3) -> None:
         super().__init__()
@@ -142,12 +142,12 @@ def normed_blocks(num_classes: int = 3) -> nn.Module:
 
 
 def wide(num_classes: int = 3, width: int = 50_000) -> nn.Module:
-    """Return a network whose gradient takes a while to reduce."""
+    """Return a network whose gradient reduction takes measurable time."""
     return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, num_classes))
 
 
 def deep(num_classes: int = 3, width: int = 4096, depth: int = 9) -> nn.Module:
-    """Return a network whose activations are most of its memory: 4 `width` bytes a sample and layer."""
+    """Return a network with most of its memory in activations: 4 `width` bytes per sample and layer."""
     tanh = [nn.Tanh() for _ in range(depth)]
     return nn.Sequential(nn.Flatten(), nn.Linear(16, width), *tanh, nn.Linear(width, num_classes))
 
@@ -169,29 +169,31 @@ def two_rates(
 # --- the loop
 
 
-def trainer(
+def make_trainer(
     job: JobSpec, ranks: Ranks, *, batch: int = 16, workers: Workers = 0, datasets: Datasets | None = None
 ) -> worker_train_loop.Trainer:
     """Return a fresh trainer of a job."""
-    task = train_task(job, batch=batch)
+    task = make_train_task(job, batch=batch)
     return worker_train_loop.build_trainer(
         task, ranks, datasets or build_datasets(job), batch=batch, workers=workers, refresh=True
     )
 
 
-def trained(job: JobSpec, ranks: Ranks, **how: Any) -> tuple[dict[str, torch.Tensor], list[worker_train_loop.Step]]:
+def train_to_end(
+    job: JobSpec, ranks: Ranks, **how: Any
+) -> tuple[dict[str, torch.Tensor], list[worker_train_loop.Step]]:
     """Train a job to its end; return the final weights and the steps."""
-    subject = trainer(job, ranks, **how)
+    subject = make_trainer(job, ranks, **how)
     steps = list(worker_train_loop.run_steps(subject))
-    return weights(subject), steps
+    return copy_weights(subject), steps
 
 
-def weights(subject: worker_train_loop.Trainer) -> dict[str, torch.Tensor]:
+def copy_weights(subject: worker_train_loop.Trainer) -> dict[str, torch.Tensor]:
     """Return a copy of parameters and buffers."""
     return {name: value.clone() for name, value in subject.parallel.module.state_dict().items()}
 
 
-def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
+def load_final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
     """Return parameters and buffers of a training's last checkpoint."""
     state: dict[str, torch.Tensor] = torch.load(run.get_training(task.signature).path / "last", weights_only=True)[
         "model"
@@ -199,13 +201,13 @@ def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
     return state
 
 
-def gradient(subject: worker_train_loop.Trainer) -> torch.Tensor:
-    """Return a copy of the gradient as it is, in one vector."""
+def copy_gradient(subject: worker_train_loop.Trainer) -> torch.Tensor:
+    """Return a copy of the current gradient as one vector."""
     return torch.cat([p.grad.detach().double().flatten() for p in subject.parallel.parameters() if p.grad is not None])
 
 
-def otherwise_laid(subject: worker_train_loop.Trainer) -> list[str]:
-    """Return what belongs to a parameter, has its shape and yet not its strides."""
+def list_other_layouts(subject: worker_train_loop.Trainer) -> list[str]:
+    """Return the tensors that belong to a parameter and have its shape but not its strides."""
     kept = [(p, name, value) for p, state in subject.base.state.items() for name, value in state.items()]
     if subject.ags is not None:
         kept += [(p, "factor", value) for p, value in getattr(subject.ags.factors, "_factor", {}).items()]
@@ -216,18 +218,18 @@ def otherwise_laid(subject: worker_train_loop.Trainer) -> list[str]:
     ]
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Return whether two states are equal bit for bit."""
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether two states are bitwise equal."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # --- tasks
 
 
-def train_task(
+def make_train_task(
     job: JobSpec, *, batch: int = 16, prediction: Prediction | None = None, signature: str | None = None
 ) -> TrainTask:
-    """Return a training task; `signature` is that of the first attempt where this one is a relaunch."""
+    """Return a training task; for a relaunch, `signature` is that of the first attempt."""
     name = signature or compute_train_signature(job, nodes=1, batch=batch)
     return TrainTask(
         id=f"train-{name}-1",
@@ -242,7 +244,7 @@ def train_task(
     )
 
 
-def staged(
+def make_staged_task(
     *,
     method: str = "lrs",
     epochs: int = 8,
@@ -255,33 +257,33 @@ def staged(
     model, dataset = {"args": {"norm": True, "dropout": 0.1}}, {"args": {"ends_after": ends_after}}
     begins = {8: 0, 16: 150, 32: 450}
     stages = [Stage(begin=begin, batch=batch, noise=2.5 * batch) for batch, begin in begins.items()]
-    task = train_task(spec(model=model, dataset=dataset, optimizer={"lr": 0.003}, train=settings), batch=32)
+    task = make_train_task(make_spec(model=model, dataset=dataset, optimizer={"lr": 0.003}, train=settings), batch=32)
     return task.model_copy(update={"stages": tuple(stages), "signature": f"{method:0<8.8}"})
 
 
-def probe_task(job: JobSpec, *local_batches: int) -> ProbeTask:
+def make_probe_task(job: JobSpec, *local_batches: int) -> ProbeTask:
     return ProbeTask(id="probe-n001", job="probe-n001", spec=job, workdir=".", nodes=1, local_batches=local_batches)
 
 
-def prediction(*, step_time: float, low: float | None, high: float | None) -> Prediction:
-    """Return a prediction of a step time; the rest of it does not matter to the worker."""
+def make_prediction(*, step_time: float, low: float | None, high: float | None) -> Prediction:
+    """Return a prediction of a step time; the worker does not use the other fields."""
     return Prediction(
         nodes=1, batch=16, local_batch=16, step_time=step_time, step_low=low, step_high=high, hours=1.0, hours_low=None,
         hours_high=None, cost=1.0, peak_memory=None, headroom=None, measured=True,
     )  # fmt: skip
 
 
-def rows(run: RunDir, task: TrainTask, kind: str) -> Iterator[dict[str, Any]]:
+def read_rows(run: RunDir, task: TrainTask, kind: str) -> Iterator[dict[str, Any]]:
     return (row for row in run.get_training(task.signature).read_metrics() if row["kind"] == kind)
 
 
 def error(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Return the share of wrong guesses of a batch, in percent."""
+    """Return the share of wrong predictions of a batch, in percent."""
     return 100 * (outputs.argmax(1) != batch[1]).double().mean()
 
 
 class Errors:
-    """The same as an object that knows nothing of ranks."""
+    """The share of wrong predictions as an object without support for ranks."""
 
     def reset(self) -> None:
         self.wrong, self.all = 0.0, 0
@@ -295,7 +297,7 @@ class Errors:
 
 
 class MergedErrors(Errors):
-    """The same as an object that takes in the states of others; it sees no batch of another rank."""
+    """The share of wrong predictions as an object that merges the states of other ranks."""
 
     def reset(self) -> None:
         super().reset()

@@ -1,4 +1,4 @@
-"""A data set that is wrong in a way that it is asked for, and models that it is for."""
+"""A data set with a selectable error, and models for it."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """4 numbers in, 3 classes out."""
+    """4 numbers in, 3 scores out."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__(width, 3)
 
 
 class One(nn.Module):
-    """4 numbers in, 1 out."""
+    """4 numbers in, 1 score out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class One(nn.Module):
 
 
 class Conv(nn.Module):
-    """Images (3, 8, 8) in, 3 classes out."""
+    """Images (3, 8, 8) in, 3 scores out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Conv(nn.Module):
 
 
 class Large(nn.Module):
-    """A model of more parameters than a step of is taken for a check: 4 numbers in, 3 classes out."""
+    """A model with more parameters than the limit for a test step in a check: 4 numbers in, 3 scores out."""
 
     def __init__(self, width: int = 40_000_000) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Large(nn.Module):
 
 
 class NeedsGpu(Linear):
-    """A model with a kernel for GPUs alone."""
+    """A model with an operation that only GPUs have."""
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         if type(numbers) is torch.Tensor and not numbers.is_cuda:
@@ -58,7 +58,7 @@ class NeedsGpu(Linear):
 
 
 class Data(torch.utils.data.Dataset[Any]):
-    """20 samples of numbers, or of images; `kind` says what is wrong with them."""
+    """20 samples of numbers or of images; `kind` selects the error."""
 
     def __init__(self, train: bool, kind: str = "") -> None:
         self.train, self.kind = train, kind

@@ -1,7 +1,7 @@
 """What a script did is held against what was claimed of it."""
 
 import pytest
-from make_results import Truth, measured
+from make_results import Truth, make_probe
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
@@ -268,7 +268,7 @@ def test_probes_of_a_script_are_compared_and_its_rates_only_where_they_were_give
         return ScriptObservation(optimizer="SGD", parameters=parameters, lr=lr, lr_given=given)
 
     def warn(*observations: ScriptObservation | None) -> list[str]:
-        probes = [measured(Truth(), 1, 16 << at, script=seen) for at, seen in enumerate(observations)]
+        probes = [make_probe(Truth(), 1, 16 << at, script=seen) for at, seen in enumerate(observations)]
         return [warning.code for warning in warn_inconsistent_probes(probes)]
 
     assert warn() == warn(None, None) == []

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from make_results import MIB, Truth, of_a_script, out_of_memory, probe_all, spec
+from make_results import MIB, Truth, as_script_probe, make_out_of_memory, make_probes, make_spec
 
 from tula_cli.models import cost, estimator
 from tula_cli.models.choice.candidates import convert_to_configs
@@ -30,15 +30,15 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def fitted(name: str) -> Estimator:
-    job = spec(**JOBS[name], search={"nodes": [1, 2, 3, 4, 8, 16], "min_batch": 48, "max_batch": 4096})
+    job = make_spec(**JOBS[name], search={"nodes": [1, 2, 3, 4, 8, 16], "min_batch": 48, "max_batch": 4096})
     truth = Truth(
         gpus_per_node=job.cluster.gpus_per_node,
         noise=0.01,
         watts=250.0,
         capacity=None if name == "shares" else 600 * MIB,
     )
-    ooms = [out_of_memory(4, 200, gpus_per_node=truth.gpus_per_node)] if name == "shares" else []
-    return Estimator.fit(job, [*probe_all(truth, PLAN), *ooms])
+    ooms = [make_out_of_memory(4, 200, gpus_per_node=truth.gpus_per_node)] if name == "shares" else []
+    return Estimator.fit(job, [*make_probes(truth, PLAN), *ooms])
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -135,7 +135,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_script_that_tells_little_has_a_table_too() -> None:
-    result = Estimator.fit(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
+    result = Estimator.fit(make_spec(), [as_script_probe(probe) for probe in make_probes(Truth(), PLAN)])
     table = result.predict_configurations(*result.find_known_configurations())
     assert np.isfinite(table["hours"]).all() and np.isnan(table["kwh"]).all()
     assert same(table.prediction(3), result.predict(convert_to_configs(*result.find_known_configurations())[3]))

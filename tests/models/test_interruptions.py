@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from make_results import Truth, of_a_script, probe_all
+from make_results import Truth, as_script_probe, make_probes
 
 from tula_cli.models import cost
 from tula_cli.models.cost import CheckpointSchedule
@@ -114,7 +114,7 @@ def test_each_interruption_takes_a_script_back_to_its_own_checkpoint() -> None:
 
 
 def forecast(spec: JobSpec, seen: list[ScriptCheckpointSave]) -> Estimator:
-    probes = [of_a_script(probe) for probe in probe_all(Truth(), PROBES)]
+    probes = [as_script_probe(probe) for probe in make_probes(Truth(), PROBES)]
     return Estimator.fit(spec, probes, saves=seen)
 
 

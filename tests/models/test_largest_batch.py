@@ -4,7 +4,7 @@ import random
 
 import make_runs
 import pytest
-from make_results import Truth, measured
+from make_results import Truth, make_probe
 
 from tula_cli.models.largest_batch import BRACKET_RESOLUTION, BatchBracket
 from tula_cli.run.records.base import Components, Footprint, PeakMemory
@@ -51,7 +51,7 @@ class Gpu:
         memory = self.memory(local_batch)
         peak = PeakMemory(states=None, peak=memory.peak, reserved=memory.peak) if self.script else memory
         known = {"memory": peak, "capacity": self.capacity, "accumulate": self.accumulate}
-        return measured(Truth(), 1, local_batch).model_copy(update=known)
+        return make_probe(Truth(), 1, local_batch).model_copy(update=known)
 
     def search(self) -> tuple[BatchBracket, list[Measured | OutOfMemory | Failed]]:
         """Return the bracket at the end of a search, and the trials."""
@@ -98,7 +98,7 @@ def test_without_a_known_capacity_no_batch_is_tried_beyond_the_first_that_fits()
 
 def test_results_on_other_numbers_of_nodes_do_not_count() -> None:
     gpu = Gpu(0, script=False, accumulate=1)
-    elsewhere = measured(Truth(), 2, 4096)
+    elsewhere = make_probe(Truth(), 2, 4096)
     assert gpu.bracket([elsewhere, out_of_memory(8, nodes=2)]) == gpu.bracket([])
 
 

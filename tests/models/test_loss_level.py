@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
-from loss_curves import BLOWN_UP, EVENT, HEALTHY
+from loss_curves import DIVERGED, EVENT, HEALTHY
 
 from tula_cli.models.loss_level import LossLevel, compute_max_spike_steps
 
@@ -140,9 +140,9 @@ def test_a_loss_that_jumps_and_is_learned_again_has_not_blown_up(name: str) -> N
     assert at is None, (level.lowest, level.level)
 
 
-@pytest.mark.parametrize("name", BLOWN_UP)
+@pytest.mark.parametrize("name", DIVERGED)
 def test_a_loss_that_rises_and_stays_has_blown_up(name: str) -> None:
-    level, at = followed(BLOWN_UP[name])
+    level, at = followed(DIVERGED[name])
     assert at is not None
     begins = {"early": 120, "late": 700}.get(name, EVENT)
     assert at - begins <= 250 and begins - 40 <= level.sound <= begins + 40

@@ -2,7 +2,7 @@
 
 import make_runs
 import pytest
-from make_results import MIB, Truth, probe_all, spec
+from make_results import MIB, Truth, make_probes, make_spec
 
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.estimator import Estimator
@@ -25,8 +25,8 @@ def choose(
     truth: Truth | None = None,
     **changes: object,
 ) -> tuple[JobSize, ...]:
-    job = spec(**{**ON_SLURM, **changes})
-    estimator = None if truth is None else Estimator.fit(job, probe_all(truth, SWEEP))
+    job = make_spec(**{**ON_SLURM, **changes})
+    estimator = None if truth is None else Estimator.fit(job, make_probes(truth, SWEEP))
     recommendation = make_runs.recommendation(choice=make_runs.prediction(8, batch), limits=limits or {})
     return choose_job_sizes(job, bounds, batch, estimator=estimator, recommendation=recommendation)
 
@@ -140,7 +140,7 @@ def moldable_task(job: JobSpec, sizes: tuple[JobSize, ...]) -> TrainTask:
 
 
 def test_a_task_takes_the_largest_size_that_it_is_granted_and_keeps_its_batch() -> None:
-    job = spec(**ON_SLURM)
+    job = make_spec(**ON_SLURM)
     task = moldable_task(job, choose(NodeRange(2, 8), 512, truth=Truth(capacity=800 * MIB)))
     assert (task.node_counts, task.training_nodes) == ((2, 4, 8), 8)
     for granted, nodes, splits in ((8, 8, 1), (7, 4, 1), (3, 2, 2), (2, 2, 2)):

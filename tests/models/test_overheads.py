@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from make_results import Truth, measured, of_a_script, spec
+from make_results import Truth, as_script_probe, make_probe, make_spec
 
 from tula_cli.models.choice.candidates import Ints
 from tula_cli.models.overheads import OverheadModel, compute_median_queue_wait
 from tula_cli.run.records.jobs import Attempt, Job
 
-JOB = spec(train={"method": "lbt"})  # which has nothing to refresh
+JOB = make_spec(train={"method": "lbt"})  # which has nothing to refresh
 
 
 def at(nodes: int, local_batch: int) -> tuple[Ints, Ints, Ints]:
@@ -16,8 +16,8 @@ def at(nodes: int, local_batch: int) -> tuple[Ints, Ints, Ints]:
 
 
 def test_each_part_is_that_of_the_nearest_probe_that_tells_it() -> None:
-    far = measured(Truth(), 8, 16)
-    silent = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (1, 2)]
+    far = make_probe(Truth(), 8, 16)
+    silent = [as_script_probe(make_probe(Truth(), nodes, 64)) for nodes in (1, 2)]
     result = OverheadModel(JOB, [*silent, far], shutdown=3.0).estimate_overheads(*at(2, 64))
     assert (result.startup, result.eval_batch, result.checkpoint, result.refresh) == (
         15.0, far.overheads.eval_batch, far.overheads.checkpoint, 0.0,
@@ -26,7 +26,7 @@ def test_each_part_is_that_of_the_nearest_probe_that_tells_it() -> None:
 
 
 def test_what_no_probe_tells_stays_unknown() -> None:
-    probes = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (1, 2)]
+    probes = [as_script_probe(make_probe(Truth(), nodes, 64)) for nodes in (1, 2)]
     result = OverheadModel(JOB, probes, shutdown=0.0).estimate_overheads(*at(4, 64))
     assert (result.startup, result.eval_batch, result.checkpoint, result.refresh) == (12.0, None, None, 0.0)
     assert result.eval_batch_size == 0
@@ -38,7 +38,7 @@ def starts_on(nodes: list[int], startups: dict[int, list[float]]) -> list[float]
         probe.model_copy(update={"overheads": probe.overheads.model_copy(update={"startup": seconds})})
         for count, measured_here in startups.items()
         for local_batch, seconds in zip((16, 32, 64), measured_here, strict=False)
-        for probe in [measured(Truth(), count, local_batch)]
+        for probe in [make_probe(Truth(), count, local_batch)]
     ]
     counts = np.array(nodes)
     estimate = OverheadModel(JOB, probes, shutdown=0.0).estimate_overheads(counts, counts * 0 + 64, counts * 64)

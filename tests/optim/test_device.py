@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from ags_checks import as_one_of_several, several_ranks
+from ags_checks import register_as_rank, simulate_ranks
 from ags_models import (
     STEPS,
-    batch,
     branch_on_device,
-    loss_of,
-    mlp,
+    compute_loss,
+    make_batch,
+    make_mlp,
+    make_tula_optimizer,
     stage_small_batch_gradients,
     train,
     train_step,
-    tula,
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,9 +55,9 @@ class NoWaiting(TorchDispatchMode):
 
 
 def step_without_waiting(model: nn.Module, opt: Any, step: int) -> None:
-    x, y = batch(step)
+    x, y = make_batch(step)
     opt.zero_grad()
-    loss_of(model, x, y).backward()
+    compute_loss(model, x, y).backward()
     stage_small_batch_gradients(model, opt, x, y)
     with NoWaiting():
         opt.step()
@@ -65,8 +65,8 @@ def step_without_waiting(model: nn.Module, opt: Any, step: int) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_does_not_wait_for_the_device(way: str) -> None:
-    model = mlp()
-    opt = tula(model, delta=math.inf, **WAYS[way])
+    model = make_mlp()
+    opt = make_tula_optimizer(model, delta=math.inf, **WAYS[way])
     with branch_on_device(optim, True):
         train(model, opt, STEPS)  # the bounds are rounded to the dtype once
         for step in range(STEPS, 3 * STEPS):
@@ -75,25 +75,25 @@ def test_a_step_does_not_wait_for_the_device(way: str) -> None:
 
 
 def test_a_step_on_the_host_would_wait() -> None:
-    model = mlp()
-    opt = tula(model, delta=math.inf, refresh=1)
+    model = make_mlp()
+    opt = make_tula_optimizer(model, delta=math.inf, refresh=1)
     train(model, opt, STEPS)
     with pytest.raises(AssertionError, match="waits"):
         step_without_waiting(model, opt, STEPS)
 
 
 def test_factors_from_local_norms_do_not_wait() -> None:
-    model = mlp()
+    model = make_mlp()
     params: list[Tensor] = list(model.parameters())
-    opt = tula(model, **PRESETS["robust"])
-    listener = as_one_of_several(optim, opt, 2)
+    opt = make_tula_optimizer(model, **PRESETS["robust"])
+    listener = register_as_rank(optim, opt, 2)
     opt.bounds.round_inwards(torch.float64)  # once, on the host
     for step in range(4):
         opt.zero_grad()
-        loss_of(model, *batch(step)).backward()
+        compute_loss(model, *make_batch(step)).backward()
         listen_to_all(listener, params)
         grads = [p.grad for p in params if p.grad is not None]
-        with several_ranks(optim, [grads]), branch_on_device(optim, True), NoWaiting():
+        with simulate_ranks(optim, [grads]), branch_on_device(optim, True), NoWaiting():
             opt.step()
     assert opt.report()["refreshes"] == 4
 
@@ -124,10 +124,10 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_on_accelerator: bool, **kwargs: Any) -> None:
         monkeypatch.setattr(gradient_stats, "CHUNK_BYTES", 1)
         monkeypatch.setattr(gradient_stats, "is_on_accelerator", lambda tensor: is_on_accelerator)
-        self.model = mlp(widths=WIDTHS)
+        self.model = make_mlp(widths=WIDTHS)
         self.copy = sum(p.numel() * p.element_size() for p in self.model.parameters())
         base = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.opt = tula(self.model, base, refresh=1, delta=math.inf, **kwargs)
+        self.opt = make_tula_optimizer(self.model, base, refresh=1, delta=math.inf, **kwargs)
         for step in range(2):  # gradients and factors are there
             train_step(self.model, self.opt, step)
         self.opt.zero_grad()
@@ -138,8 +138,8 @@ class Memory:
 
     def peak(self) -> float:
         """Beyond the gradients and the factors, from backward() to the end of the step."""
-        x, y = batch(2)
-        loss_of(self.model, x, y).backward()
+        x, y = make_batch(2)
+        compute_loss(self.model, x, y).backward()
         gc.collect()
         params = list(self.model.parameters())
         with LiveStorages() as storages:

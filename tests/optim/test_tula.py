@@ -18,16 +18,16 @@ from ags_models import (
     B_SMALL,
     DTYPES,
     STEPS,
-    Hand,
-    ags,
-    batch,
-    loss_of,
-    mlp,
-    same,
-    sgd,
+    HandSetGradient,
+    are_equal,
+    compute_loss,
+    get_ags_state,
+    make_batch,
+    make_mlp,
+    make_sgd,
+    make_tula_optimizer,
     train,
     train_step,
-    tula,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,7 +77,7 @@ def test_squared_norm_of_nothing_is_refused() -> None:
 @given(now=st.floats(1e-6, 1e6), before=st.floats(1e-6, 1e6))
 def test_gradient_change_is_equation_5(now: float, before: float) -> None:
     change = gradient_stats.compute_gradient_change(*(torch.tensor(q, dtype=torch.float64) for q in (now, before)))
-    assert abs(change.item()) == pytest.approx(reference.change(now, before))
+    assert abs(change.item()) == pytest.approx(reference.relative_change(now, before))
     assert (change.item() < 0) == (now < before)
 
 
@@ -101,7 +101,7 @@ class Moody(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp(bn=True, dropout=0.4)
+        self.net = make_mlp(bn=True, dropout=0.4)
         self.register_buffer("replaced", torch.zeros(2))
         self.register_buffer("late", None)
 
@@ -113,9 +113,9 @@ class Moody(nn.Module):
 
 def test_the_small_pass_leaves_everything_as_it_was() -> None:
     model = Moody()
-    opt = tula(model, refresh=1)
-    x, y = batch(0)
-    loss_of(model, x, y).backward()
+    opt = make_tula_optimizer(model, refresh=1)
+    x, y = make_batch(0)
+    compute_loss(model, x, y).backward()
     model.net[3].eval()  # one module in another mode than the rest
     model.late = None
 
@@ -127,16 +127,16 @@ def test_the_small_pass_leaves_everything_as_it_was() -> None:
 
     before = snapshot()
     identities = [id(b) for b in model.buffers()]
-    opt.small_batch(lambda n: loss_of(model, x[:n], y[:n]))
-    assert same(before, snapshot())
+    opt.small_batch(lambda n: compute_loss(model, x[:n], y[:n]))
+    assert are_equal(before, snapshot())
     assert identities == [id(b) for b in model.buffers()]
 
 
 def test_a_failing_small_pass_puts_buffers_and_generators_back() -> None:
-    model = mlp(bn=True)
-    opt = tula(model, refresh=1)
-    x, y = batch(0)
-    loss_of(model, x, y).backward()
+    model = make_mlp(bn=True)
+    opt = make_tula_optimizer(model, refresh=1)
+    x, y = make_batch(0)
+    compute_loss(model, x, y).backward()
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
 
     def fail(n: int) -> Tensor:
@@ -145,50 +145,52 @@ def test_a_failing_small_pass_puts_buffers_and_generators_back() -> None:
 
     with pytest.raises(KeyError):
         opt.small_batch(fail)
-    assert same(before, model.state_dict()) and torch.equal(rng, torch.get_rng_state())
+    assert are_equal(before, model.state_dict()) and torch.equal(rng, torch.get_rng_state())
 
 
 def test_the_small_pass_draws_from_the_seed() -> None:
     drawn = []
     for seed in (0, 0, 1):
-        model = mlp()
-        opt = tula(model, refresh=1, seed=seed)
-        x, y = batch(0)
-        loss_of(model, x, y).backward()
+        model = make_mlp()
+        opt = make_tula_optimizer(model, refresh=1, seed=seed)
+        x, y = make_batch(0)
+        compute_loss(model, x, y).backward()
         torch.manual_seed(len(drawn))
-        opt.small_batch(lambda n, x=x, y=y, model=model: drawn.append(torch.rand(()).item()) or loss_of(model, x, y))
+        opt.small_batch(
+            lambda n, x=x, y=y, model=model: drawn.append(torch.rand(()).item()) or compute_loss(model, x, y)
+        )
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_small_batch_has_b_small_samples_or_what_is_available() -> None:
     for kwargs, n, high in (({}, B_SMALL, 2.0), ({"available": 2}, 2, math.sqrt(8)), ({"available": 8}, B_SMALL, 2.0)):
-        model, requested = mlp(), []
-        opt = tula(model, refresh=1, **kwargs)
-        x, y = batch(0)
-        loss_of(model, x, y).backward()
-        opt.small_batch(lambda n, a=requested, m=model, x=x, y=y: a.append(n) or loss_of(m, x[:n], y[:n]))
+        model, requested = make_mlp(), []
+        opt = make_tula_optimizer(model, refresh=1, **kwargs)
+        x, y = make_batch(0)
+        compute_loss(model, x, y).backward()
+        opt.small_batch(lambda n, a=requested, m=model, x=x, y=y: a.append(n) or compute_loss(m, x[:n], y[:n]))
         assert requested == [n] and opt.setup.small_batch_size == n and opt.bounds.high == pytest.approx(high)
 
 
 def test_the_small_pass_works_under_no_grad_and_autocast() -> None:
-    model = mlp().float()
-    opt = tula(model, refresh=1)
-    x, y = batch(0, torch.float32)
+    model = make_mlp().float()
+    opt = make_tula_optimizer(model, refresh=1)
+    x, y = make_batch(0, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss_of(model, x, y).backward()
+        compute_loss(model, x, y).backward()
 
     def small(n: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(model, x[:n], y[:n])
+            return compute_loss(model, x[:n], y[:n])
 
     with torch.no_grad():
         opt.small_batch(small)
     opt.step()
-    assert {s.dtype for s in ags(opt)["scale"].values()} == {torch.float32}
+    assert {s.dtype for s in get_ags_state(opt)["scale"].values()} == {torch.float32}
 
 
 def test_a_small_batch_that_is_not_finite_puts_the_refresh_off() -> None:
-    hand = Hand(refresh="epoch", steps_per_epoch=2)
+    hand = HandSetGradient(refresh="epoch", steps_per_epoch=2)
     hand.step([1.0] * 4)
     hand.step([1.0] * 4, small=[math.nan, 1.0, 1.0, 1.0])
     assert hand.factors is None and hand.opt.needs_small_batch
@@ -198,11 +200,11 @@ def test_a_small_batch_that_is_not_finite_puts_the_refresh_off() -> None:
 
 def test_small_batch_out_of_turn_is_refused() -> None:
     with pytest.raises(RuntimeError, match="needs_small_batch"):
-        Hand(refresh=2).small([1.0] * 4)
+        HandSetGradient(refresh=2).small([1.0] * 4)
 
 
 def test_a_forgotten_small_batch_is_said_once() -> None:
-    hand = Hand()
+    hand = HandSetGradient()
     with pytest.warns(UserWarning, match="small_batch"):
         hand.step([1.0] * 4)
     with warnings.catch_warnings():
@@ -222,13 +224,13 @@ def wanted(opt: TulaOptimizer, model: nn.Module, steps: int) -> list[bool]:
 
 
 def test_refresh_at_the_last_step_of_each_epoch() -> None:
-    model = mlp()
-    assert wanted(tula(model, steps_per_epoch=3), model, 7) == [False, False, True] * 2 + [False]
+    model = make_mlp()
+    assert wanted(make_tula_optimizer(model, steps_per_epoch=3), model, 7) == [False, False, True] * 2 + [False]
 
 
 def test_start_epoch_changes_the_length() -> None:
-    model = mlp()
-    opt = tula(model, steps_per_epoch=None)
+    model = make_mlp()
+    opt = make_tula_optimizer(model, steps_per_epoch=None)
     for steps, pattern in ((3, [False, False, True]), (2, [False, True]), (1, [True])):
         opt.start_epoch(steps)
         assert wanted(opt, model, steps) == pattern
@@ -236,15 +238,15 @@ def test_start_epoch_changes_the_length() -> None:
 
 
 def test_start_epoch_is_about_one_epoch_where_the_usual_length_is_known() -> None:
-    model = mlp()
-    opt = tula(model, steps_per_epoch=3)
+    model = make_mlp()
+    opt = make_tula_optimizer(model, steps_per_epoch=3)
     opt.start_epoch(2)
     assert wanted(opt, model, 5) == [False, True, False, False, True]
 
 
 def test_refresh_every_k_steps_counts_through_epochs() -> None:
-    model = mlp()
-    opt = tula(model, refresh=3)
+    model = make_mlp()
+    opt = make_tula_optimizer(model, refresh=3)
     results = []
     for _ in range(3):
         opt.start_epoch(2)
@@ -253,8 +255,8 @@ def test_refresh_every_k_steps_counts_through_epochs() -> None:
 
 
 def test_an_unknown_epoch_length_is_an_error() -> None:
-    model = mlp()
-    opt = tula(model, steps_per_epoch=None)
+    model = make_mlp()
+    opt = make_tula_optimizer(model, steps_per_epoch=None)
     with pytest.raises(RuntimeError, match="start_epoch"):
         _ = opt.needs_small_batch
     with pytest.raises(RuntimeError, match="start_epoch"):
@@ -264,8 +266,8 @@ def test_an_unknown_epoch_length_is_an_error() -> None:
 
 
 def test_an_epoch_cut_short_by_skipped_steps_refreshes_in_the_next() -> None:
-    model = mlp()
-    opt = tula(model, steps_per_epoch=None)
+    model = make_mlp()
+    opt = make_tula_optimizer(model, steps_per_epoch=None)
     opt.start_epoch(3)
     assert wanted(opt, model, 2) == [False, False]
     opt.start_epoch(3)
@@ -276,9 +278,9 @@ def test_an_epoch_cut_short_by_skipped_steps_refreshes_in_the_next() -> None:
 
 
 def test_it_shares_the_bases_objects() -> None:
-    model = mlp()
-    base = sgd(model)
-    opt = tula(model, base)
+    model = make_mlp()
+    base = make_sgd(model)
+    opt = make_tula_optimizer(model, base)
     assert isinstance(opt, torch.optim.Optimizer)
     for _ in range(2):
         assert opt.param_groups is base.param_groups and opt.state is base.state and opt.defaults is base.defaults
@@ -290,9 +292,9 @@ def test_a_scheduler_takes_the_wrapper_or_the_base() -> None:
     for outer in (True, False):
         runs = []
         for wrap in (True, False):
-            model = mlp()
-            base = sgd(model)
-            opt: torch.optim.Optimizer = tula(model, base, delta=0.0) if wrap else base
+            model = make_mlp()
+            base = make_sgd(model)
+            opt: torch.optim.Optimizer = make_tula_optimizer(model, base, delta=0.0) if wrap else base
             scheduler = torch.optim.lr_scheduler.StepLR(opt if outer else base, 2, 0.5)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -303,25 +305,25 @@ def test_a_scheduler_takes_the_wrapper_or_the_base() -> None:
             scheduler.step()
             assert base.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
             runs.append(model.state_dict())
-        assert same(*runs)
+        assert are_equal(*runs)
 
 
 def test_two_groups_and_a_group_added_later() -> None:
-    model = mlp()
+    model = make_mlp()
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]
     base = torch.optim.SGD([{"params": first, "lr": 0.1}], lr=0.01, momentum=0.9)
-    opt = tula(model, base, refresh=2, delta=math.inf)
+    opt = make_tula_optimizer(model, base, refresh=2, delta=math.inf)
     train(model, opt, 2)
     opt.add_param_group({"params": second})
     assert [g["lr"] for g in base.param_groups] == [0.1, 0.01]
-    assert [*ags(opt)["scale"]] == [0, 1]
+    assert [*get_ags_state(opt)["scale"]] == [0, 1]
     train(model, opt, 2, start=2)
-    assert [*ags(opt)["scale"]] == [0, 1, 2, 3]
+    assert [*get_ags_state(opt)["scale"]] == [0, 1, 2, 3]
 
 
 def test_hooks_run() -> None:
-    model = mlp()
-    opt = tula(model)
+    model = make_mlp()
+    opt = make_tula_optimizer(model)
     seen: list[str] = []
     opt.register_step_pre_hook(lambda *_: seen.append("before step"))
     opt.register_step_post_hook(lambda *_: seen.append("after step"))
@@ -335,34 +337,34 @@ def test_hooks_run() -> None:
 
 
 def test_a_closure_is_evaluated_once_with_gradients() -> None:
-    plain, closed = mlp(), mlp()
-    first, second = tula(plain, delta=math.inf), tula(closed, delta=math.inf)
+    plain, closed = make_mlp(), make_mlp()
+    first, second = make_tula_optimizer(plain, delta=math.inf), make_tula_optimizer(closed, delta=math.inf)
     for step in range(6):
         train_step(plain, first, step)
-        x, y = batch(step)
+        x, y = make_batch(step)
         calls: list[float] = []
 
         def closure(x: Tensor = x, y: Tensor = y, calls: list[float] = calls) -> float:
             second.zero_grad()
-            loss = loss_of(closed, x, y)
+            loss = compute_loss(closed, x, y)
             loss.backward()
             if second.needs_small_batch:
-                second.small_batch(lambda n: loss_of(closed, x[:n], y[:n]))
+                second.small_batch(lambda n: compute_loss(closed, x[:n], y[:n]))
             calls.append(loss.item())
             return loss.item()
 
         assert second.step(closure) == calls[0] and len(calls) == 1
-    assert same(plain.state_dict(), closed.state_dict())
+    assert are_equal(plain.state_dict(), closed.state_dict())
 
 
 def test_it_can_be_copied_with_its_model() -> None:
-    model = mlp()
-    opt = tula(model, delta=math.inf)
+    model = make_mlp()
+    opt = make_tula_optimizer(model, delta=math.inf)
     train(model, opt, 6)
     twin, twin_opt = copy.deepcopy((model, opt))
     for m, o in ((model, opt), (twin, twin_opt)):
         train(m, o, 6, start=6)
-    assert same(model.state_dict(), twin.state_dict()) and same(ags(opt), ags(twin_opt))
+    assert are_equal(model.state_dict(), twin.state_dict()) and are_equal(get_ags_state(opt), get_ags_state(twin_opt))
 
 
 # ---- GradScaler
@@ -381,13 +383,13 @@ def train_scaled(
 ) -> torch.amp.GradScaler:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(steps):
-        x, y = batch(step)
+        x, y = make_batch(step)
         opt.zero_grad()
-        scaler.scale(loss_of(model, x, y)).backward()
+        scaler.scale(compute_loss(model, x, y)).backward()
         if spoil is not None:
             spoil(model)
         if opt.needs_small_batch:
-            opt.small_batch(lambda n, x=x, y=y: loss_of(model, x[:n], y[:n]), scaler=scaler)
+            opt.small_batch(lambda n, x=x, y=y: compute_loss(model, x[:n], y[:n]), scaler=scaler)
         if unscale:
             scaler.unscale_(opt)
         scaler.step(opt)
@@ -398,30 +400,30 @@ def train_scaled(
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler_changes_nothing(fused: bool, unscale: bool) -> None:
-    plain, scaled = mlp(), mlp()
-    first = tula(plain, sgd(plain, fused=fused), delta=math.inf)
-    second = tula(scaled, sgd(scaled, fused=fused), delta=math.inf)
+    plain, scaled = make_mlp(), make_mlp()
+    first = make_tula_optimizer(plain, make_sgd(plain, fused=fused), delta=math.inf)
+    second = make_tula_optimizer(scaled, make_sgd(scaled, fused=fused), delta=math.inf)
     train(plain, first, 3 * STEPS)
     train_scaled(scaled, second, 3 * STEPS, unscale=unscale)
-    assert same(plain.state_dict(), scaled.state_dict())
-    assert same(ags(first), ags(second))
+    assert are_equal(plain.state_dict(), scaled.state_dict())
+    assert are_equal(get_ags_state(first), get_ags_state(second))
 
 
 def test_a_skipped_step_changes_nothing_but_puts_the_refresh_off() -> None:
-    model = mlp()
-    opt = tula(model, delta=math.inf)
+    model = make_mlp()
+    opt = make_tula_optimizer(model, delta=math.inf)
     train_scaled(model, opt, STEPS - 1)
-    before, weights = ags(opt), copy.deepcopy(model.state_dict())
+    before, weights = get_ags_state(opt), copy.deepcopy(model.state_dict())
     scaler = train_scaled(model, opt, 1, overflow)
     assert scaler.get_scale() == 2.0**9
-    assert same(weights, model.state_dict()) and same(before, ags(opt))
+    assert are_equal(weights, model.state_dict()) and are_equal(before, get_ags_state(opt))
     assert opt.needs_small_batch
     train_scaled(model, opt, 1)
-    assert ags(opt)["n_refresh"] == 1
+    assert get_ags_state(opt)["n_refresh"] == 1
 
 
 def test_zero_grad_drops_a_staged_gradient() -> None:
-    hand = Hand()
+    hand = HandSetGradient()
     hand.p.grad = torch.ones(4, dtype=torch.float64)
     hand.small([2.0] * 4)
     hand.opt.zero_grad()
@@ -432,11 +434,11 @@ def test_zero_grad_drops_a_staged_gradient() -> None:
 
 
 def test_a_staged_gradient_is_used_once() -> None:
-    hand = Hand(refresh=2)
+    hand = HandSetGradient(refresh=2)
     hand.step([1.0] * 4)
     hand.step([1.0] * 4, small=[2.0] * 4)
     hand.step([4.0] * 4)
-    assert hand.factors == pytest.approx([2.0] * 4) and ags(hand.opt)["n_refresh"] == 1
+    assert hand.factors == pytest.approx([2.0] * 4) and get_ags_state(hand.opt)["n_refresh"] == 1
 
 
 # ---- parameters of all kinds
@@ -459,19 +461,19 @@ def test_frozen_and_unused_parameters_are_left_out() -> None:
     torch.manual_seed(0)
     model = Partial().double()
     start = copy.deepcopy(model.state_dict())
-    opt = tula(model, sgd(model), delta=math.inf)
+    opt = make_tula_optimizer(model, make_sgd(model), delta=math.inf)
     train(model, opt, 3 * STEPS)
     names = [name for name, _ in model.named_parameters()]
-    assert [names[k] for k in ags(opt)["scale"]] == ["used.weight", "used.bias"]
+    assert [names[k] for k in get_ags_state(opt)["scale"]] == ["used.weight", "used.bias"]
     changed = {name for name, p in model.state_dict().items() if not torch.equal(p, start[name])}
     assert changed == {"used.weight", "used.bias", "rare.weight", "rare.bias"}
 
 
 def test_no_gradient_at_all_is_the_bases_step() -> None:
-    hand = Hand()
+    hand = HandSetGradient()
     hand.small([1.0] * 4)
     hand.opt.step()
-    assert hand.p.tolist() == [0.0] * 4 and ags(hand.opt)["prev_sq"] is None
+    assert hand.p.tolist() == [0.0] * 4 and get_ags_state(hand.opt)["prev_sq"] is None
 
 
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
@@ -481,7 +483,7 @@ def test_sparse_gradients_count_in_the_norm_and_stay_unscaled(granularity: str) 
     twin = copy.deepcopy(model)
     base = torch.optim.SGD(twin.parameters(), lr=0.1)
     wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
-    opt = tula(model, wrapped, b_large=8, b_small=2, refresh=1, delta=math.inf, granularity=granularity)
+    opt = make_tula_optimizer(model, wrapped, b_large=8, b_small=2, refresh=1, delta=math.inf, granularity=granularity)
     index = torch.randint(0, 10, (8, 3))
 
     def loss(m: nn.ModuleDict, n: int) -> Tensor:
@@ -489,7 +491,7 @@ def test_sparse_gradients_count_in_the_norm_and_stay_unscaled(granularity: str) 
 
     with pytest.warns(UserWarning, match="sparse") as caught:
         for step in range(3):
-            before = ags(opt)["scale"]
+            before = get_ags_state(opt)["scale"]
             for m, o in ((model, opt), (twin, base)):
                 o.zero_grad()
                 loss(m, 8).backward()
@@ -500,14 +502,14 @@ def test_sparse_gradients_count_in_the_norm_and_stay_unscaled(granularity: str) 
                 if step and k:
                     p.grad.mul_(before[k])  # type: ignore[union-attr]
             base.step()
-            assert [*ags(opt)["scale"]] == [1, 2]
-            assert same(model.state_dict(), twin.state_dict()) and same(ags(opt)["prev_sq"], square)
+            assert [*get_ags_state(opt)["scale"]] == [1, 2]
+            assert are_equal(model.state_dict(), twin.state_dict()) and are_equal(get_ags_state(opt)["prev_sq"], square)
     assert len(caught) == 1
 
 
 @pytest.mark.filterwarnings("ignore:AGS counts sparse")
 def test_a_gradient_that_becomes_sparse_is_not_scaled() -> None:
-    hand = Hand()
+    hand = HandSetGradient()
     hand.step([1.0] * 4, small=[2.0] * 4)
     hand.p.grad = torch.ones(4, dtype=torch.float64).to_sparse()
     hand.small([2.0] * 4)
@@ -518,12 +520,12 @@ def test_a_gradient_that_becomes_sparse_is_not_scaled() -> None:
 
 @pytest.mark.parametrize("b_small", [B_SMALL, B_LARGE])
 def test_max_grad_norm_clips_what_the_base_sees(b_small: int) -> None:
-    hand = Hand(max_grad_norm=1.0, b_small=b_small)
+    hand = HandSetGradient(max_grad_norm=1.0, b_small=b_small)
     if b_small == B_LARGE:
         assert hand.step([3.0, 0.0, 0.0, 4.0]) == pytest.approx([0.6, 0.0, 0.0, 0.8], abs=1e-6)
         return
     hand.step([3.0, 0.0, 0.0, 4.0], small=[3.0, 0.0, 0.0, 8.0])
-    assert ags(hand.opt)["prev_sq"].item() == pytest.approx(25.0)
+    assert get_ags_state(hand.opt)["prev_sq"].item() == pytest.approx(25.0)
     assert hand.step([3.0, 0.0, 0.0, 4.0], small=[0.0] * 4) == pytest.approx(
         [3 / math.sqrt(73), 0.0, 0.0, 8 / math.sqrt(73)], abs=1e-6
     )
@@ -541,13 +543,13 @@ def saved(path: Path, model: nn.Module, opt: TulaOptimizer) -> Any:
 @pytest.mark.parametrize("stop", [1, STEPS - 1, STEPS, 2 * STEPS + 2])
 @pytest.mark.parametrize("told", [False, True])
 def test_resume_is_bitwise(tmp_path: Path, granularity: str, stop: int, told: bool) -> None:
-    model, total = mlp(bn=True), 4 * STEPS
-    opt = tula(model, granularity=granularity)
+    model, total = make_mlp(bn=True), 4 * STEPS
+    opt = make_tula_optimizer(model, granularity=granularity)
     train(model, opt, stop)
     checkpoint = saved(tmp_path / "c.pt", model, opt)
     train(model, opt, total - stop, start=stop)
-    again = mlp(bn=True, seed=9)
-    resumed = tula(again, granularity=granularity, steps_per_epoch=None if told else STEPS)
+    again = make_mlp(bn=True, seed=9)
+    resumed = make_tula_optimizer(again, granularity=granularity, steps_per_epoch=None if told else STEPS)
     again.load_state_dict(checkpoint["model"])
     resumed.load_state_dict(checkpoint["opt"])
     if told:
@@ -557,13 +559,15 @@ def test_resume_is_bitwise(tmp_path: Path, granularity: str, stop: int, told: bo
         stop += rest
         resumed.start_epoch(STEPS)
     train(again, resumed, total - stop, start=stop)
-    assert same(model.state_dict(), again.state_dict())
-    assert same(ags(opt), ags(resumed)) and same(opt.state_dict()["base"], resumed.state_dict()["base"])
-    assert ags(opt)["n_scaled"] > 0 and ags(opt)["n_refresh"] == 4
+    assert are_equal(model.state_dict(), again.state_dict())
+    assert are_equal(get_ags_state(opt), get_ags_state(resumed)) and are_equal(
+        opt.state_dict()["base"], resumed.state_dict()["base"]
+    )
+    assert get_ags_state(opt)["n_scaled"] > 0 and get_ags_state(opt)["n_refresh"] == 4
 
 
 def test_resume_scales_in_its_first_step(tmp_path: Path) -> None:
-    hand, again = Hand(refresh=2), Hand(refresh=2)
+    hand, again = HandSetGradient(refresh=2), HandSetGradient(refresh=2)
     hand.step([1.0] * 4)
     hand.step([1.0] * 4, small=[2.0] * 4)
     again.opt.load_state_dict(saved(tmp_path / "c.pt", hand.model, hand.opt)["opt"])
@@ -572,40 +576,40 @@ def test_resume_scales_in_its_first_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [{"b_large": 8}, {"b_small": 2}, {"granularity": "tensor"}])
 def test_another_batch_voids_the_factors_and_keeps_the_base(other: dict[str, Any]) -> None:
-    model = mlp()
-    opt = tula(model)
+    model = make_mlp()
+    opt = make_tula_optimizer(model)
     train(model, opt, STEPS + 2)
     state = copy.deepcopy(opt.state_dict())
-    resumed = tula(model, **other)
+    resumed = make_tula_optimizer(model, **other)
     resumed.load_state_dict(state)
-    result = ags(resumed)
+    result = get_ags_state(resumed)
     assert result["scale"] == {} and result["prev_sq"] is None
-    assert same(resumed.state_dict()["base"], state["base"]) and result["n_steps"] == STEPS + 2
+    assert are_equal(resumed.state_dict()["base"], state["base"]) and result["n_steps"] == STEPS + 2
     assert wanted(resumed, model, STEPS) == [False] * (STEPS - 1) + [True]
 
 
 @pytest.mark.parametrize("other", [{"b_large": 8}, {"b_small": 2}])
 def test_another_batch_on_the_way_is_that_of_a_resumed_one_and_refreshes_at_once(other: dict[str, int]) -> None:
     sizes = {"b_large": B_LARGE, "b_small": B_SMALL, **other}
-    model = mlp()
-    opt, resumed = tula(model), tula(model, **other)
+    model = make_mlp()
+    opt, resumed = make_tula_optimizer(model), make_tula_optimizer(model, **other)
     train(model, opt, STEPS + 2)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     opt.report()
     opt.change_batch(**sizes)
     resumed.request_refresh()
-    assert same(ags(opt), ags(resumed)) and ags(opt)["scale"] == {}
+    assert are_equal(get_ags_state(opt), get_ags_state(resumed)) and get_ags_state(opt)["scale"] == {}
     assert opt.bounds == resumed.bounds and opt.needs_small_batch
     train(model, opt, 1)
-    before = ags(opt)
+    before = get_ags_state(opt)
     opt.change_batch(**sizes)
-    assert same(ags(opt), before) and before["scale"], "the same batch changes nothing"
+    assert are_equal(get_ags_state(opt), before) and before["scale"], "the same batch changes nothing"
 
 
 def test_a_constant_factor_follows_the_batch() -> None:
     def made(factor: float | None) -> TulaOptimizer:
-        model = mlp()
-        return TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, factors=Static(factor))
+        model = make_mlp()
+        return TulaOptimizer(make_sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, factors=Static(factor))
 
     opt, value = made(None), made(3.0)
     assert opt.bounds.high == pytest.approx(math.sqrt(B_LARGE / B_SMALL))
@@ -618,7 +622,7 @@ def test_a_constant_factor_follows_the_batch() -> None:
 
 
 def test_a_loaded_state_drops_what_was_staged() -> None:
-    hand = Hand()
+    hand = HandSetGradient()
     state = hand.opt.state_dict()
     hand.p.grad = torch.ones(4, dtype=torch.float64)
     hand.small([2.0] * 4)
@@ -629,21 +633,21 @@ def test_a_loaded_state_drops_what_was_staged() -> None:
 
 
 def test_a_refresh_owed_survives_a_checkpoint() -> None:
-    model = mlp()
-    opt = tula(model, steps_per_epoch=None)
+    model = make_mlp()
+    opt = make_tula_optimizer(model, steps_per_epoch=None)
     opt.start_epoch(3)
     wanted(opt, model, 2)
-    resumed = tula(model, steps_per_epoch=None)
+    resumed = make_tula_optimizer(model, steps_per_epoch=None)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     resumed.start_epoch(3)
     assert resumed.needs_small_batch
 
 
 def test_a_foreign_state_is_refused() -> None:
-    model = mlp()
-    opt = tula(model)
+    model = make_mlp()
+    opt = make_tula_optimizer(model)
     with pytest.raises(ValueError, match="this is not the state of a TulaOptimizer"):
-        opt.load_state_dict(sgd(model).state_dict())
+        opt.load_state_dict(make_sgd(model).state_dict())
     state = opt.state_dict()
     state["ags"]["version"] = 99
     with pytest.raises(ValueError, match="format 99"):
@@ -668,25 +672,27 @@ def test_bases_that_undo_a_factor_are_refused(name: str) -> None:
     model = nn.Linear(3, 3, bias=False)
     for cls in (base, kind):
         with pytest.raises(ValueError, match=rf"{cls.__name__} .*torch\.optim\.SGD"):
-            tula(model, cls(model.parameters()))
+            make_tula_optimizer(model, cls(model.parameters()))
 
 
 def test_such_bases_are_taken_where_the_gradient_is_not_scaled() -> None:
     runs = []
     for delta in (0.0, math.inf):
-        model = mlp()
+        model = make_mlp()
         base = torch.optim.AdamW(model.parameters(), lr=0.01)
-        train(model, tula(model, base, delta=delta, refresh=1, apply_to="update"), STEPS)
+        train(model, make_tula_optimizer(model, base, delta=delta, refresh=1, apply_to="update"), STEPS)
         runs.append(model.state_dict())
-    assert not same(*runs)
+    assert not are_equal(*runs)
 
 
 def test_a_scaled_update_of_adam_is_the_factor_times_adams() -> None:
     """Weight decay is part of the update; Adam's own state is what it would be without."""
-    model = mlp()
-    opt = tula(model, torch.optim.AdamW(model.parameters(), lr=0.01), delta=math.inf, refresh=1, apply_to="update")
+    model = make_mlp()
+    opt = make_tula_optimizer(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), delta=math.inf, refresh=1, apply_to="update"
+    )
     train(model, opt, 2)
-    twin, factors = copy.deepcopy(model), ags(opt)["scale"]
+    twin, factors = copy.deepcopy(model), get_ags_state(opt)["scale"]
     adam = torch.optim.AdamW(twin.parameters(), lr=0.01)
     adam.load_state_dict(copy.deepcopy(opt.state_dict()["base"]))
     start = [p.detach().clone() for p in twin.parameters()]
@@ -694,27 +700,27 @@ def test_a_scaled_update_of_adam_is_the_factor_times_adams() -> None:
     train(twin, adam, 1, start=2)
     for k, (p, q, w) in enumerate(zip(model.parameters(), twin.parameters(), start, strict=True)):
         torch.testing.assert_close(p.detach() - w, factors[k] * (q.detach() - w))
-    assert same(opt.state_dict()["base"], adam.state_dict())
+    assert are_equal(opt.state_dict()["base"], adam.state_dict())
 
 
 @pytest.mark.parametrize("name", ["ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"])
 def test_sharding_bases_are_refused(name: str) -> None:
     kind = type(name, (torch.optim.SGD,), {})
-    model = mlp()
+    model = make_mlp()
     with pytest.raises(ValueError, match=f"{name}.*DistributedDataParallel"):
-        tula(model, kind(model.parameters(), lr=0.1))
+        make_tula_optimizer(model, kind(model.parameters(), lr=0.1))
 
 
 def test_sharded_modules_are_refused() -> None:
     kind = type("FSDPModule", (nn.Linear,), {})
     model = nn.Sequential(kind(3, 3))
     with pytest.raises(ValueError, match="FSDPModule"):
-        tula(model)
+        make_tula_optimizer(model)
 
 
 def test_complex_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="complex"):
-        tula(nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
+        make_tula_optimizer(nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
 
 
 @pytest.mark.parametrize(
@@ -727,9 +733,9 @@ def test_complex_parameters_are_refused() -> None:
 )  # fmt: skip
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
     (name,) = wrong
-    model = mlp()
+    model = make_mlp()
     with pytest.raises(ValueError, match=name):
-        TulaOptimizer(sgd(model), model=model, **({"b_large": B_LARGE, "b_small": B_SMALL} | wrong))
+        TulaOptimizer(make_sgd(model), model=model, **({"b_large": B_LARGE, "b_small": B_SMALL} | wrong))
 
 
 @pytest.mark.parametrize(
@@ -763,54 +769,56 @@ def test_settings_that_local_norms_cannot_have_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [Gate, SmallBatch, LocalNorms, Static])
 def test_what_serves_one_optimizer_is_not_for_another(kind: type) -> None:
-    model, given = mlp(), {"gate" if kind is Gate else "factors": kind()}
-    TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, **given)
+    model, given = make_mlp(), {"gate" if kind is Gate else "factors": kind()}
+    TulaOptimizer(make_sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, **given)
     with pytest.raises(ValueError, match=f"this {kind.__name__} belongs to another"):
-        TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, **given)
+        TulaOptimizer(make_sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, **given)
 
 
 def test_what_is_given_takes_the_presets_place() -> None:
-    model, gate, factors = mlp(), Gate(0.1), SmallBatch("tensor")
-    opt = TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, preset="robust", gate=gate)
+    model, gate, factors = make_mlp(), Gate(0.1), SmallBatch("tensor")
+    opt = TulaOptimizer(make_sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, preset="robust", gate=gate)
     assert opt.gate is gate and opt.factors.kind == "local_norms"
-    opt = TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, factors=factors)
+    opt = TulaOptimizer(make_sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, factors=factors)
     assert opt.factors is factors and opt.gate.delta == 0.5
 
 
 def test_a_model_without_the_bases_parameters_is_refused() -> None:
-    model, other = mlp(), mlp()
+    model, other = make_mlp(), make_mlp()
     with pytest.raises(ValueError, match="SGD updates none of the parameters of the model Sequential"):
-        tula(model, sgd(other))
-    tula(model, torch.optim.SGD([*other.parameters(), next(model.parameters())], lr=0.1))  # one is enough
+        make_tula_optimizer(model, make_sgd(other))
+    make_tula_optimizer(
+        model, torch.optim.SGD([*other.parameters(), next(model.parameters())], lr=0.1)
+    )  # one is enough
 
 
 def test_a_small_batch_above_the_large_one_is_refused() -> None:
     with pytest.raises(ValueError, match=rf"b_small must be at most b_large \({B_LARGE}\), got {4 * B_LARGE}"):
-        tula(mlp(), b_small=4 * B_LARGE)
+        make_tula_optimizer(make_mlp(), b_small=4 * B_LARGE)
 
 
 def test_no_smaller_batch_is_the_identity_and_says_so() -> None:
-    plain, wrapped = mlp(bn=True, dropout=0.2), mlp(bn=True, dropout=0.2)
+    plain, wrapped = make_mlp(bn=True, dropout=0.2), make_mlp(bn=True, dropout=0.2)
     with pytest.warns(UserWarning) as text:
-        opt = tula(wrapped, b_small=B_LARGE, steps_per_epoch=None, delta=math.inf)
+        opt = make_tula_optimizer(wrapped, b_small=B_LARGE, steps_per_epoch=None, delta=math.inf)
     assert opt.identity is not None and str(B_LARGE) in opt.identity
     assert [str(warning.message) for warning in text] == [opt.identity]
-    for model, optimizer in ((plain, sgd(plain)), (wrapped, opt)):
+    for model, optimizer in ((plain, make_sgd(plain)), (wrapped, opt)):
         torch.manual_seed(3)
         train(model, optimizer, 2 * STEPS)
-    assert same(plain.state_dict(), wrapped.state_dict())
+    assert are_equal(plain.state_dict(), wrapped.state_dict())
     assert not opt.needs_small_batch and opt.compute_memory() == 0
-    assert ags(opt)["n_refresh"] == 0 and opt.report()["scaled"] == 0.0
+    assert get_ags_state(opt)["n_refresh"] == 0 and opt.report()["scaled"] == 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tula(wrapped).identity is None
+        assert make_tula_optimizer(wrapped).identity is None
 
 
 # ---- numbers for the log
 
 
 def test_report_before_anything_happened() -> None:
-    assert Hand().opt.report() == {
+    assert HandSetGradient().opt.report() == {
         "mean": 1.0, "at_cap": 0.0, "at_floor": 0.0, "scaled": 0.0, "jumps_up": 0.0, "jumps_down": 0.0,
         "delta": math.inf, "refreshes": 0.0, "steps": 0.0, "factors": 0.0,
     }  # fmt: skip
@@ -844,7 +852,7 @@ def test_advice_is_given_where_ags_hardly_acts(changed: dict[str, float], words:
 
 
 def test_advice_reads_a_report() -> None:
-    hand = Hand(delta=0.01)
+    hand = HandSetGradient(delta=0.01)
     for size in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0):  # all but the first are jumps
         hand.step([size] * 4, small=[0.0] * 4)
     assert [*explain_small_effect(hand.opt.report())] == ["scaled", "at_floor"]
@@ -852,12 +860,12 @@ def test_advice_reads_a_report() -> None:
 
 
 def test_settings_in_force_are_in_the_report() -> None:
-    static = Hand(granularity="static", factor=3.0).opt.report()
+    static = HandSetGradient(granularity="static", factor=3.0).opt.report()
     assert (static["factors"], static["mean"], static["at_floor"]) == (1.0, 3.0, 0.0)
 
 
 def test_report_counts_since_the_report_before() -> None:
-    hand = Hand(refresh=4)
+    hand = HandSetGradient(refresh=4)
     hand.step([1.0] * 4)
     hand.step([10.0] * 4)
     hand.step([1.0] * 4)
@@ -876,7 +884,7 @@ def test_report_counts_since_the_report_before() -> None:
 
 @pytest.mark.parametrize("called", [True, False])
 def test_without_factors_no_step_counts_as_scaled(called: bool) -> None:
-    hand = Hand(delta=math.inf, refresh=2)
+    hand = HandSetGradient(delta=math.inf, refresh=2)
     for step in range(4):
         hand.step([1.0] * 4, small=[2.0] * 4 if called and step % 2 else None)
         assert hand.opt.report()["scaled"] == (called and step > 1)
@@ -884,23 +892,27 @@ def test_without_factors_no_step_counts_as_scaled(called: bool) -> None:
 
 
 def test_report_does_not_touch_the_training() -> None:
-    quiet, loud = mlp(), mlp()
-    first, second = tula(quiet), tula(loud)
+    quiet, loud = make_mlp(), make_mlp()
+    first, second = make_tula_optimizer(quiet), make_tula_optimizer(loud)
     for step in range(3 * STEPS):
         train_step(quiet, first, step)
         train_step(loud, second, step)
         second.report()
-    assert same(quiet.state_dict(), loud.state_dict()) and same(ags(first), ags(second))
+    assert are_equal(quiet.state_dict(), loud.state_dict()) and are_equal(get_ags_state(first), get_ags_state(second))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 def test_memory_is_that_of_the_factors(granularity: str, dtype: torch.dtype) -> None:
-    model = mlp().to(dtype)
-    opt = tula(model, granularity=granularity)
+    model = make_mlp().to(dtype)
+    opt = make_tula_optimizer(model, granularity=granularity)
     expected = opt.compute_memory()
     train(model, opt, STEPS, dtype=dtype)
-    assert expected == opt.compute_memory() == sum(s.numel() * s.element_size() for s in ags(opt)["scale"].values())
+    assert (
+        expected
+        == opt.compute_memory()
+        == sum(s.numel() * s.element_size() for s in get_ags_state(opt)["scale"].values())
+    )
     if granularity == "element":
         assert expected == sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -909,7 +921,7 @@ def test_python_and_numpy_generators_are_left_alone() -> None:
     random.seed(0)
     np.random.seed(0)
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
-    train(model := mlp(), tula(model), STEPS)
+    train(model := make_mlp(), make_tula_optimizer(model), STEPS)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index,union-attr]
 
 
@@ -917,7 +929,7 @@ def test_python_and_numpy_generators_are_left_alone() -> None:
 
 
 def test_what_is_left_out_takes_the_steps_of_the_base() -> None:
-    model, plain = mlp(), mlp()
+    model, plain = make_mlp(), make_mlp()
     plain.load_state_dict(model.state_dict())
     first, *others = model.parameters()
     bases = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, plain)]
@@ -935,26 +947,26 @@ def test_what_is_left_out_takes_the_steps_of_the_base() -> None:
 
 @pytest.mark.parametrize("per", ["element", "tensor"])
 def test_no_factor_is_found_or_held_for_what_is_left_out(per: str) -> None:
-    model = mlp()
+    model = make_mlp()
     first = next(model.parameters())
-    opt = tula(model, granularity=per, refresh={"every": 1}, delta=math.inf, exclude=[first])
-    whole = tula(mlp(), granularity=per, refresh={"every": 1}, delta=math.inf)
+    opt = make_tula_optimizer(model, granularity=per, refresh={"every": 1}, delta=math.inf, exclude=[first])
+    whole = make_tula_optimizer(make_mlp(), granularity=per, refresh={"every": 1}, delta=math.inf)
     train(model, opt, 3)
-    assert [*ags(opt)["scale"]] == [*range(1, len([*model.parameters()]))]
+    assert [*get_ags_state(opt)["scale"]] == [*range(1, len([*model.parameters()]))]
     assert opt.compute_memory() < whole.compute_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole.load_state_dict(opt.state_dict())
-    assert not ags(whole)["scale"], "factors of another choice are void"
+    assert not get_ags_state(whole)["scale"], "factors of another choice are void"
 
 
 def test_a_missed_refresh_is_reported_once_also_after_others_that_were_not() -> None:
-    model, (x, y) = mlp(), batch(2)
-    opt = tula(model, refresh=1, delta=math.inf)
+    model, (x, y) = make_mlp(), make_batch(2)
+    opt = make_tula_optimizer(model, refresh=1, delta=math.inf)
 
     def step_without_small_batch() -> None:
         opt.zero_grad()
-        loss_of(model, x, y).backward()
+        compute_loss(model, x, y).backward()
         opt.step()
 
     with warnings.catch_warnings():
@@ -969,7 +981,9 @@ def test_a_missed_refresh_is_reported_once_also_after_others_that_were_not() -> 
 
 def test_parameters_that_share_a_gradient_have_the_same_factors() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(2)])
-    opt = tula(model, torch.optim.SGD(model.parameters(), lr=0.1), granularity="element", refresh=1, delta=math.inf)
+    opt = make_tula_optimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), granularity="element", refresh=1, delta=math.inf
+    )
     x = torch.arange(1.0, 3 * B_LARGE + 1).reshape(B_LARGE, 3)
 
     def loss(n: int) -> Tensor:
@@ -979,11 +993,11 @@ def test_parameters_that_share_a_gradient_have_the_same_factors() -> None:
     opt.small_batch(loss)
     opt.step()
     expected = x[:B_SMALL].mean(0) / x.mean(0)
-    for factor in (ags(opt)["scale"][k] for k in range(2)):
+    for factor in (get_ags_state(opt)["scale"][k] for k in range(2)):
         torch.testing.assert_close(factor, expected)
 
 
 def test_leaving_everything_out_is_refused() -> None:
-    model = mlp()
+    model = make_mlp()
     with pytest.raises(ValueError, match="no parameter to scale"):
-        tula(model, exclude=list(model.parameters()))
+        make_tula_optimizer(model, exclude=list(model.parameters()))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ags_ddp_cases
 import pytest
-from start_ranks import errors, start_ranks
+from start_ranks import read_errors, start_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -34,4 +34,4 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("case", ags_ddp_cases.CASES)
 def test_ddp(ranks: Ranks, case: str) -> None:
     missing = [rank for rank in range(ranks.world) if case not in ranks.passed(rank)]
-    assert not missing, f"ranks {missing} did not pass {case}\n{errors(ranks.folder, ranks.world)}"
+    assert not missing, f"ranks {missing} did not pass {case}\n{read_errors(ranks.folder, ranks.world)}"

@@ -17,17 +17,17 @@ from ags_models import (
     B_SMALL,
     DTYPES,
     STEPS,
-    Hand,
-    ags,
-    batch,
+    HandSetGradient,
+    are_equal,
     branch_on_device,
-    loss_of,
-    mlp,
-    same,
-    sgd,
+    compute_loss,
+    get_ags_state,
+    make_batch,
+    make_mlp,
+    make_sgd,
+    make_tula_optimizer,
     stage_small_batch_gradients,
     train,
-    tula,
 )  # fmt: skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +54,7 @@ def test_check(check: str) -> None:
 @pytest.mark.parametrize("bn", [False, True])
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 def test_equals_the_reference(granularity: str, bn: bool, delta: float, refresh: int | None) -> None:
-    ags_checks.run_beside_the_reference(optim, bn=bn, every=refresh, granularity=granularity, delta=delta)
+    ags_checks.train_with_reference(optim, bn=bn, every=refresh, granularity=granularity, delta=delta)
 
 
 @pytest.mark.parametrize("preset", ["paper", "robust"])
@@ -63,18 +63,20 @@ def test_a_preset_is_the_specs(preset: Any) -> None:
     assert of_spec["apply_to"] == by_name["apply_to"]
     for part in ("factors", "gate"):
         result, expected = vars(of_spec[part]), vars(by_name[part])
-        assert type(of_spec[part]) is type(by_name[part]) and same(result | {"_counts": 0}, expected | {"_counts": 0})
+        assert type(of_spec[part]) is type(by_name[part]) and are_equal(
+            result | {"_counts": 0}, expected | {"_counts": 0}
+        )
 
 
 @pytest.mark.parametrize("delta", [0.3, math.inf])
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 def test_first_epoch_is_bitwise_the_base(granularity: str, delta: float) -> None:
-    plain, wrapped = mlp(bn=True), mlp(bn=True)
-    train(plain, sgd(plain), STEPS)
-    opt = tula(wrapped, granularity=granularity, delta=delta)
+    plain, wrapped = make_mlp(bn=True), make_mlp(bn=True)
+    train(plain, make_sgd(plain), STEPS)
+    opt = make_tula_optimizer(wrapped, granularity=granularity, delta=delta)
     train(wrapped, opt, STEPS)
-    assert same(plain.state_dict(), wrapped.state_dict())
-    assert ags(opt)["n_refresh"] == 1
+    assert are_equal(plain.state_dict(), wrapped.state_dict())
+    assert get_ags_state(opt)["n_refresh"] == 1
 
 
 def test_half_precision_factors_are_computed_in_float32() -> None:
@@ -86,7 +88,7 @@ def test_half_precision_factors_are_computed_in_float32() -> None:
 
 
 def test_s_min_zero_is_the_printed_algorithm() -> None:
-    hand = Hand(s_min=0.0)
+    hand = HandSetGradient(s_min=0.0)
     hand.step([1.0] * 4, small=[0.0] * 4)
     assert hand.factors == [0.0] * 4
 
@@ -95,14 +97,14 @@ def test_s_min_zero_is_the_printed_algorithm() -> None:
 def test_delta_zero_is_bitwise_the_base(base: Any) -> None:
     runs = []
     for wrap in (False, True):
-        model = mlp(bn=True, dropout=0.3)
-        opt: torch.optim.Optimizer = torch.optim.ASGD(model.parameters()) if base == "asgd" else sgd(model, **base)
-        opt = tula(model, opt, delta=0.0, refresh=1) if wrap else opt
+        model = make_mlp(bn=True, dropout=0.3)
+        opt: torch.optim.Optimizer = torch.optim.ASGD(model.parameters()) if base == "asgd" else make_sgd(model, **base)
+        opt = make_tula_optimizer(model, opt, delta=0.0, refresh=1) if wrap else opt
         torch.manual_seed(5)
         train(model, opt, 3 * STEPS)
         base_state = opt.state_dict()["base"] if wrap else opt.state_dict()
         runs.append((model.state_dict(), base_state, torch.get_rng_state()))
-    assert same(*runs)
+    assert are_equal(*runs)
 
 
 # ---- properties over random models, dtypes, seeds and settings
@@ -124,13 +126,13 @@ class Twin:
 
     def __init__(self, model: nn.Module, way: dict[str, Any], delta: float) -> None:
         self.model, self.way, self.delta = copy.deepcopy(model), way, delta
-        self.base = sgd(self.model)
+        self.base = make_sgd(self.model)
         self.square: Tensor | None = None
 
     def step(self, x: Tensor, y: Tensor, factors: dict[int, Tensor]) -> bool:
         """One step with these factors; returns whether the gate let them act."""
         self.base.zero_grad()
-        loss_of(self.model, x, y).backward()
+        compute_loss(self.model, x, y).backward()
         params = list(self.model.parameters())
         self.raw = [p.grad.clone() for p in params if p.grad is not None]
         scaled = self._is_calm()
@@ -169,22 +171,22 @@ def test_every_step_is_the_base_on_what_the_factors_make_of_it(
     name: str, dtype: torch.dtype, hidden: list[int], delta: float, refresh: int, seed: int, is_on_accelerator: bool
 ) -> None:
     way = SETTINGS[name] | {"delta": delta, "refresh": refresh}
-    model = mlp(widths=(5, *hidden, 3), seed=seed).to(dtype)
-    opt, twin = tula(model, **way), Twin(model, way, delta)
+    model = make_mlp(widths=(5, *hidden, 3), seed=seed).to(dtype)
+    opt, twin = make_tula_optimizer(model, **way), Twin(model, way, delta)
     for step in range(6):
-        before = ags(opt)
-        x, y = batch(step, dtype, seed)
+        before = get_ags_state(opt)
+        x, y = make_batch(step, dtype, seed)
         opt.zero_grad()
-        loss_of(model, x, y).backward()
+        compute_loss(model, x, y).backward()
         stage_small_batch_gradients(model, opt, x, y)
-        small = torch.autograd.grad(loss_of(twin.model, x[:B_SMALL], y[:B_SMALL]), list(twin.model.parameters()))
+        small = torch.autograd.grad(compute_loss(twin.model, x[:B_SMALL], y[:B_SMALL]), list(twin.model.parameters()))
         with branch_on_device(optim, is_on_accelerator):
             opt.step()
         scaled = twin.step(x, y, before["scale"])
-        now = ags(opt)
+        now = get_ags_state(opt)
         assert now["n_scaled"] - before["n_scaled"] == (scaled and (name == "static" or bool(before["scale"])))
-        assert same(list(model.parameters()), list(twin.model.parameters()))
-        assert same(now["prev_sq"], twin.square)
+        assert are_equal(list(model.parameters()), list(twin.model.parameters()))
+        assert are_equal(now["prev_sq"], twin.square)
         if now["n_refresh"] > before["n_refresh"]:
             assert_factors(now["scale"], before["scale"], small, twin.raw, way)
 
@@ -202,7 +204,7 @@ def assert_factors(
         low, high = scale[k].double().min(), scale[k].double().max()
         assert setting.s_min <= low and high <= math.sqrt(B_LARGE / B_SMALL)
         old = before[k].double().expand(fresh.shape).numpy() if k in before else fresh
-        expected = reference.mixed(fresh, old, way.get("scale_ema", 0.0))
+        expected = reference.average(fresh, old, way.get("scale_ema", 0.0))
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2**-6}[scale[k].dtype]
         result = np.broadcast_to(scale[k].double().numpy(), expected.shape)
         np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-9)
@@ -226,8 +228,10 @@ def test_the_device_branch_is_bitwise_the_host_branch(
     on_host, is_on_accelerator = copy.deepcopy(grads), copy.deepcopy(grads)
     scale_on_host_(on_host, factors, torch.tensor(should_scale))
     scale_on_device_(is_on_accelerator, factors, torch.tensor(should_scale))
-    assert same(on_host, is_on_accelerator)
-    assert same(on_host, [(g * f).to(dtype) for g, f in zip(grads, factors, strict=True)] if should_scale else grads)
+    assert are_equal(on_host, is_on_accelerator)
+    assert are_equal(
+        on_host, [(g * f).to(dtype) for g, f in zip(grads, factors, strict=True)] if should_scale else grads
+    )
 
 
 @settings(max_examples=60)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import make_runs
 import pytest
-from make_results import inspected
+from make_results import make_inspection
 from make_runs import FakeLauncher
 
 from tula_cli.errors import SpecError, TulaError
@@ -400,12 +400,12 @@ def test_without_git_or_a_repository_there_is_no_commit(
 
 def submit(run: RunDir, spec: JobSpec, launcher: FakeLauncher) -> dict[str, ProbeTask]:
     """Profile; return the tasks."""
-    profile.submit_probes(run, profile_plan.plan_probes(Run(run.path, spec), inspected()), launcher)
+    profile.submit_probes(run, profile_plan.plan_probes(Run(run.path, spec), make_inspection()), launcher)
     return {task.id: task for task in run.read_tasks() if isinstance(task, ProbeTask)}
 
 
 def plan_training(run: RunDir, spec: JobSpec) -> TrainPlan:
-    return train.plan_training(Run(run.path, spec), nodes=1, batch=32, inspect=lambda _: inspected())
+    return train.plan_training(Run(run.path, spec), nodes=1, batch=32, inspect=lambda _: make_inspection())
 
 
 def test_tasks_name_the_snapshot(here: Path, run: RunDir) -> None:
@@ -443,7 +443,7 @@ def test_a_run_is_measured_to_its_end_with_the_code_it_began_with(here: Path, ru
     before = submit(run, job(), launcher)
     launcher.says = dict.fromkeys(launcher.says, "ended")
     write(here, mine="x = 2")
-    (warning,) = profile_plan.plan_probes(Run(run.path, job()), inspected()).code.warnings
+    (warning,) = profile_plan.plan_probes(Run(run.path, job()), make_inspection()).code.warnings
     assert warning == messages.earlier_code_used(code="the code of mine:Net", run=run.id, missing_from=None)
     assert submit(run, job(), launcher) == before
 

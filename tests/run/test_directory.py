@@ -440,7 +440,7 @@ def test_a_number_that_no_measurement_has_is_damage(run, energy):
 
 def test_a_job_in_a_folder_that_cannot_be_looked_into_counts_as_moved(run):
     long = "x" * 300
-    job = make.job(long).model_copy(update={"folder": f"/{long}"})
+    job = make.scheduler_job(long).model_copy(update={"folder": f"/{long}"})
     assert is_moved(job, run.path) and not is_of_another_run(job, run.path)
 
 

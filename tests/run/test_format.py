@@ -9,7 +9,7 @@ import make_runs as make
 import pytest
 import yaml
 from fake_slurm import FakeSlurm
-from quiet import quiet
+from isolation import isolate_environment
 
 from tula_cli.cli import app
 from tula_cli.cluster import local
@@ -29,7 +29,7 @@ HOUR = 3600
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(make.SPEC))
     return RunDir.create(tmp_path / "tula-runs", make.spec())
 
@@ -230,7 +230,7 @@ def elsewhere(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
     def told(silent: float | None, *, tula: str = __version__, **attempt: float) -> tuple[str, str]:
         name = make.add_probes(run, 1, (32,))
-        job = make.job(name).model_copy(update={"host": "far", "tula": tula})
+        job = make.scheduler_job(name).model_copy(update={"host": "far", "tula": tula})
         run.write_job(job)
         if silent is not None:
             run.write_attempt(make.attempt(name, **attempt))  # type: ignore[arg-type]

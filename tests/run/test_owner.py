@@ -11,7 +11,7 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from make_results import Truth, measured
+from make_results import Truth, make_probe
 
 from tula_cli.cli import app
 from tula_cli.errors import CannotWrite, NotYours, SpecError
@@ -38,7 +38,7 @@ def theirs(shared: Path) -> RunDir:
     run = RunDir.create(shared, make.spec())
     make.add_probes(run, 1, (32, 64))
     for nodes, local in ((1, 32), (1, 64), (2, 32)):
-        run.write_result(measured(Truth(), nodes, local))
+        run.write_result(make_probe(Truth(), nodes, local))
     give(shared)
     return run
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from make_runs import add_failed, add_out_of_memory, attempt, script_spec, spec, summary
-from worker_jobs import train_task
+from worker_jobs import make_train_task
 
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
@@ -42,7 +42,7 @@ def test_recorded_text_is_written_without_secrets(record: type[Record], field: s
 def test_a_failure_is_written_without_secrets_wherever_it_is_carried() -> None:
     failure = Failure(outcome="user").model_copy(update={"message": QUOTED})
     recovery = Recovery(failure=failure, decision=Relaunch())
-    task = train_task(spec()).model_copy(update={"recovery": recovery})
+    task = make_train_task(spec()).model_copy(update={"recovery": recovery})
     carriers: list[Record] = [
         attempt("t").model_copy(update={"failure": failure}),
         Failed.model_construct(id="p", nodes=1, gpus_per_node=1, local_batch=8, failure=failure),
@@ -63,7 +63,7 @@ def test_what_failed_and_what_was_warned_of_is_recorded_without_secrets(tmp_path
     run = RunDir.create(tmp_path / "tula-runs", spec())
     add_failed(run, 2, 8, QUOTED)
     add_out_of_memory(run, 4, 8, assumed=True)
-    task = train_task(spec())
+    task = make_train_task(spec())
     with MetricsFile(run, task, is_first=True, samples=0) as metrics:
         metrics.add("warning", TrainingPosition(), 0.0, message=QUOTED, nested={"causes": [QUOTED]})
     scripted = task.model_copy(update={"spec": script_spec(epochs=2)})

@@ -21,7 +21,7 @@ def run(tmp_path):
 def test_one_look_at_many_ended_slurm_jobs_reads_each_file_at_most_once(tmp_path, monkeypatch):
     run = benchmark.make_run(tmp_path, 66)
     monkeypatch.setattr(queue, "query_states", lambda ids: {id_: SchedulerState("ended") for id_ in ids})
-    with benchmark.counted() as reads:
+    with benchmark.count_reads() as reads:
         status = services_status.get_run_status(run, submit.SlurmLauncher(), now=benchmark.START + 999)
     assert [job.state for job in status.jobs] == ["done"] * 66
     assert len(reads) == len(set(reads))
@@ -33,7 +33,7 @@ def test_a_list_of_runs_reads_each_file_at_most_once(run):
     make.add_training(run, rows=make.metrics())
     run.write_train_result(make.train_result())
     make.add_measured(run, 1, 32)
-    with benchmark.counted() as reads:
+    with benchmark.count_reads() as reads:
         (line,) = run_list.list_runs(run.path.parent)
     assert (line.measured, line.trained) == (1, 1)
     assert len(reads) == len(set(reads))

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_results import Truth, out_of_memory, probe_all, spec
-from quiet import quiet
+from isolation import isolate_environment
+from make_results import Truth, make_out_of_memory, make_probes, make_spec
 
 from tula_cli.assets import find_asset_folder
 from tula_cli.cli import app
@@ -24,9 +24,9 @@ from tula_cli.words import format_duration, format_number
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}))
+    run = RunDir.create(tmp_path, make_spec(search={"max_batch": 4096}))
     probes = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
-    for result in [*probe_all(Truth(noise=0.01), probes), out_of_memory(2, 512)]:
+    for result in [*make_probes(Truth(noise=0.01), probes), make_out_of_memory(2, 512)]:
         run.write_result(result)
     return run
 
@@ -103,8 +103,8 @@ def test_limits_of_all_trainings_change_neither_the_knee_nor_the_options_of_one(
 
 
 def test_a_plan_of_lowest_energy_above_the_budget_is_refused(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}))
-    for result in probe_all(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
+    run = RunDir.create(tmp_path, make_spec(search={"max_batch": 4096}))
+    for result in make_probes(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
         run.write_result(result)
     cost = plan(run, 4, objective="energy").cost
     assert plan(run, 4, objective="energy", budget=1.01 * cost).cost == cost
@@ -116,8 +116,8 @@ def test_a_plan_of_lowest_energy_above_the_budget_is_refused(tmp_path: Path) -> 
 
 def test_of_the_batches_whose_plan_is_within_the_budget_the_one_of_lowest_energy_is_chosen(tmp_path: Path) -> None:
     pricing = {"kind": "gb_hour", "price": 1.0}
-    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}, pricing=pricing))
-    for result in probe_all(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
+    run = RunDir.create(tmp_path, make_spec(search={"max_batch": 4096}, pricing=pricing))
+    for result in make_probes(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
         run.write_result(result)
     lowest, cheapest = plan(run, 4, objective="energy"), plan(run, 4, objective="cost")
     assert cheapest.cost < 0.9 * lowest.cost
@@ -127,8 +127,8 @@ def test_of_the_batches_whose_plan_is_within_the_budget_the_one_of_lowest_energy
 
 def test_within_a_budget_the_plan_of_lowest_energy_takes_cheaper_configurations_of_a_batch(tmp_path: Path) -> None:
     pricing = {"price": 1.0, "spot": {"discount": 0.6, "interruptions_per_day": 2}}
-    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}, pricing=pricing))
-    for result in probe_all(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
+    run = RunDir.create(tmp_path, make_spec(search={"max_batch": 4096}, pricing=pricing))
+    for result in make_probes(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
         run.write_result(result)
     lowest = plan(run, 4, objective="energy", max_batch=64)
     assert {wave.market for wave in lowest.waves} == {"on_demand"}
@@ -151,7 +151,7 @@ def test_a_number_of_trainings_that_cannot_be_planned_is_refused(run: RunDir) ->
 def test_a_plan_has_the_warnings_of_the_answer_with_their_codes(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     query = Query(nodes=64, max_nodes=64)
     answer = recommend(open_runs_of_job(run), query, now=1.0)
     assert answer.warnings and plan(run, 3, nodes=64, max_nodes=64).warnings == tuple(answer.warnings)
@@ -206,7 +206,7 @@ def test_the_screen_compares_speed_and_node_hours_unless_both_are_equal(
 
 @pytest.fixture
 def two_jobs(run: RunDir) -> list[RunDir]:
-    other = RunDir.create(run.path.parent, spec(name="other", train={"epochs": 3}, search={"max_batch": 4096}))
+    other = RunDir.create(run.path.parent, make_spec(name="other", train={"epochs": 3}, search={"max_batch": 4096}))
     for result in run.read_results():
         other.write_result(result)
     return [run, other]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from make_results import Truth, inspected, measured, out_of_memory
+from make_results import Truth, make_inspection, make_out_of_memory, make_probe
 from read_diagnostics import codes, values
 
 from tula_cli.cluster.slurm import queue as scheduler
@@ -52,7 +52,7 @@ def components(local_batch: int, *, peak: int, libraries: int = 0) -> Components
 
 def inspection(**changes) -> Inspection:
     values = {"dataset_size": 1000, "parameters": 2_500_000, "footprints": (footprint(8), footprint(16))}
-    return inspected(**{**values, "hardware": "a processor", **changes})
+    return make_inspection(**{**values, "hardware": "a processor", **changes})
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ def test_estimate_that_failed_says_why(found):
 def probe(local_batch: int, **changes) -> Measured:
     """Return a probe of a job that takes 100 MB more than the estimate tells, and 3 MB a sample, on a GPU of 500 MB."""
     memory = components(local_batch, peak=140 * MB + 3 * MB * local_batch, libraries=50 * MB)
-    return measured(Truth(), 1, local_batch, memory=memory, capacity=500 * MB, **changes)
+    return make_probe(Truth(), 1, local_batch, memory=memory, capacity=500 * MB, **changes)
 
 
 def test_an_estimate_tells_what_data_takes_of_the_nodes_own_memory(found):
@@ -379,7 +379,7 @@ def test_probes_stand_in_for_an_estimate_that_failed(found):
 
 
 def test_out_of_memory_in_a_probe_bounds_the_estimate(found):
-    report = estimate(spec(), results=[probe(16), out_of_memory(1, 64)])
+    report = estimate(spec(), results=[probe(16), make_out_of_memory(1, 64)])
     assert report.largest_local_batch == 63
     assert [report.fits(row) for row in report.rows] == [True, True, False]
     assert "a local batch of 64 ran out of memory" in report.correction
@@ -391,7 +391,7 @@ def test_what_ran_fits_even_above_the_margin(found):
 
 
 def test_outcomes_on_the_probes_gpu_say_nothing_of_another_one(found):
-    results = [probe(16), probe(96), out_of_memory(1, 128)]
+    results = [probe(16), probe(96), make_out_of_memory(1, 128)]
     assert estimate(spec(), capacity=10_000 * MB, results=results).largest_local_batch > 1000
     assert estimate(spec(), capacity=300 * MB, results=results).largest_local_batch == (270 - 50 - 140) // 3
 

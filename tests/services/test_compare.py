@@ -11,26 +11,26 @@ from typing import Any
 import make_runs as make
 import pytest
 import status as benchmark
+from isolation import isolate_environment, poll_quickly
 from make_comparisons import (
-    ASKED,
     COMMAND,
+    COMPARE_ARGUMENTS,
     GRID,
     METRIC,
     SPEC,
     TOP1,
-    Trains,
-    TrainsScripts,
-    compared,
+    ImmediateScripts,
+    ImmediateTraining,
+    compare,
+    compare_scripts,
+    find_row,
     inspect,
-    plan,
-    row,
+    make_plan,
+    run_comparison,
+    run_tula,
     script_job,
-    table,
-    trained,
-    trains_instead,
-    tula,
+    use_immediate_training,
 )
-from quiet import poll_quickly, quiet
 from read_diagnostics import codes
 
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
@@ -52,7 +52,7 @@ from tula_cli.words import format_number
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     poll_quickly(monkeypatch)
 
 
@@ -71,7 +71,7 @@ def test_a_method_or_batch_that_is_listed_twice_is_trained_once(run: RunDir) -> 
 
 
 def test_the_first_seed_of_every_row_comes_before_any_second_one(run: RunDir) -> None:
-    cells = plan(run).comparison.cells
+    cells = make_plan(run).comparison.cells
     rows = [
         ("lbt", 32),
         *itertools.product(("lbt", "lrs", "ags", "lbt-x2", "lbt-x4"), (128,)),
@@ -83,13 +83,13 @@ def test_the_first_seed_of_every_row_comes_before_any_second_one(run: RunDir) ->
 
 def test_controls_can_be_left_out_and_are_only_at_large_batches(run: RunDir) -> None:
     without = Grid(methods=("ags",), batches=(128,), seeds=1, nodes=1, controls=False)
-    assert [cell.method for cell in plan(run, without).comparison.cells] == ["lbt", "ags"]
+    assert [cell.method for cell in make_plan(run, without).comparison.cells] == ["lbt", "ags"]
     small = Grid(methods=("ags",), batches=(32,), seeds=1, nodes=1)
-    assert [(cell.method, cell.batch) for cell in plan(run, small).comparison.cells] == [("lbt", 32), ("ags", 32)]
+    assert [(cell.method, cell.batch) for cell in make_plan(run, small).comparison.cells] == [("lbt", 32), ("ags", 32)]
 
 
 def test_the_reference_among_the_batches_is_trained_once(run: RunDir) -> None:
-    cells = plan(run, Grid(methods=("lbt",), batches=(32, 128), seeds=1, nodes=1)).comparison.cells
+    cells = make_plan(run, Grid(methods=("lbt",), batches=(32, 128), seeds=1, nodes=1)).comparison.cells
     assert [(cell.method, cell.batch) for cell in cells] == [
         ("lbt", 32),
         ("lbt", 128),
@@ -102,12 +102,14 @@ def test_the_reference_among_the_batches_is_trained_once(run: RunDir) -> None:
 def test_two_rows_that_are_one_training_are_one_row() -> None:
     spec = make.spec(**SPEC, ags={"preset": "robust"})
     run = RunDir(Path("tula-runs") / "x")
-    cells = plan(run, Grid(methods=("ags", "robust"), batches=(128,), seeds=1, nodes=1, controls=False), spec)
+    cells = make_plan(run, Grid(methods=("ags", "robust"), batches=(128,), seeds=1, nodes=1, controls=False), spec)
     assert [cell.method for cell in cells.comparison.cells] == ["lbt", "ags"]
 
 
 def test_the_reference_is_the_first_row_also_beside_smaller_batches(run: RunDir) -> None:
-    report = trained(run, Trains(), Grid(methods=("lbt",), batches=(16, 256), seeds=1, nodes=1, controls=False))
+    report = run_comparison(
+        run, ImmediateTraining(), Grid(methods=("lbt",), batches=(16, 256), seeds=1, nodes=1, controls=False)
+    )
     assert [row.batch for row in report.rows] == [32, 16, 256]
 
 
@@ -115,7 +117,7 @@ def test_a_cell_is_the_training_of_the_same_overrides(run: RunDir) -> None:
     spec = run.read_spec()
     by_hand = make.spec(**{**SPEC, "optimizer": {"lr": 0.4}, "train": {**SPEC["train"], "method": "lbt", "seed": 6}})
     assert services_compare.make_job_of_cell(spec, "lbt-x4", 6) == by_hand
-    cell = next(c for c in plan(run).comparison.cells if (c.method, c.batch, c.seed) == ("lbt-x4", 256, 6))
+    cell = next(c for c in make_plan(run).comparison.cells if (c.method, c.batch, c.seed) == ("lbt-x4", 256, 6))
     assert cell.signature == compute_train_signature(by_hand, nodes=1, batch=256)
 
 
@@ -167,12 +169,12 @@ def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunD
     adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}}, ags={"apply_to": "gradient"})
     grid = Grid(methods=("lbt", "lars", "ortho", "ags", "lamb"), batches=(128,), seeds=1, nodes=1)
     with pytest.raises(SpecError) as error:
-        plan(run, grid, adam)
+        make_plan(run, grid, adam)
     assert [problem.path for problem in error.value.problems] == ["lars", "ags"]
     scaled = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}})
-    plan(run, dataclasses.replace(grid, methods=("ags", "robust", "lamb")), scaled)
+    make_plan(run, dataclasses.replace(grid, methods=("ags", "robust", "lamb")), scaled)
     with pytest.raises(SpecError) as error:
-        plan(run, dataclasses.replace(grid, methods=("lamb",)))
+        make_plan(run, dataclasses.replace(grid, methods=("lamb",)))
     assert "replaces Adam or AdamW, so it cannot be used with optimizer.name: SGD" in str(error.value.problems[0])
 
 
@@ -258,27 +260,27 @@ def test_what_the_default_rows_leave_out_is_said_with_the_reason(tmp_path: Path)
 
 
 def test_settings_of_ags_train_nothing_else_again(run: RunDir) -> None:
-    before, after = (plan(run, GRID, make.spec(**SPEC, ags={"delta": delta})).comparison for delta in (0.5, 0.2))
+    before, after = (make_plan(run, GRID, make.spec(**SPEC, ags={"delta": delta})).comparison for delta in (0.5, 0.2))
     known = {cell.signature for cell in before.cells}
     assert {cell.method for cell in after.cells if cell.signature not in known} == {"ags"}
 
 
 def test_a_gap_is_over_the_seeds_of_both(run: RunDir) -> None:
     """One seed is better than the other by two points for every method; alone it would move a gap by one."""
-    planned, launcher = plan(run), Trains()
+    planned, launcher = make_plan(run), ImmediateTraining()
     for cell in planned.comparison.cells:
         if (cell.method, cell.seed) != ("lrs", 5):
             trainings.submit_cell(run, cell, launcher, inspect=inspect)
-    result = row(table(run, planned.comparison), "lrs", 256)
+    result = find_row(compare(run, planned.comparison), "lrs", 256)
     assert result.top1.n == 1 and result.gap == pytest.approx(5.0)
     assert result.recovered is None, "of one seed in common no noise is known"
-    whole = row(table(run, planned.comparison), "ags", 256)
+    whole = find_row(compare(run, planned.comparison), "ags", 256)
     assert (whole.gap, whole.recovered) == (pytest.approx(0.0), pytest.approx(1.0))
 
 
 def test_a_diverged_seed_has_no_loss_to_compare(run: RunDir) -> None:
-    report = trained(run, Trains(classes=False, diverges=("lrs",)))
-    result = row(report, "lrs", 256)
+    report = run_comparison(run, ImmediateTraining(classes=False, diverges=("lrs",)))
+    result = find_row(report, "lrs", 256)
     assert (result.seeds, result.gap, result.recovered) == (0, None, None)
     assert result.count("diverged") == 2
 
@@ -306,53 +308,53 @@ def test_every_method_of_the_spec_can_be_a_row() -> None:
 
 def test_what_cannot_be_trained_is_refused_before_anything_starts(run: RunDir) -> None:
     with pytest.raises(SpecError, match="method lbt: batch 4096 is larger than the dataset"):
-        plan(run, Grid(methods=("lbt",), batches=(4096,), seeds=1, nodes=1))
+        make_plan(run, Grid(methods=("lbt",), batches=(4096,), seeds=1, nodes=1))
     with pytest.raises(SpecError, match="the reference: batch 32 is not divisible by 3"):
-        plan(run, Grid(methods=("lbt",), batches=(96,), seeds=1, nodes=3))
+        make_plan(run, Grid(methods=("lbt",), batches=(96,), seeds=1, nodes=3))
 
 
 # --- training
 
 
 def test_everything_is_trained_once_and_the_table_is_whole(run: RunDir) -> None:
-    launcher = Trains()
-    report = trained(run, launcher)
+    launcher = ImmediateTraining()
+    report = run_comparison(run, launcher)
     assert report.complete and report.total == 22 == len(launcher.submitted) == len(set(launcher.submitted))
-    assert not plan(run).missing
-    again = Trains()
-    trained(run, again)
+    assert not make_plan(run).missing
+    again = ImmediateTraining()
+    run_comparison(run, again)
     assert again.submitted == []
 
 
 def test_a_seed_more_trains_only_that(run: RunDir) -> None:
-    trained(run, Trains())
-    launcher = Trains()
-    trained(run, launcher, Grid(methods=GRID.methods, batches=GRID.batches, seeds=3, nodes=1))
+    run_comparison(run, ImmediateTraining())
+    launcher = ImmediateTraining()
+    run_comparison(run, launcher, Grid(methods=GRID.methods, batches=GRID.batches, seeds=3, nodes=1))
     assert {task.spec.train.seed for task in launcher.tasks} == {7}
     assert len(launcher.tasks) == 11
 
 
 def test_a_failure_is_reported_and_does_not_end_the_grid(run: RunDir) -> None:
-    report = trained(run, Trains(fails=("lrs",)))
-    failed = row(report, "lrs", 256)
+    report = run_comparison(run, ImmediateTraining(fails=("lrs",)))
+    failed = find_row(report, "lrs", 256)
     assert [cell.state for cell in failed.cells] == ["failed", "failed"]
     assert (report.finished, report.total, failed.top1, failed.gap) == (18, 22, None, None)
     assert messages.job_ended(job="lrs, batch 128, seed 5", state="failed", reason="KeyError: 'x'") in report.warnings
-    assert row(report, "ags", 256).top1 is not None
-    launcher = Trains()
-    assert trained(run, launcher).complete  # the next call trains what has failed
+    assert find_row(report, "ags", 256).top1 is not None
+    launcher = ImmediateTraining()
+    assert run_comparison(run, launcher).complete  # the next call trains what has failed
     assert len(launcher.submitted) == 4
 
 
 def test_a_job_that_never_works_ends_the_grid(run: RunDir) -> None:
-    launcher = Trains(fails=tuple(TOP1))
+    launcher = ImmediateTraining(fails=tuple(TOP1))
     with pytest.raises(JobFailed, match=r"first 3 trainings have all failed.*KeyError"):
-        trained(run, launcher)
+        run_comparison(run, launcher)
     assert len(launcher.submitted) == trainings.MAX_FIRST_FAILURES
 
 
 def test_a_cancelled_training_ends_the_grid(run: RunDir) -> None:
-    class Cancelled(Trains):
+    class Cancelled(ImmediateTraining):
         def submit(self, run, task):
             job = make.FakeLauncher.submit(self, run, task)
             self.says[task.job] = "ended"
@@ -360,36 +362,36 @@ def test_a_cancelled_training_ends_the_grid(run: RunDir) -> None:
             return job
 
     launcher = Cancelled()
-    report = trained(run, launcher)
+    report = run_comparison(run, launcher)
     assert len(launcher.submitted) == 1
-    assert row(report, "lbt", 32).cells[0].state == "cancelled"
+    assert find_row(report, "lbt", 32).cells[0].state == "cancelled"
 
 
 def test_a_diverged_training_is_over_without_a_number_and_not_tried_again(run: RunDir) -> None:
-    launcher = Trains(diverges=("lbt-x4",))
-    report = trained(run, launcher)
-    result = row(report, "lbt-x4", 256)
+    launcher = ImmediateTraining(diverges=("lbt-x4",))
+    report = run_comparison(run, launcher)
+    result = find_row(report, "lbt-x4", 256)
     assert [cell.state for cell in result.cells] == ["diverged", "diverged"]
     assert result.seeds == 0 and result.top1 is result.loss is result.gap is result.recovered is None
-    assert report.complete and not plan(run).missing
+    assert report.complete and not make_plan(run).missing
     diverged = messages.job_ended(job="lbt-x4, batch 256, seed 5", state="diverged", reason=launcher.DIVERGED)
     assert diverged in report.warnings
 
 
 def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) -> None:
-    planned, launcher = plan(run), Trains()
+    planned, launcher = make_plan(run), ImmediateTraining()
     cell = next(cell for cell in planned.comparison.cells if (cell.method, cell.batch) == ("lbt-x4", 256))
     trainings.submit_cell(run, cell, launcher, inspect=inspect)
     summary = run.get_training(cell.signature).read_summary()
     run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "top5": 50.0}}))
-    result = row(table(run, planned.comparison), "lbt-x4", 256)
+    result = find_row(compare(run, planned.comparison), "lbt-x4", 256)
     assert result.cells[0].state == "diverged"
     assert result.top1 == accuracy.SeedStatistics(10.0, None, 1) and result.loss is None
 
 
 def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
-    planned = plan(run)
-    steps = list(trainings.train_cells_one_by_one(run, planned, Trains(fails=("lrs",)), inspect=inspect))
+    planned = make_plan(run)
+    steps = list(trainings.train_cells_one_by_one(run, planned, ImmediateTraining(fails=("lrs",)), inspect=inspect))
     ended = [step for step in steps if step.ended is not None]
     assert [step.done + step.failed for step in ended] == list(range(1, 23))
     assert (ended[-1].done, ended[-1].failed, ended[-1].left) == (18, 4, 0.0)
@@ -408,15 +410,15 @@ def test_what_is_left_is_what_the_training_says_and_what_is_expected_of_the_othe
 
 
 def test_changed_code_ends_a_comparison(run: RunDir) -> None:
-    planned = plan(run)
+    planned = make_plan(run)
     first = planned.comparison.cells[0].model_copy(update={"signature": "00000000"})
     with pytest.raises(TulaError, match="has changed since the comparison was started"):
-        trainings.submit_cell(run, first, Trains(), inspect=inspect)
+        trainings.submit_cell(run, first, ImmediateTraining(), inspect=inspect)
 
 
 def test_a_scheduler_gets_everything_at_once(run: RunDir) -> None:
-    launcher = Trains()
-    planned = plan(run)
+    launcher = ImmediateTraining()
+    planned = make_plan(run)
     jobs = trainings.submit_cells(run, planned, launcher, inspect=inspect)
     assert jobs == [f"train-{cell.signature}" for cell in planned.comparison.cells]
     steps = list(trainings.wait_for_cells(run, planned, launcher, jobs))
@@ -437,24 +439,24 @@ def test_expected_hours_are_those_of_the_own_row_then_predicted_then_of_the_batc
 
 
 def test_mean_deviation_gap_and_what_is_recovered(run: RunDir) -> None:
-    report = trained(run, Trains())
-    lrs = row(report, "lrs", 256)
+    report = run_comparison(run, ImmediateTraining())
+    lrs = find_row(report, "lrs", 256)
     assert lrs.top1 == accuracy.SeedStatistics(86.0, pytest.approx(math.sqrt(2)), 2)  # 85 and 87: the sample deviation
     assert (lrs.gap, lrs.recovered) == (pytest.approx(5.0), pytest.approx(0.5))
-    assert row(report, "ags", 256).recovered == pytest.approx(1.0)
-    assert row(report, "lbt-x2", 256).recovered == pytest.approx(-1.0)
-    assert row(report, "lbt", 256).gap == pytest.approx(10.0) and row(report, "lbt", 256).recovered is None
-    assert row(report, "lbt", 32).gap is None and row(report, "lbt", 32).reference
+    assert find_row(report, "ags", 256).recovered == pytest.approx(1.0)
+    assert find_row(report, "lbt-x2", 256).recovered == pytest.approx(-1.0)
+    assert find_row(report, "lbt", 256).gap == pytest.approx(10.0) and find_row(report, "lbt", 256).recovered is None
+    assert find_row(report, "lbt", 32).gap is None and find_row(report, "lbt", 32).reference
     assert (lrs.samples, lrs.hours) == (8000, pytest.approx(32 / 256))
 
 
 def test_samples_of_branches_are_seen_too(run: RunDir) -> None:
-    trained(run, Trains())
-    comparison = plan(run, GRID).comparison
+    run_comparison(run, ImmediateTraining())
+    comparison = make_plan(run, GRID).comparison
     cell = next(cell for cell in comparison.cells if (cell.method, cell.batch, cell.seed) == ("lrs", 256, 5))
     branches = (make.branch("lbt", samples=300), make.branch("x2", samples=400))
     run.write_tuning(make.tuning(branches).model_copy(update={"signature": cell.signature}))
-    result = row(table(run, comparison), "lrs", 256)
+    result = find_row(compare(run, comparison), "lrs", 256)
     assert [value.samples for value in result.cells] == [8700, 8000] and result.samples == 8350
 
 
@@ -495,36 +497,36 @@ def test_without_a_result_of_a_row_no_share_is_recovered(missing: int) -> None:
 
 
 def test_without_classes_the_loss_is_compared(run: RunDir) -> None:
-    report = trained(run, Trains(classes=False))
+    report = run_comparison(run, ImmediateTraining(classes=False))
     assert report.metric == "loss"
-    result = row(report, "lrs", 256)
+    result = find_row(report, "lrs", 256)
     assert result.top1 is None and result.loss is not None and result.loss.mean == pytest.approx(1.4)
     assert (result.gap, result.recovered) == (pytest.approx(0.5), pytest.approx(0.5))
 
 
 def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
-    planned, launcher = plan(run), Trains()
+    planned, launcher = make_plan(run), ImmediateTraining()
     for cell in planned.comparison.cells[:4]:
         trainings.submit_cell(run, cell, launcher, inspect=inspect)
-    report = table(run, planned.comparison)
+    report = compare(run, planned.comparison)
     assert (report.finished, report.total) == (4, 22)
-    assert row(report, "ags", 128).count("missing") == 1 and row(report, "ags", 128).top1.sd is None
+    assert find_row(report, "ags", 128).count("missing") == 1 and find_row(report, "ags", 128).top1.sd is None
     assert report.hours_left is not None and report.hours_left > 0
 
 
 def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> None:
-    planned, launcher = plan(run), Trains()
+    planned, launcher = make_plan(run), ImmediateTraining()
     cell = planned.comparison.cells[1]
     trainings.submit_cell(run, cell, launcher, inspect=inspect)
     summary = run.get_training(cell.signature).read_summary()
     assert summary is not None
     run.write_summary(summary.model_copy(update={"batch": 64}))
-    report = table(run, planned.comparison)
+    report = compare(run, planned.comparison)
     assert report.warnings == (messages.row_trained_at_smaller_batch(method="lbt", batch=128, smaller=[64]),)
 
 
 def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) -> None:
-    planned, launcher = plan(run), Trains()
+    planned, launcher = make_plan(run), ImmediateTraining()
     cell = planned.comparison.cells[1]
     trainings.submit_cell(run, cell, launcher, inspect=inspect)
     summary = run.get_training(cell.signature).read_summary()
@@ -534,10 +536,10 @@ def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) ->
     changed = plain.model_copy(update={"splits": 4, "micro_batch": 32, "micro_batches": 4, "normalised": 32})
     first, second = (Recovery(failure=oom, decision=Relaunch(fallback=fallback)) for fallback in (plain, changed))
     run.write_summary(summary.model_copy(update={"recoveries": (first,)}))
-    assert table(run, planned.comparison).warnings == ()
+    assert compare(run, planned.comparison).warnings == ()
     third = Recovery(failure=killed, decision=Relaunch())
     run.write_summary(summary.model_copy(update={"recoveries": (first, second, third)}))
-    assert table(run, planned.comparison).warnings == (
+    assert compare(run, planned.comparison).warnings == (
         messages.row_trained_with_other_normalisation(
             method="lbt", batch=128, normalisation="BatchNorm's statistics over 32 samples"
         ),
@@ -548,41 +550,41 @@ def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) ->
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trains:
-    return trains_instead(monkeypatch, tmp_path)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ImmediateTraining:
+    return use_immediate_training(monkeypatch, tmp_path)
 
 
 def test_a_table_reads_each_file_at_most_once(run: RunDir) -> None:
-    trained(run, Trains(fails=("lrs",)))
-    comparison = plan(run).comparison
-    with benchmark.counted() as reads:
+    run_comparison(run, ImmediateTraining(fails=("lrs",)))
+    comparison = make_plan(run).comparison
+    with benchmark.count_reads() as reads:
         report = accuracy.build_compare_report(Run(run.path, run.read_spec()), comparison)
     assert report.finished and len(reads) == len(set(reads))
 
 
-def test_the_command_trains_and_shows_the_table(here: Trains) -> None:
-    code, out, err = tula(*ASKED)
+def test_the_command_trains_and_shows_the_table(here: ImmediateTraining) -> None:
+    code, out, err = run_tula(*COMPARE_ARGUMENTS)
     assert code == 0 and len(here.submitted) == 18
     assert "ags" in out and "91.00 ± 1.41" in out and "18 of 18 trainings done" in out
     assert "18 of 18 trainings done" in err and "top-1" in out
-    code, out, err = tula("compare")  # the same grid, of the newest run
+    code, out, err = run_tula("compare")  # the same grid, of the newest run
     assert code == 0 and len(here.submitted) == 18 and "have already finished" in err
-    assert tula("compare", "--seeds", 3)[0] == 0 and len(here.submitted) == 27, "a third seed of each row"
+    assert run_tula("compare", "--seeds", 3)[0] == 0 and len(here.submitted) == 27, "a third seed of each row"
 
 
-def test_a_dry_run_touches_nothing(here: Trains, tmp_path: Path) -> None:
-    code, out, _ = tula(*ASKED, "--dry-run")
+def test_a_dry_run_touches_nothing(here: ImmediateTraining, tmp_path: Path) -> None:
+    code, out, _ = run_tula(*COMPARE_ARGUMENTS, "--dry-run")
     assert code == 0 and "lbt (reference)" in out and "18 trainings to do, 0 of 18 done" in out
     assert "#!/bin/bash" in out  # what the first of them would submit
     assert not (tmp_path / "tula-runs").exists() and not here.submitted
 
 
-def test_show_starts_nothing(here: Trains) -> None:
-    assert tula("compare", "job.yaml", "--show")[0] == BadMeasurements.exit_code
+def test_show_starts_nothing(here: ImmediateTraining) -> None:
+    assert run_tula("compare", "job.yaml", "--show")[0] == BadMeasurements.exit_code
     here.fails = ("ags",)
-    tula(*ASKED)
+    run_tula(*COMPARE_ARGUMENTS)
     submitted = len(here.submitted)
-    code, out, err = tula("compare", "--show", "--json")
+    code, out, err = run_tula("compare", "--show", "--json")
     answer = json.loads(out)
     assert code == 0 and len(here.submitted) == submitted
     assert (answer["status"], answer["data"]["finished"], answer["data"]["total"]) == ("partial", 14, 18)
@@ -590,19 +592,19 @@ def test_show_starts_nothing(here: Trains) -> None:
     assert "ags, batch 128, seed 5 failed" in err
 
 
-def test_failures_are_reported_when_they_happen_and_diverged_ones_are_counted(here: Trains) -> None:
+def test_failures_are_reported_when_they_happen_and_diverged_ones_are_counted(here: ImmediateTraining) -> None:
     here.fails, here.diverges = ("ags",), ("lbt-x4",)
-    code, out, err = tula(*ASKED)
+    code, out, err = run_tula(*COMPARE_ARGUMENTS)
     assert code == JobFailed.exit_code and "4 of 18 trainings failed" in err
     assert "ags, batch 128, seed 5 failed: Training failed on attempt 1: KeyError: 'x'" in err
     (line, *_) = [line for line in out.splitlines() if "lbt-x4" in line]
     assert re.search(r"lbt-x4 +0 +- .*2 diverged", line)
 
 
-def test_without_a_batch_the_recommended_one_is_compared(here: Trains, run: RunDir) -> None:
-    assert tula("compare", "job.yaml")[0] == BadMeasurements.exit_code
+def test_without_a_batch_the_recommended_one_is_compared(here: ImmediateTraining, run: RunDir) -> None:
+    assert run_tula("compare", "job.yaml")[0] == BadMeasurements.exit_code
     run.write_recommendation(make.recommendation(choice=make.prediction(2, 256)))
-    code, out, _ = tula("compare", "job.yaml", "--methods", "ags", "--dry-run", "--json")
+    code, out, _ = run_tula("compare", "job.yaml", "--methods", "ags", "--dry-run", "--json")
     cells = json.loads(out)["data"]["comparison"]["cells"]
     assert code == 0 and {(cell["batch"], cell["nodes"]) for cell in cells} == {(32, 2), (256, 2)}
 
@@ -615,18 +617,18 @@ def test_without_a_batch_the_recommended_one_is_compared(here: Trains, run: RunD
         ("--batch", "128", "--no-wait"),
     ],
 )
-def test_what_the_user_gets_wrong_is_said(here: Trains, words: tuple[str, ...]) -> None:
-    code, _, err = tula("compare", "job.yaml", "--methods", "lbt", *words)
+def test_what_the_user_gets_wrong_is_said(here: ImmediateTraining, words: tuple[str, ...]) -> None:
+    code, _, err = run_tula("compare", "job.yaml", "--methods", "lbt", *words)
     assert code == SpecError.exit_code and words[-1] in err
 
 
-def test_a_look_takes_no_grid(here: Trains) -> None:
-    assert tula(*ASKED)[0] == 0
-    code, _, err = tula("compare", "--show", "--methods", "lbt")
+def test_a_look_takes_no_grid(here: ImmediateTraining) -> None:
+    assert run_tula(*COMPARE_ARGUMENTS)[0] == 0
+    code, _, err = run_tula("compare", "--show", "--methods", "lbt")
     assert code == SpecError.exit_code and "have no effect with --show" in err
 
 
-def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupting_keeps_what_is_done(here: ImmediateTraining, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, calls = waiting.watch_jobs, itertools.count()
 
     def interrupted(*arguments, **named):
@@ -635,10 +637,10 @@ def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.Monke
         return watch(*arguments, **named)
 
     monkeypatch.setattr(waiting, "watch_jobs", interrupted)
-    code, _, err = tula(*ASKED)
+    code, _, err = run_tula(*COMPARE_ARGUMENTS)
     assert code == 130 and "are kept" in err
     monkeypatch.setattr(waiting, "watch_jobs", watch)
-    assert tula(*ASKED)[0] == 0
+    assert run_tula(*COMPARE_ARGUMENTS)[0] == 0
     assert len(set(here.submitted)) == 18 == len(here.submitted)
 
 
@@ -646,7 +648,7 @@ def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDi
     launcher, ticks, planned = (
         make.FakeLauncher(reason="waiting for another tula job"),
         itertools.count(step=4.0),
-        plan(run),
+        make_plan(run),
     )
     launcher.says = {f"train-{cell.signature}": "pending" for cell in planned.comparison.cells}
     steps = trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
@@ -656,34 +658,34 @@ def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDi
 
 def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
     grid = Grid(methods=("polo",), batches=(128,), seeds=1, nodes=1, controls=False)
-    assert "method-needs-several-gpus" in codes(plan(run, grid).warnings)
+    assert "method-needs-several-gpus" in codes(make_plan(run, grid).warnings)
     two = dataclasses.replace(grid, nodes=2)
-    assert "method-needs-several-gpus" not in codes(plan(run, two).warnings)
+    assert "method-needs-several-gpus" not in codes(make_plan(run, two).warnings)
 
 
 def test_a_warm_up_that_never_ends_is_reported_of_every_method(run: RunDir) -> None:
     grid = Grid(methods=("polo", "lrs", "ags"), batches=(128,), seeds=1, nodes=2, controls=False)
     given = make.spec(**SPEC, schedule={"warmup_epochs": 5})
-    assert plan(run, grid, given).warnings == tuple(
+    assert make_plan(run, grid, given).warnings == tuple(
         messages.only_warmup(method=method, warmup_epochs=5.0, epochs=4) for method in ("polo", "lrs", "ags")
     )
     long = make.spec(**{**SPEC, "train": {**SPEC["train"], "epochs": 9}})
-    assert plan(RunDir(Path("tula-runs") / "x"), grid, long).warnings == ()
+    assert make_plan(RunDir(Path("tula-runs") / "x"), grid, long).warnings == ()
 
 
 # --- a script of the user's own
 
 
 def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> None:
-    launcher = TrainsScripts()
-    report = compared(tmp_path, launcher, script_job(), methods=("lbt", "lrs", "sqrt"), seeds=2)
+    launcher = ImmediateScripts()
+    report = compare_scripts(tmp_path, launcher, script_job(), methods=("lbt", "lrs", "sqrt"), seeds=2)
     assert (report.metric, report.columns) == ("acc", ("acc", "best_acc", "loss", "best_loss"))
     assert report.complete and not report.less_is_better
     by_batch = {batch: [lr / 0.1 for other, lr in launcher.lrs if other == batch] for batch in (32, 64, 128)}
     assert by_batch[32] == pytest.approx([1, 1])
     assert by_batch[64] == pytest.approx(2 * [1, 2, 2**0.5, 4]), "lbt-x2 would be lrs once more"
     assert by_batch[128] == pytest.approx(2 * [1, 4, 2])
-    plain, sqrt, linear = (row(report, method, 128) for method in ("lbt", "sqrt", "lrs"))
+    plain, sqrt, linear = (find_row(report, method, 128) for method in ("lbt", "sqrt", "lrs"))
     assert plain.top1 is plain.loss is None and plain.metrics["acc"].mean == pytest.approx(0.705)
     assert (plain.gap, sqrt.gap, linear.gap) == pytest.approx((0.2, 0.1, 0.0))
     assert (sqrt.recovered, linear.recovered) == pytest.approx((0.5, 1.0))
@@ -695,19 +697,21 @@ def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> N
 
 def test_a_metric_of_a_script_whose_least_is_best_is_lost_upwards(tmp_path: Path) -> None:
     spec = script_job(metric={"loss": METRIC["loss"]})
-    report = compared(tmp_path, TrainsScripts(), spec, methods=("lbt",), seeds=1)
-    assert report.less_is_better and row(report, "lbt", 128).gap == pytest.approx(0.2)
+    report = compare_scripts(tmp_path, ImmediateScripts(), spec, methods=("lbt",), seeds=1)
+    assert report.less_is_better and find_row(report, "lbt", 128).gap == pytest.approx(0.2)
 
 
 def test_a_metric_that_no_training_told_is_said_to_be_missing(tmp_path: Path) -> None:
-    report = compared(tmp_path, TrainsScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False)
+    report = compare_scripts(
+        tmp_path, ImmediateScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False
+    )
     assert messages.metric_not_found(training="lbt, batch 64, seed 0", metric="acc") in report.warnings
-    assert (report.complete, row(report, "lbt", 64).gap, row(report, "lbt", 64).seeds) == (True, None, 0)
+    assert (report.complete, find_row(report, "lbt", 64).gap, find_row(report, "lbt", 64).seeds) == (True, None, 0)
 
 
 def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> None:
     spec = script_job()
-    report = compared(tmp_path, TrainsScripts(), spec, methods=("lbt",), seeds=1, controls=False)
+    report = compare_scripts(tmp_path, ImmediateScripts(), spec, methods=("lbt",), seeds=1, controls=False)
     run = RunDir(next((tmp_path / "tula-runs").glob("own-*")))
     cell = next(outcome.cells[0].cell for outcome in report.rows if outcome.batch == 128)
     kept = run.get_training(cell.signature).read_summary()
@@ -715,7 +719,7 @@ def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> 
     comparison = services_compare.plan_comparison(
         Run(run.path, spec), Grid(("lbt",), (64, 128), 1, 1, controls=False), inspect=inspect, now=1.0
     ).comparison
-    result = row(accuracy.build_compare_report(Run(run.path, spec), comparison), "lbt", 128)
+    result = find_row(accuracy.build_compare_report(Run(run.path, spec), comparison), "lbt", 128)
     assert (result.cells[0].state, result.gap) == ("diverged", None)
     (message,) = accuracy.build_compare_report(Run(run.path, spec), comparison).warnings
     assert (message.code, message.values["state"]) == ("job-ended", "diverged")
@@ -723,7 +727,7 @@ def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> 
 
 def test_a_script_without_a_metric_is_not_compared(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"no script\.metric") as error:
-        compared(tmp_path, TrainsScripts(), script_job(metric={}))
+        compare_scripts(tmp_path, ImmediateScripts(), script_job(metric={}))
     assert "script.metric: {top1:" in error.value.hint
 
 
@@ -733,7 +737,9 @@ def test_a_script_without_a_metric_is_not_compared(tmp_path: Path) -> None:
 def test_more_seeds_are_advised_only_to_a_script_that_takes_them(
     command: str, asks_for_seed: bool, tmp_path: Path
 ) -> None:
-    report = compared(tmp_path, TrainsScripts(), script_job(command), methods=("lbt", "lrs"), seeds=1, controls=False)
+    report = compare_scripts(
+        tmp_path, ImmediateScripts(), script_job(command), methods=("lbt", "lrs"), seeds=1, controls=False
+    )
     assert "tula compare --seeds 5" in report.answer
     assert ("add {seed} to script.command, then train more seeds" in report.answer) == asks_for_seed
 
@@ -741,7 +747,7 @@ def test_more_seeds_are_advised_only_to_a_script_that_takes_them(
 def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
     without = script_job(COMMAND.replace(" --seed {seed}", ""))
     with pytest.raises(SpecError, match=r"script.command has no \{seed\}, so the trainings with 2 seeds"):
-        compared(tmp_path, TrainsScripts(), without, seeds=2)
+        compare_scripts(tmp_path, ImmediateScripts(), without, seeds=2)
     run = RunDir(tmp_path / "x")
     grid = session.complete_grid(ComparisonRequest(batches=(64,)), Run(run.path, without), None)
     assert (
@@ -830,8 +836,8 @@ def test_no_two_default_rows_of_a_script_train_alike(train: dict[str, str], rows
 
 def compared_at(run: RunDir, *, seeds: int = 2) -> None:
     grid = dataclasses.replace(GRID, seeds=seeds)
-    run.write_comparison(plan(run, grid).comparison)
-    trained(run, Trains(), grid)
+    run.write_comparison(make_plan(run, grid).comparison)
+    run_comparison(run, ImmediateTraining(), grid)
 
 
 @pytest.mark.parametrize(
@@ -889,8 +895,8 @@ def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so
 def test_of_a_loss_a_fiftieth_of_the_small_batchs_may_be_lost(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TOP1, "lrs", 89.83)
     monkeypatch.setitem(TOP1, "ags", 89.81)
-    run.write_comparison(plan(run, GRID).comparison)
-    trained(run, Trains(classes=False), GRID)
+    run.write_comparison(make_plan(run, GRID).comparison)
+    run_comparison(run, ImmediateTraining(classes=False), GRID)
     monkeypatch.setattr(accuracy, "compute_standard_error", lambda *_: 0.0)
 
     def judge(method: str) -> tuple[str, float]:

@@ -39,7 +39,7 @@ def test_every_class_is_in_the_table() -> None:
 def test_a_relaunch_names_the_node_if_the_failure_concerns_it(
     outcome: OutcomeClass, run: RunDir, task: TrainTask
 ) -> None:
-    relaunch = make.follow(run, task, Failure(outcome=outcome, message="so it was", host="n7"))
+    relaunch = make.execute_reaction(run, task, Failure(outcome=outcome, message="so it was", host="n7"))
     assert relaunch is None or isinstance(relaunch, TrainTask)
     assert relaunch is None or ("n7" in relaunch.cause) == (outcome in NODE_FAILURES)
 

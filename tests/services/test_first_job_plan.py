@@ -13,7 +13,7 @@ from typing import Any
 
 import make_runs as make
 import pytest
-from make_results import Truth, footprint, measured
+from make_results import Truth, make_footprint, make_probe
 from pydantic import TypeAdapter
 from read_diagnostics import values
 
@@ -69,7 +69,7 @@ class World(make.FakeLauncher):
     def submit(self, run: RunDir, task: Any) -> Any:
         self.says[task.job] = "ended"
         for local in task.local_batches:
-            run.write_result(measured(Truth(gpus_per_node=1), task.nodes, local))
+            run.write_result(make_probe(Truth(gpus_per_node=1), task.nodes, local))
         return super().submit(run, task)
 
     def _inspect(self, _: JobSpec) -> Inspection:
@@ -237,7 +237,7 @@ def test_what_the_first_job_told_is_known_to_check_estimate_and_train(world: Wor
     elsewhere = [RunDir.from_spec(world.run.path / "elsewhere", spec())]
     assert services_check.check_all_node_types(elsewhere, inspector=world._inspect).reports[None].unsettled is not None
     assert train.plan_training(world.run, nodes=1, batch=64, inspect=world._inspect).task.batch == 64
-    answer = TOLD.model_copy(update={"footprints": tuple(footprint(Truth(), size) for size in (8, 16))})
+    answer = TOLD.model_copy(update={"footprints": tuple(make_footprint(Truth(), size) for size in (8, 16))})
     write_record(first_job.get_inspection_path(world.run, spec()), answer)
     assert estimate_all_node_types([world.run], inspector=world._inspect)[None].inspection == answer
     fresh = world.inspector(fresh=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import make_runs
 import pytest
-from make_results import inspected
+from make_results import make_inspection
 from make_runs import FakeLauncher
 
 from tula_cli.errors import Infeasible, OutOfMemoryAtMinimum, SpecError
@@ -15,7 +15,7 @@ from tula_cli.services import largest_batch, profile
 from tula_cli.services.status import get_run_status
 from tula_cli.spec.job import JobSpec
 
-GPU = inspected(device="cuda", capacity=10 * 2**30, footprints=())
+GPU = make_inspection(device="cuda", capacity=10 * 2**30, footprints=())
 
 
 def spec_of(**changes: Any) -> JobSpec:
@@ -36,7 +36,7 @@ def test_the_bounds_are_those_of_the_fewest_nodes_in_whole_micro_batches() -> No
 
 
 def test_a_cpu_needs_a_memory_limit_so_that_the_search_never_fills_the_machine() -> None:
-    here = inspected(device="cpu", capacity=2**34)
+    here = make_inspection(device="cpu", capacity=2**34)
     with pytest.raises(SpecError, match="no memory limit"):
         largest_batch.make_largest_batch_bounds(spec_of(), here)
     limited = spec_of(cluster={"memory_per_gpu": "1GB"})

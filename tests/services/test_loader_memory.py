@@ -4,7 +4,7 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from make_results import inspected, spec
+from make_results import make_inspection, make_spec
 from read_diagnostics import codes
 
 from tula_cli.run.directory import RunDir
@@ -18,11 +18,11 @@ SAMPLE = {"sample_bytes": MB, "cpus": 8}
 
 
 def job(**sections):
-    return spec(**{"train": {"epochs": 1, "workers": 2}, **sections})
+    return make_spec(**{"train": {"epochs": 1, "workers": 2}, **sections})
 
 
 def find_problems(free: int | None, sizes, *, of=None, **inspection):
-    return check_shared_memory(of or job(), inspected(**{**SAMPLE, **inspection}), sizes, free=free)
+    return check_shared_memory(of or job(), make_inspection(**{**SAMPLE, **inspection}), sizes, free=free)
 
 
 def test_where_one_batch_of_each_rank_fits_nothing_is_said() -> None:
@@ -59,7 +59,7 @@ def test_of_a_script_nothing_is_known() -> None:
 
 def test_check_refuses_a_search_of_which_no_batch_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_warnings, "read_shared_memory", lambda: MB)
-    report = check(job(), inspector=lambda _: inspected(**SAMPLE))
+    report = check(job(), inspector=lambda _: make_inspection(**SAMPLE))
     assert "shared-memory-too-small" in codes(report.problems)
 
 

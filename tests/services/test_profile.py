@@ -6,7 +6,7 @@ from pathlib import Path
 
 import make_runs
 import pytest
-from make_results import inspected
+from make_results import make_inspection
 from make_runs import FakeLauncher
 
 from tula_cli.errors import BadMeasurements, Diverged, Infeasible, JobFailed, OutOfMemoryAtMinimum, SchedulerError
@@ -40,7 +40,7 @@ def inspection(**changes: object) -> Inspection:
         )
         for local in (8, 16)
     )  # fmt: skip
-    return inspected(**{"footprints": footprints, "capacity": 1000 * MIB, **changes})
+    return make_inspection(**{"footprints": footprints, "capacity": 1000 * MIB, **changes})
 
 
 @pytest.fixture

@@ -14,7 +14,17 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from make_results import MIB, Truth, measured, of_a_script, out_of_memory, probe_all, shared_storage, spec, with_noise
+from make_results import (
+    MIB,
+    Truth,
+    add_gradient_noise,
+    as_script_probe,
+    make_out_of_memory,
+    make_probe,
+    make_probes,
+    make_shared_storage_probes,
+    make_spec,
+)
 from read_diagnostics import codes, values
 
 from tula_cli.diagnostics import Diagnostic
@@ -39,7 +49,7 @@ from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_duration
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
-JOB = spec(search={"max_batch": 4096})
+JOB = make_spec(search={"max_batch": 4096})
 
 
 def run_with(
@@ -53,7 +63,7 @@ def run_with(
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return run_with(tmp_path, [*probe_all(Truth(noise=0.01), SWEEP), out_of_memory(2, 512)])
+    return run_with(tmp_path, [*make_probes(Truth(noise=0.01), SWEEP), make_out_of_memory(2, 512)])
 
 
 def ask(
@@ -84,8 +94,8 @@ def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
 
 
 def test_where_ranks_hold_each_other_up_the_choice_is_among_what_was_measured(tmp_path: Path) -> None:
-    job = spec(search={"nodes": [1, 2, 4, 8], "max_batch": 1024})
-    seen = [probe for probe in shared_storage(0) if probe.nodes in (1, 8) or probe.local_batch <= 32]
+    job = make_spec(search={"nodes": [1, 2, 4, 8], "max_batch": 1024})
+    seen = [probe for probe in make_shared_storage_probes(0) if probe.nodes in (1, 8) or probe.local_batch <= 32]
     answer = ask(run_with(tmp_path, seen, job=job))
     assert f"the shortest time of {len(seen)} measured configurations" in answer.reason
     assert answer.choice.measured and answer.candidates > len(seen)
@@ -131,7 +141,7 @@ def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(r
 
 
 def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
-    dear = spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
+    dear = make_spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
     answer = recommend(
         [Run(run.path, dear)], Query(objective="time"), overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0
     )
@@ -142,7 +152,7 @@ def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> N
 
 
 def test_the_command_names_run_nodes_and_batch(tmp_path: Path) -> None:
-    run = run_with(tmp_path / "my runs", probe_all(Truth(), SWEEP))
+    run = run_with(tmp_path / "my runs", make_probes(Truth(), SWEEP))
     choice = ask(run).choice
     expected = f"tula train --run '{run.path}' --nodes {choice.nodes} --batch {choice.batch}"
     assert f"# To train: {expected}\n" in (run.path / "recommended.yaml").read_text()
@@ -206,7 +216,7 @@ def test_the_limit_that_leaves_nothing_is_named_with_the_closest(
 
 
 def test_nodes_whose_step_time_is_unknown_are_to_be_profiled(tmp_path: Path) -> None:
-    run = run_with(tmp_path, probe_all(Truth(), {1: (16, 64, 256)}))
+    run = run_with(tmp_path, make_probes(Truth(), {1: (16, 64, 256)}))
     with pytest.raises(Infeasible, match="only one node was measured") as caught:
         ask(run, nodes=4)
     assert caught.value.hint == "measure more: tula profile --set search.nodes=[4]"
@@ -229,14 +239,14 @@ def test_a_deadline_within_the_interval_is_warned_of(run: RunDir) -> None:
 
 
 def test_a_reference_batch_above_the_dataset_size_is_warned_of(tmp_path: Path) -> None:
-    job = spec(search={"max_batch": 4096}, train={"reference_batch": 50_001, "method": "lbt"})
-    run = run_with(tmp_path, probe_all(Truth(noise=0.01), SWEEP), job=job)
+    job = make_spec(search={"max_batch": 4096}, train={"reference_batch": 50_001, "method": "lbt"})
+    run = run_with(tmp_path, make_probes(Truth(noise=0.01), SWEEP), job=job)
     values = [warning.values for warning in warnings_of(run) if warning.code == "reference-batch-exceeds-dataset"]
     assert values == [{"reference_batch": 50_001, "dataset_size": 50_000}]
 
 
 def test_an_exactly_determined_fit_is_said_to_be(tmp_path: Path) -> None:
-    run = run_with(tmp_path, probe_all(Truth(), {2: (256,), 16: (2,)}))
+    run = run_with(tmp_path, make_probes(Truth(), {2: (256,), 16: (2,)}))
     answer = ask(run)
     assert answer.fit_error is None
     assert "fit-error-unknown" in codes(warnings_of(run))
@@ -246,7 +256,7 @@ def test_an_exactly_determined_fit_is_said_to_be(tmp_path: Path) -> None:
 
 def test_the_choice_with_little_memory_left_is_warned_of(tmp_path: Path) -> None:
     truth = Truth(capacity=Truth().peak(256) + 10 * MIB)
-    run = run_with(tmp_path, probe_all(truth, SWEEP))
+    run = run_with(tmp_path, make_probes(truth, SWEEP))
     choice = ask(run, nodes=16).choice
     assert choice.local_batch == 256 and choice.measured
     expected = {"free_share": choice.headroom, "wanted_share": MEMORY_MARGIN}
@@ -257,7 +267,7 @@ def test_while_probes_are_pending_an_undetermined_answer_waits(tmp_path: Path) -
     run = run_with(tmp_path, [])
     with pytest.raises(Pending, match="3 probes are still queued or running"):
         ask(run, pending=3)
-    for probe in probe_all(Truth(), {2: (16, 64)}):
+    for probe in make_probes(Truth(), {2: (16, 64)}):
         run.write_result(probe)
     with pytest.raises(Pending, match="one number of nodes"):
         ask(run, pending=1)
@@ -265,7 +275,7 @@ def test_while_probes_are_pending_an_undetermined_answer_waits(tmp_path: Path) -
 
 
 def test_out_of_memory_so_far_waits_for_the_rest(tmp_path: Path) -> None:
-    run = run_with(tmp_path, [out_of_memory(2, 16)])
+    run = run_with(tmp_path, [make_out_of_memory(2, 16)])
     with pytest.raises(Pending):
         ask(run, pending=1)
     with pytest.raises(Infeasible):
@@ -281,23 +291,23 @@ def test_too_few_probes_are_refused_when_nothing_is_pending(tmp_path: Path) -> N
     with pytest.raises(BadMeasurements, match="no probe"):
         ask(run_with(tmp_path / "none", []))
     with pytest.raises(BadMeasurements, match="one probe is too few"):
-        ask(run_with(tmp_path / "one", [measured(Truth(), 2, 16)]))
+        ask(run_with(tmp_path / "one", [make_probe(Truth(), 2, 16)]))
 
 
 def test_one_probe_is_enough_where_there_is_one_configuration(tmp_path: Path) -> None:
-    job = spec(search={"nodes": [2], "max_batch": 32})
-    assert ask(run_with(tmp_path, [measured(Truth(), 2, 16)], job=job)).choice.batch == 32
+    job = make_spec(search={"nodes": [2], "max_batch": 32})
+    assert ask(run_with(tmp_path, [make_probe(Truth(), 2, 16)], job=job)).choice.batch == 32
 
 
 def test_hardware_is_not_mixed_even_while_probes_are_pending(tmp_path: Path) -> None:
-    run = run_with(tmp_path, [measured(Truth(), 2, 16), measured(Truth(hardware="other"), 4, 16)])
+    run = run_with(tmp_path, [make_probe(Truth(), 2, 16), make_probe(Truth(hardware="other"), 4, 16)])
     with pytest.raises(BadMeasurements, match="different hardware"):
         ask(run, pending=1)
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     failed = Failed(id="probe-n004-l000008", nodes=4, gpus_per_node=1, local_batch=8, outcome="port", message="in use")
-    run = run_with(tmp_path, [*probe_all(Truth(), {2: (16, 32, 64)}), failed])
+    run = run_with(tmp_path, [*make_probes(Truth(), {2: (16, 32, 64)}), failed])
     assert {row.nodes for row in ask(run).rows} == {2}
     warnings = warnings_of(run)
     assert values(warnings, "probe-failed") == {"nodes": 4, "local_batch": 8, "reason": "in use"}
@@ -337,7 +347,7 @@ def test_a_deadline_that_may_be_missed_is_a_duration() -> None:
 
 @pytest.fixture
 def counted(tmp_path: Path) -> RunDir:
-    return run_with(tmp_path, probe_all(Truth(noise=0.01, watts=300.0), SWEEP))
+    return run_with(tmp_path, make_probes(Truth(noise=0.01, watts=300.0), SWEEP))
 
 
 def test_energy_is_what_the_counters_say_over_the_time_of_training(counted: RunDir) -> None:
@@ -366,7 +376,7 @@ def test_energy_is_an_axis_of_the_front(tmp_path: Path) -> None:
         watts = 100 if (probe.nodes, probe.local_batch) == (2, 64) else 300
         return probe.model_copy(update={"energy": watts * probe.nodes * sum(probe.step_times) / len(probe.step_times)})
 
-    job, probes = spec(search={"nodes": [2], "max_batch": 512}), probe_all(Truth(), {2: (16, 32, 64, 128, 256)})
+    job, probes = make_spec(search={"nodes": [2], "max_batch": 512}), make_probes(Truth(), {2: (16, 32, 64, 128, 256)})
     counted = run_with(tmp_path / "with", [with_power(probe) for probe in probes], job=job)
     silent = run_with(tmp_path / "without", probes, job=job)
     front, smaller = ({(row.nodes, row.batch) for row in ask(each).rows if row.pareto} for each in (counted, silent))
@@ -388,11 +398,11 @@ def test_without_a_counter_nothing_has_energy_and_nothing_is_chosen_by_it(run: R
 
 
 def test_node_types_without_a_counter_are_left_out_of_a_choice_by_energy(tmp_path: Path) -> None:
-    job = spec(search={"max_batch": 4096}, node_types={"a": {}, "b": {"pricing": {"price": 0.5}}})
+    job = make_spec(search={"max_batch": 4096}, node_types={"a": {}, "b": {"pricing": {"price": 0.5}}})
     runs = make.create_runs(tmp_path, job)
     run = runs[0]
     for part in runs:
-        for probe in probe_all(Truth(watts=300.0 if part.type == "a" else None), SWEEP):
+        for probe in make_probes(Truth(watts=300.0 if part.type == "a" else None), SWEEP):
             part.write_result(probe)
     answer = ask(run, "energy")
     assert {row.type for row in answer.rows} == {"a"}
@@ -444,7 +454,7 @@ def on_spot(
     run: RunDir, objective: Any = "cost", *, limits: dict[str, Any] | None = None, **spot: float
 ) -> Recommendation:
     pricing = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0, **spot}}
-    job = spec(search={"max_batch": 4096}, pricing=pricing)
+    job = make_spec(search={"max_batch": 4096}, pricing=pricing)
     answer = recommend([Run(run.path, job)], Query(objective=objective, **(limits or {})), now=1.0)
     save_answer(open_runs_of_job(run), answer)
     return answer.recommendation
@@ -520,12 +530,12 @@ SLOW = Truth(hardware="Slow GPU", gpus_per_node=2)
 
 
 def two_types(root: Path, *, fast: bool = True, slow: bool = True) -> RunDir:
-    job = spec(search={"max_batch": 4096}, node_types=TYPES)
+    job = make_spec(search={"max_batch": 4096}, node_types=TYPES)
     runs = make.create_runs(root, job)
     truths = {"fast": FAST if fast else None, "slow": SLOW if slow else None}
     for part in runs:
         if (truth := truths[str(part.type)]) is not None:
-            for result in probe_all(dataclasses.replace(truth), SWEEP):
+            for result in make_probes(dataclasses.replace(truth), SWEEP):
                 part.write_result(result)
     return runs[0]
 
@@ -589,7 +599,7 @@ def test_limits_hold_over_all_types(tmp_path: Path) -> None:
 def test_the_same_nodes_as_two_types_are_one_job(tmp_path: Path) -> None:
     """Splitting a job by type changes no number."""
     whole = run_with(
-        tmp_path / "whole", probe_all(FAST, SWEEP), job=spec(search={"max_batch": 4096}, pricing={"price": 9.0})
+        tmp_path / "whole", make_probes(FAST, SWEEP), job=make_spec(search={"max_batch": 4096}, pricing={"price": 9.0})
     )
     split = two_types(tmp_path / "split", slow=False)
     assert [(row.nodes, row.batch, row.hours, row.cost, row.pareto) for row in ask(whole).rows] == [
@@ -602,7 +612,7 @@ def test_the_same_nodes_as_two_types_are_one_job(tmp_path: Path) -> None:
 
 @pytest.fixture
 def noisy(tmp_path: Path) -> RunDir:
-    return run_with(tmp_path, with_noise(probe_all(Truth(noise=0.01), SWEEP), 50.0))
+    return run_with(tmp_path, add_gradient_noise(make_probes(Truth(noise=0.01), SWEEP), 50.0))
 
 
 def test_the_same_progress_takes_smaller_batches_than_the_same_epochs(noisy: RunDir) -> None:
@@ -619,8 +629,8 @@ def test_the_same_progress_takes_smaller_batches_than_the_same_epochs(noisy: Run
 
 
 def test_the_more_noise_the_larger_the_batch(tmp_path: Path) -> None:
-    probes = probe_all(Truth(), SWEEP)
-    runs = [run_with(tmp_path / str(scale), with_noise(probes, scale)) for scale in (1.0, 1e3, 1e7)]
+    probes = make_probes(Truth(), SWEEP)
+    runs = [run_with(tmp_path / str(scale), add_gradient_noise(probes, scale)) for scale in (1.0, 1e3, 1e7)]
     batches = [ask(run, "accuracy-time").choice.batch for run in runs]
     assert batches == sorted(batches) and batches[0] < batches[-1] == ask(runs[0], "time").choice.batch
 
@@ -689,7 +699,7 @@ def test_the_table_tells_the_same_progress_apart(noisy: RunDir) -> None:
 def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
     two_types(tmp_path)
     spot = {"price": 1.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0}}
-    job = spec(search={"max_batch": 4096}, node_types=TYPES, pricing=spot)
+    job = make_spec(search={"max_batch": 4096}, node_types=TYPES, pricing=spot)
     answer = recommend(make_runs(tmp_path, job), Query(objective="cost"), now=1.0).recommendation
     other = answer.other_market
     assert (answer.choice.type, answer.choice.market) == ("slow", "spot") and other is not None
@@ -702,8 +712,8 @@ def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
 
 @pytest.fixture
 def script(tmp_path: Path) -> RunDir:
-    job = spec(search={"max_batch": 4096}, train={"method": "lbt"})
-    return run_with(tmp_path, [of_a_script(probe) for probe in probe_all(Truth(noise=0.01), SWEEP)], job=job)
+    job = make_spec(search={"max_batch": 4096}, train={"method": "lbt"})
+    return run_with(tmp_path, [as_script_probe(probe) for probe in make_probes(Truth(noise=0.01), SWEEP)], job=job)
 
 
 def test_a_script_is_recommended_by_its_steps_and_told_what_is_missing(script: RunDir) -> None:
@@ -722,7 +732,7 @@ def test_the_cost_of_an_interruption_of_a_script_is_reported(tmp_path: Path) -> 
     content["script"] |= {"resume": resume, "save": "SIGUSR1"}
     content["pricing"] = {"price": 1.0, "spot": {"discount": 0.7, "interruptions_per_day": 1}}
     job = validate_job({**content, "search": {"nodes": [2, 4], "max_batch": 4096}}, source="test")
-    run = run_with(tmp_path, [of_a_script(probe) for probe in probe_all(Truth(noise=0.01), SWEEP)], job=job)
+    run = run_with(tmp_path, [as_script_probe(probe) for probe in make_probes(Truth(noise=0.01), SWEEP)], job=job)
     result = ask(run)
     assert result.interruption.startswith("the checkpoint interval is unknown until the script trains")
     assert values(warnings_of(run), "no-spot-saves-unknown") == {"nodes": result.choice.nodes}
@@ -739,8 +749,8 @@ def test_the_cost_of_an_interruption_of_a_script_is_reported(tmp_path: Path) -> 
 
 
 def test_gradients_of_some_probes_are_enough_for_the_same_progress(tmp_path: Path) -> None:
-    value = with_noise(probe_all(Truth(), SWEEP), 500)
-    mixed = [of_a_script(probe, gradients=None if probe.nodes == 2 else probe.gradients) for probe in value]
+    value = add_gradient_noise(make_probes(Truth(), SWEEP), 500)
+    mixed = [as_script_probe(probe, gradients=None if probe.nodes == 2 else probe.gradients) for probe in value]
     run = run_with(tmp_path, mixed)
     assert "4 probes" in ask(run, "accuracy-time").efficiency
     assert "same-progress-unknown" not in codes(warnings_of(run, "accuracy-time"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import make_runs
 import pytest
-from make_results import inspected
+from make_results import make_inspection
 from make_runs import FakeLauncher
 
 import tula_cli as tula
@@ -94,7 +94,7 @@ def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = 
     """Return the job that a training waits for, and what was said."""
     text: list[Event] = []
     launcher = launcher or FakeLauncher()
-    submission = Submission(lambda _: launcher, lambda _: inspected(), lambda _: True, wait=False)
+    submission = Submission(lambda _: launcher, lambda _: make_inspection(), lambda _: True, wait=False)
     return run_work(resume_test.run_resume_test_if_due(result, launcher, submission), text.append), text
 
 

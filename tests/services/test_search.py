@@ -2,7 +2,7 @@ import make_runs as make
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from make_results import Truth, probe_all, spec
+from make_results import Truth, make_probes, make_spec
 
 from tula_cli.errors import Infeasible
 from tula_cli.models.estimator import Estimator
@@ -20,7 +20,9 @@ def plan(
     strategy: str, *, max_local_batch: int | None = 256, dataset_size: int = 50_000, **sections: dict[str, object]
 ) -> dict[int, tuple[int, ...]]:
     search = {"strategy": strategy, **sections.pop("search", {})}
-    return choose_probes(spec(search=search, **sections), dataset_size=dataset_size, max_local_batch=max_local_batch)
+    return choose_probes(
+        make_spec(search=search, **sections), dataset_size=dataset_size, max_local_batch=max_local_batch
+    )
 
 
 def test_full_measures_every_candidate() -> None:
@@ -43,14 +45,14 @@ def test_sweep_measures_the_fewest_nodes_the_smallest_batches_and_two_far_ones()
 @pytest.mark.parametrize("strategy", ["auto", "adaptive", "partial", "sweep"])
 def test_fewer_gpus_take_two_batches_on_the_fewest_nodes(strategy: str) -> None:
     search = {"strategy": strategy, "gpus_per_node": [1, 2]}
-    job = spec(search=search, cluster={"gpus_per_node": 2}).split_by_type()["gpus-1"]
+    job = make_spec(search=search, cluster={"gpus_per_node": 2}).split_by_type()["gpus-1"]
     assert choose_probes(job, dataset_size=50_000, max_local_batch=256) == {2: (16, 64)}
     assert choose_probes(job, dataset_size=50_000, max_local_batch=16) == {2: (16,)}
 
 
 def test_full_measures_fewer_gpus_in_full_too() -> None:
     search = {"strategy": "full", "gpus_per_node": [1, 2]}
-    job = spec(search=search, cluster={"gpus_per_node": 2}).split_by_type()["gpus-1"]
+    job = make_spec(search=search, cluster={"gpus_per_node": 2}).split_by_type()["gpus-1"]
     assert choose_probes(job, dataset_size=50_000, max_local_batch=256) == plan("full")
 
 
@@ -79,7 +81,7 @@ def test_a_number_of_nodes_without_a_batch_is_left_out() -> None:
 def test_what_is_measured_is_feasible_ascending_and_never_more_than_full(
     nodes: list[int], max_local_batch: int, dataset_size: int, strategy: str
 ) -> None:
-    job = spec(search={"nodes": nodes, "min_batch": 8, "strategy": strategy})
+    job = make_spec(search={"nodes": nodes, "min_batch": 8, "strategy": strategy})
     try:
         candidates = list_feasible_candidates(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
     except Infeasible:
@@ -122,7 +124,7 @@ def inspected(truth: Truth, *, capacity: int | None = None) -> Inspection:
     )  # fmt: skip
 
 
-ADAPTIVE = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 5000})
+ADAPTIVE = make_spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 5000})
 
 
 def test_rounds_start_from_four_probes_and_say_so() -> None:
@@ -132,13 +134,13 @@ def test_rounds_start_from_four_probes_and_say_so() -> None:
 
 
 def test_rounds_start_with_the_far_corner_where_compute_is_not_measured_apart() -> None:
-    job = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 5000, "parallel": "fsdp"})
+    job = make_spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 5000, "parallel": "fsdp"})
     assert probes_of(job) == {2: (16, 256, 2048), 16: (2, 256)}
     assert choose_next_round(job, [], inspection=inspected(Truth())).probes == {2: (16, 256, 2048), 16: (2, 256)}
 
 
 def test_probes_that_time_whole_steps_alone_are_followed_by_the_far_corner() -> None:
-    whole = [probe.model_copy(update={"compute_time": None}) for probe in probe_all(Truth(), probes_of(ADAPTIVE))]
+    whole = [probe.model_copy(update={"compute_time": None}) for probe in make_probes(Truth(), probes_of(ADAPTIVE))]
     result = choose_next_round(ADAPTIVE, whole, inspection=inspected(Truth()))
     assert result.probes == {16: (256,)} and result.reasons == ("initial probes: 16 nodes, local batch 256",)
 
@@ -147,7 +149,7 @@ def test_probes_that_time_whole_steps_alone_are_followed_by_the_far_corner() -> 
 def test_small_gradients_are_followed_by_the_far_corner(mebibytes: int, is_small: bool) -> None:
     probes = [
         probe.model_copy(update={"memory": probe.memory.model_copy(update={"gradients": mebibytes << 20})})
-        for probe in probe_all(Truth(), probes_of(ADAPTIVE))
+        for probe in make_probes(Truth(), probes_of(ADAPTIVE))
     ]
     reasons = choose_next_round(ADAPTIVE, probes, inspection=inspected(Truth())).reasons
     assert (reasons == ("initial probes: 16 nodes, local batch 256",)) == is_small
@@ -162,7 +164,7 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
     results: dict[str, Measured] = {}
     rounds = 0
     while (result := choose_next_round(ADAPTIVE, list(results.values()), inspection=inspected(truth))).probes:
-        fresh = probe_all(truth, dict(result.probes), seed=rounds)
+        fresh = make_probes(truth, dict(result.probes), seed=rounds)
         assert not {probe.id for probe in fresh} & results.keys()
         assert len(result.reasons) == (len(fresh) if rounds else 1)  # one for all initial probes
         results |= {probe.id: probe for probe in fresh}
@@ -182,20 +184,20 @@ def test_what_was_out_of_memory_is_not_proposed_again() -> None:
     )
     result = choose_next_round(ADAPTIVE, [oom], inspection=inspected(truth))
     assert result.probes == {2: (16, 128, 1024), 16: (2,)}
-    seen = [oom, *probe_all(truth, {2: (16, 128, 1024), 16: (2,)})]
+    seen = [oom, *make_probes(truth, {2: (16, 128, 1024), 16: (2,)})]
     later = choose_next_round(ADAPTIVE, seen, inspection=inspected(truth))
     assert all(size < 2048 for sizes in later.probes.values() for size in sizes)
 
 
 def test_a_training_shorter_than_a_job_is_worth_no_further_probe() -> None:
-    short = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 1})
-    seen = probe_all(Truth(), {2: (16, 256, 2048), 16: (2,)})
+    short = make_spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 1})
+    seen = make_probes(Truth(), {2: (16, 256, 2048), 16: (2,)})
     assert choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth())).probes
     assert not choose_next_round(short, seen, inspection=inspected(Truth())).probes
 
 
 def test_trainings_and_other_sizes_count_in_the_rounds_and_what_they_measured_is_not_probed() -> None:
-    seen = probe_all(Truth(), {2: (16, 256, 2048), 16: (2,)})
+    seen = make_probes(Truth(), {2: (16, 256, 2048), 16: (2,)})
     first = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()))
     nodes, local = next((nodes, sizes[0]) for nodes, sizes in first.probes.items())
     seconds = Truth().step_time(nodes, local)
@@ -205,13 +207,13 @@ def test_trainings_and_other_sizes_count_in_the_rounds_and_what_they_measured_is
     )  # fmt: skip
     later = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), trained=[training])
     assert local not in later.probes.get(nodes, ())
-    others = OtherGpuCountMeasurements(tuple(probe_all(Truth(gpus_per_node=2), {1: (16, 256), 2: (16,)})))
+    others = OtherGpuCountMeasurements(tuple(make_probes(Truth(gpus_per_node=2), {1: (16, 256), 2: (16,)})))
     answer = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), others=others)
     assert answer.words != first.words
 
 
 def test_a_number_of_nodes_on_which_the_script_fails_is_not_measured_again() -> None:
-    alone = probe_all(Truth(), {2: (16, 256, 2048)})
+    alone = make_probes(Truth(), {2: (16, 256, 2048)})
     failure = Failure(outcome="user", message="2 ranks should have started")
     failed = Failed(**make.probe_identity(16, 2), failure=failure)
     by_script = ADAPTIVE.model_copy(update={"script": make.script_spec(epochs=3).script})

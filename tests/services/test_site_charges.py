@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from make_runs import add_training, spec
-from make_runs import job as make_job
+from make_runs import scheduler_job as make_job
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir

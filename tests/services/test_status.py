@@ -100,7 +100,7 @@ def test_an_attempt_of_a_job_that_is_done_is_never_lost(run):
 @pytest.mark.parametrize("apart", [-3.0, 0.0, 30.0])
 def test_a_job_that_has_just_ended_well_is_not_lost_before_its_results_are_here(run, outcome, apart):
     name = make.add_probes(run, 1, (32,))
-    run.write_job(make.job(name, scheduler="slurm"))
+    run.write_job(make.scheduler_job(name, scheduler="slurm"))
     run.write_attempt(make.attempt(name, end=START + 100 - apart, outcome=outcome))
     launcher = make.FakeLauncher({name: "ended"})
     job = only_job(run, launcher)
@@ -118,7 +118,7 @@ def test_a_host_whose_clock_is_off_changes_neither_elapsed_time_nor_time_left(ru
     rows = [{**row, "time": began + 55 + off} for row in make.metrics() if row["kind"] == "step"]
     run.get_training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run.write_attempt(make.attempt(f"{name}-1", start=began + off, allocation="4711.0"))
-    run.write_job(make.job(name, scheduler="slurm", at=began - 1))
+    run.write_job(make.scheduler_job(name, scheduler="slurm", at=began - 1))
     os.utime(run.path / "attempts" / f"{name}-1.001.json", (began, began))
     os.utime(run.get_training("ab12cd34").metrics_path, (began + 55, began + 55))
     seen = services_status.get_run_status(run, make.FakeLauncher({name: "running"}), now=now)
@@ -445,7 +445,7 @@ def test_a_training_run_half_way(run):
 def test_the_time_left_counts_down_only_while_steps_are_made(tmp_path, said, flags, attempts, left):
     on_slurm = RunDir.create(tmp_path, make.spec(cluster={"kind": "slurm"}))
     name = make.add_training(on_slurm, rows=make.metrics(START + 60))
-    on_slurm.write_job(make.job(name, nodes=2, scheduler="slurm"))
+    on_slurm.write_job(make.scheduler_job(name, nodes=2, scheduler="slurm"))
     for number, changes in enumerate(attempts, 1):
         on_slurm.write_attempt(make.attempt(f"{name}-1", number=number, **changes))
     now = START + (650 if left == 80 else 70)
@@ -595,7 +595,7 @@ def test_a_round_of_waiting_reads_what_a_look_reads(run, scheduler, monkeypatch)
     monkeypatch.setattr(files, "read_content", lambda path: opened.append(path) or whole(path))
     for nodes in range(1, 9):
         name = make.add_probes(run, nodes, (32, 64))
-        run.write_job(make.job(name, scheduler=scheduler))
+        run.write_job(make.scheduler_job(name, scheduler=scheduler))
         make.add_measured(run, nodes, 32)
     make.add_training(run)
     launcher, jobs = (
@@ -613,7 +613,7 @@ def test_a_round_of_waiting_reads_what_a_look_reads(run, scheduler, monkeypatch)
 
 def test_a_result_is_noticed_within_a_round(run):
     name = make.add_probes(run, 1, (32,))
-    run.write_job(make.job(name, scheduler="slurm"))
+    run.write_job(make.scheduler_job(name, scheduler="slurm"))
     clock = Clock([(130, lambda: make.add_measured(run, 1, 32))])
     seen = watched(run, make.FakeLauncher({name: "running"}), [name], clock)
     assert seen[-1].jobs[0].state == "done"
@@ -631,7 +631,7 @@ def test_looks_seldom_and_then_more_seldom(run):
 
 def test_asks_a_slurm_scheduler_politely(run):
     name = make.add_probes(run, 1, (32,))
-    run.write_job(make.job(name, scheduler="slurm"))
+    run.write_job(make.scheduler_job(name, scheduler="slurm"))
     launcher, clock = make.FakeLauncher({name: "pending"}), Clock()
     watched(run, launcher, [name], clock, timeout=600)
     assert launcher.asked <= 16
@@ -661,7 +661,7 @@ def test_files_of_an_ended_job_may_come_late(run):
 @pytest.mark.parametrize(("scheduler", "grace"), [("local", 2), ("slurm", 60)])
 def test_a_lost_job_is_given_up_after_the_grace_period(run, scheduler, grace):
     name = make.add_probes(run, 1, (32,))
-    run.write_job(make.job(name, scheduler=scheduler))
+    run.write_job(make.scheduler_job(name, scheduler=scheduler))
     clock = Clock()
     seen = watched(run, make.FakeLauncher({name: "ended"}), [name], clock)
     assert seen[-1].jobs[0].state == "lost"
@@ -671,7 +671,7 @@ def test_a_lost_job_is_given_up_after_the_grace_period(run, scheduler, grace):
 @pytest.mark.parametrize("outcome", ["done", "device_oom"])
 def test_results_may_come_later_than_the_end_of_the_attempt_that_wrote_them(run, outcome):
     name = make.add_probes(run, 1, (32,))
-    run.write_job(make.job(name, scheduler="slurm"))
+    run.write_job(make.scheduler_job(name, scheduler="slurm"))
     run.write_attempt(make.attempt(name, end=START + 1, outcome=outcome))
     clock = Clock([(25, lambda: make.add_measured(run, 1, 32))])
     seen = watched(run, make.FakeLauncher({name: "ended"}), [name], clock)

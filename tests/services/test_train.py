@@ -5,7 +5,7 @@ from pathlib import Path
 
 import make_runs
 import pytest
-from make_results import inspected
+from make_results import make_inspection
 from make_runs import FakeLauncher
 
 from tula_cli.cluster import relaunch
@@ -39,7 +39,7 @@ from tula_cli.spec.signature import compute_train_signature
 def plan(run: RunDir, spec: JobSpec | None = None, **named: object) -> TrainPlan:
     """Plan with a dataset of 2000 samples, without building it."""
     run = Run(run.path, spec or run.read_spec())
-    return train.plan_training(run, **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
+    return train.plan_training(run, **{"inspect": lambda _: make_inspection(), **named})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -150,7 +150,8 @@ def test_a_range_of_nodes_is_one_training_whatever_its_bounds(run: RunDir) -> No
     assert (again.job, again.attempt, again.nodes, again.node_counts) == (task.job, 2, 1, (1, 2))
     assert plan(run, spec, nodes=4, batch=64).task.signature != task.signature
     ready = run_work(
-        train.prepare_training([Run(run.path, spec)], TrainRequest(nodes="1-4", batch=64), lambda _: inspected()), print
+        train.prepare_training([Run(run.path, spec)], TrainRequest(nodes="1-4", batch=64), lambda _: make_inspection()),
+        print,
     )
     assert ready.plan.task.job == task.job
     for nodes, batch, missing in (
@@ -396,7 +397,7 @@ def test_a_plan_names_the_finished_training_with_another_batch(tmp_path: Path) -
 
     def describe(batch: int, **changes: dict[str, object]) -> str:
         changed = Run(run.path, make_runs.spec(**changes))
-        preparing = train.prepare_training([changed], TrainRequest(nodes=2, batch=batch), lambda _: inspected())
+        preparing = train.prepare_training([changed], TrainRequest(nodes=2, batch=batch), lambda _: make_inspection())
         return "\n".join(line for line in render_train_plan(run_work(preparing, print).plan) if isinstance(line, str))
 
     assert f"{named} (train-{task.signature})" in describe(256)

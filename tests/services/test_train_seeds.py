@@ -7,7 +7,7 @@ from typing import Any
 
 import make_runs as make
 import pytest
-from make_results import Truth, probe_all, spec
+from make_results import Truth, make_probes, make_spec
 
 from tula_cli.errors import JobFailed, OverBudget, SpecError
 from tula_cli.options import TrainRequest
@@ -46,15 +46,15 @@ class Trains(make.FakeLauncher):
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}))
-    for result in probe_all(Truth(noise=0.01), {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}):
+    run = RunDir.create(tmp_path, make_spec(search={"max_batch": 4096}))
+    for result in make_probes(Truth(noise=0.01), {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}):
         run.write_result(result)
     return run
 
 
 def on_queue(run: RunDir) -> JobSpec:
     job = run.read_spec()
-    return job.model_copy(update={"cluster": spec(cluster=QUEUE).cluster})
+    return job.model_copy(update={"cluster": make_spec(cluster=QUEUE).cluster})
 
 
 def inspect(_: JobSpec) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from script_ranks import PATIENCE, ROOT, SCRIPTS, SHIM, ScriptRanks
+from script_ranks import ROOT, SCRIPTS, SHIM, TIMEOUT_SECONDS, ScriptRanks
 
 from tula_cli.cluster.scripts.methods import copy_optim
 from tula_cli.presets import AGS_PRESETS
@@ -52,8 +52,8 @@ def test_weights_of_two_ranks_are_those_of_the_library_applied_by_hand(
     value, hand, plain = (tmp_path / name for name in ("own", "hand", "plain"))
     for out, ags, more in ((value, library, ()), (hand, None, ("--by-hand",)), (plain, None, ())):
         loop = ("--accumulate", 2, "--scaler", *more, "--out", out)
-        ended = run(SCRIPT, *loop, plan=plan(tmp_path / f"of-{out.name}", ags), world=2)
-        assert ended.codes == [0, 0], ended.said
+        outcome = run(SCRIPT, *loop, plan=plan(tmp_path / f"of-{out.name}", ags), world=2)
+        assert outcome.codes == [0, 0], outcome.output
     assert torch.equal(weights(value), weights(value, 1))
     assert torch.equal(weights(value), weights(hand))
     assert not torch.allclose(weights(value), weights(plain), atol=1e-4)
@@ -65,12 +65,12 @@ def test_weights_of_two_ranks_are_those_of_the_library_applied_by_hand(
 
 
 def test_ranks_that_reduce_by_themselves_train_not_a_step_more(run: ScriptRanks, tmp_path: Path, library: Path) -> None:
-    ended = run(SCRIPT, "--alone", "--own-reduction", "--catching", plan=plan(tmp_path, library), world=2)
-    assert ended.codes == [0, 0], "it catches everything; what was refused is told all the same"
-    failure = ended.json("failure-0.json")
+    outcome = run(SCRIPT, "--alone", "--own-reduction", "--catching", plan=plan(tmp_path, library), world=2)
+    assert outcome.codes == [0, 0], "it catches everything; what was refused is told all the same"
+    failure = outcome.json("failure-0.json")
     assert (failure["where"], failure["step"]) == ("method", 0)
     assert "2 ranks train without DistributedDataParallel" in failure["text"]
-    assert ended.results()[0].steps < 4
+    assert outcome.results()[0].steps < 4
 
 
 @pytest.mark.proof
@@ -86,8 +86,8 @@ def test_ranks_that_reduce_by_themselves_train_not_a_step_more(run: ScriptRanks,
 def test_loops_that_no_factor_can_come_from_are_refused(
     run: ScriptRanks, tmp_path: Path, library: Path, loop: tuple[object, ...], words: str
 ) -> None:
-    ended = run(SCRIPT, *loop, plan=plan(tmp_path, library), world=2)
-    assert 0 not in ended.codes and words in ended.json("failure-0.json")["text"], ended.said
+    outcome = run(SCRIPT, *loop, plan=plan(tmp_path, library), world=2)
+    assert 0 not in outcome.codes and words in outcome.json("failure-0.json")["text"], outcome.output
 
 
 @pytest.mark.proof
@@ -95,8 +95,8 @@ def test_the_papers_form_takes_its_small_batch_from_the_loop(run: ScriptRanks, t
     """One factor an element, refreshed at the end of each epoch of two steps, under a scaler that skips one of six."""
     path = tmp_path / "own"
     loop = ("--hooks", "--scaler", "--out", path)
-    ended = run(SCRIPT, *loop, plan=plan(tmp_path, library, preset="paper"), world=2)
-    assert ended.codes == [0, 0], ended.said
+    outcome = run(SCRIPT, *loop, plan=plan(tmp_path, library, preset="paper"), world=2)
+    assert outcome.codes == [0, 0], outcome.output
     assert torch.equal(weights(path), weights(path, 1))
     first, second = (rows(tmp_path, rank)[-1] for rank in (0, 1))
     assert first == second and first["factors"] == weights(path).numel()
@@ -105,15 +105,15 @@ def test_the_papers_form_takes_its_small_batch_from_the_loop(run: ScriptRanks, t
 
 @pytest.mark.proof
 def test_sharded_parameters_are_refused(run: ScriptRanks, tmp_path: Path, library: Path) -> None:
-    ended = run("sharded.py", plan=plan(tmp_path, library), world=2)
-    assert 0 not in ended.codes
-    assert "2 ranks train without DistributedDataParallel (FSDP" in ended.json("failure-0.json")["text"]
+    outcome = run("sharded.py", plan=plan(tmp_path, library), world=2)
+    assert 0 not in outcome.codes
+    assert "2 ranks train without DistributedDataParallel (FSDP" in outcome.json("failure-0.json")["text"]
 
 
 @pytest.mark.proof
 def test_hugging_faces_trainer_is_scaled_as_it_is(run: ScriptRanks, tmp_path: Path, library: Path) -> None:
-    ended = run("trainer.py", tmp_path / "out", 2, plan=plan(tmp_path, library, available=4), world=2)
-    assert ended.codes == [0, 0], ended.said
+    outcome = run("trainer.py", tmp_path / "out", 2, plan=plan(tmp_path, library, available=4), world=2)
+    assert outcome.codes == [0, 0], outcome.output
     first, second = (rows(tmp_path, rank)[-1] for rank in (0, 1))
     assert first == second and first["so_far"]["steps"] == 32 and first["so_far"]["scaled"] > 0.9
     assert 1 < first["mean"] <= 2**0.5
@@ -126,7 +126,7 @@ def test_lightnings_trainer_is_scaled_as_it_is(tmp_path: Path, library: Path) ->
     path.write_text(plan(tmp_path, library, available=4).model_dump_json())
     environment = {"PYTHONPATH": f"{SHIM}:{ROOT / 'templates'}", "TULA_PLAN": str(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPTS / "lit.py"), str(tmp_path / "out"), "2", "2"]
-    subprocess.run(command, env=os.environ | environment, capture_output=True, timeout=PATIENCE, check=True)
+    subprocess.run(command, env=os.environ | environment, capture_output=True, timeout=TIMEOUT_SECONDS, check=True)
     first, second = (rows(tmp_path, rank)[-1] for rank in (0, 1))
     assert first == second and first["so_far"]["steps"] == 32 and first["so_far"]["scaled"] == 31 / 32
     assert 1 < first["mean"] <= 2**0.5

@@ -47,9 +47,9 @@ def test_a_branch_follows_its_shape_and_ends(run: ScriptRanks, tmp_path: Path, w
     (tmp_path / "train.py").write_text(SCRIPT)
     settings = {"task": "rates", "folder": str(tmp_path), "mode": "train", "row": 0.0}
     plan = ShimPlan.model_validate({**settings, "branch": {"steps": 8, "factor": 4.0}})
-    ended = run(tmp_path / "train.py", tmp_path, plan=plan, world=world)
-    assert ended.codes == [0] * world and "THE END" not in ended.said[0], ended.said
-    assert [result.why for result in ended.results()] == ["stopped"] * world
+    outcome = run(tmp_path / "train.py", tmp_path, plan=plan, world=world)
+    assert outcome.codes == [0] * world and "THE END" not in outcome.output[0], outcome.output
+    assert [result.why for result in outcome.results()] == ["stopped"] * world
     weights = [0.0, *accumulate(-0.4 * share for share in SHARES)]
     for rank in range(world):
         trained = [float(line) for line in (tmp_path / f"weights-{rank}").read_text().split()]
@@ -64,8 +64,8 @@ def test_the_first_steps_of_a_branch_record_the_norms_of_gradients(run: ScriptRa
     (tmp_path / "train.py").write_text(DDP_SCRIPT)
     settings = {"task": "rates", "folder": str(tmp_path), "mode": "train", "row": 0.0}
     plan = ShimPlan.model_validate({**settings, "branch": {"steps": 8, "factor": 1.0, "norms": 3}})
-    ended = run(tmp_path / "train.py", tmp_path, plan=plan, world=2)
-    for result, gradient in zip(ended.results(), (3.0, 1.0), strict=True):
+    outcome = run(tmp_path / "train.py", tmp_path, plan=plan, world=2)
+    for result, gradient in zip(outcome.results(), (3.0, 1.0), strict=True):
         assert result.split is not None
         assert result.split.norms == ((gradient**2, 4.0),) * 2, "of the second and the third step"
 
@@ -76,8 +76,8 @@ def test_up_to_the_checkpoint_nothing_is_shaped_and_only_late_checkpoints_count(
     killing = {"checkpoint": str(tmp_path / "*.pth"), "after": 2, "settled": 0.1, "first": 12}
     settings = {"task": "rates", "folder": str(tmp_path), "mode": "train", "row": 0.0, "rehearsal": killing}
     plan = ShimPlan.model_validate({**settings, "branch": {"steps": None, "factor": 1.0}})
-    ended = run("reference.py", "--epochs", 4, "--output-dir", tmp_path, plan=plan)
-    assert ended.codes == [-9]
+    outcome = run("reference.py", "--epochs", 4, "--output-dir", tmp_path, plan=plan)
+    assert outcome.codes == [-9]
     assert json.loads((tmp_path / "rehearsal.json").read_text())["steps"] == 20, "the second epoch's"
     rows = [json.loads(line) for line in (tmp_path / "steps-0.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "row"]

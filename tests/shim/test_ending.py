@@ -54,10 +54,10 @@ def test_a_process_without_rank_is_silent_beside_one_that_has_told(tmp_path: Pat
 def test_an_error_of_the_shim_s_own_in_a_probe_is_reported_as_its_own(run: ScriptRanks, tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"heartbeat-{rank}.json").mkdir()  # heartbeats cannot be written
-    ended = run("by_hand.py", 60, "--bare", plan=ShimPlan(task="probe", folder=str(tmp_path)), world=2)
-    assert ended.codes == [1, 1] and "IsADirectoryError" in ended.said[0]
+    outcome = run("by_hand.py", 60, "--bare", plan=ShimPlan(task="probe", folder=str(tmp_path)), world=2)
+    assert outcome.codes == [1, 1] and "IsADirectoryError" in outcome.output[0]
     messages = [
-        (failure["where"], failure["error"]) for failure in map(ended.json, ("failure-0.json", "failure-1.json"))
+        (failure["where"], failure["error"]) for failure in map(outcome.json, ("failure-0.json", "failure-1.json"))
     ]
     assert messages == [("shim", "IsADirectoryError")] * 2
 

@@ -22,11 +22,11 @@ def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, 
         content: what is written to the checkpoint behind a step.
         name: of the file.
     """
-    ended: list[int] = []
+    outcome: list[int] = []
     monkeypatch.setattr(
         supervision, "CHECKPOINT_TIMEOUT_SECONDS", 0.0
-    )  # these files are of tomorrow, and do not settle
-    monkeypatch.setattr(supervision.os, "kill", lambda *_: ended.append(1))
+    )  # these files are from tomorrow, and never count as complete
+    monkeypatch.setattr(supervision.os, "kill", lambda *_: outcome.append(1))
     message = folder / "told"
     message.mkdir()
     wanted = {"checkpoint": str(folder / "c*"), "after": 5, "settled": 0.0}
@@ -35,7 +35,7 @@ def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, 
     )
     seen = StepKiller(read_plan(str(message / "plan.json")))
     step = 0
-    while not ended and step < 100:
+    while not outcome and step < 100:
         step += 1
         seen.after_step(step, 16.0 * (step - 1), 0, 160)
         if step in content:

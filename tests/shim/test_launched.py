@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from script_ranks import PATIENCE, SCRIPTS, SHIM
+from script_ranks import SCRIPTS, SHIM, TIMEOUT_SECONDS
 
 from tula_cli.run.records.scripts import ScriptFailure, ShimPlan
 
@@ -24,7 +24,7 @@ def launch(folder: Path, *command: object, **more: object) -> "subprocess.Comple
         env=os.environ | environment,
         text=True,
         capture_output=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_SECONDS,
         check=False,
     )
 

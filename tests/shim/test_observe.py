@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from script_ranks import SCRIPTS, Ended, ScriptRanks
+from script_ranks import SCRIPTS, ScriptOutcome, ScriptRanks
 
 import tula_cli
 from tula_cli.models.observed import MeasuredJob
@@ -42,8 +42,8 @@ def measure(job: ObservedJob) -> MeasuredJob:
 
 
 def test_a_script_under_ddp_is_measured_by_part_and_ends_as_without_tula(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run("plain_ddp.py", "--samples", 640, "--epochs", 1, plan=make_plan(tmp_path), world=2)
-    assert ended.codes == [0, 0] and "FINISHED" in ended.said[0]
+    outcome = run("plain_ddp.py", "--samples", 640, "--epochs", 1, plan=make_plan(tmp_path), world=2)
+    assert outcome.codes == [0, 0] and "FINISHED" in outcome.output[0]
     job = get_only_job(tmp_path)
     measured = measure(job)
     assert (job.script, measured.world, measured.nodes, measured.local_batch) == ("plain_ddp", 2, 1, 8)
@@ -74,8 +74,8 @@ def test_scripts_of_many_kinds_are_measured(
     (tmp_path / "out").mkdir()
     plan = make_plan(tmp_path / "observed")
     filled = [tmp_path / "out" if argument == "OUT" else argument for argument in arguments]
-    ended = run(script, *filled, *named.get(script, ()), plan=plan, world=world)
-    assert ended.codes == [0] * world, ended.said
+    outcome = run(script, *filled, *named.get(script, ()), plan=plan, world=world)
+    assert outcome.codes == [0] * world, outcome.output
     measured = measure(get_only_job(tmp_path / "observed"))
     assert measured.step_seconds > 0 and measured.world == world
     assert measured.samples == samples
@@ -86,25 +86,25 @@ def test_weights_are_those_of_the_script_without_tula(run: ScriptRanks, tmp_path
 
     def train(plan: ShimPlan, out: Path) -> str:
         out.mkdir()
-        ended = run("various.py", "--epochs", 3, "--out", out, plan=plan)
-        assert ended.codes == [0], ended.said
-        return [line for line in ended.said[0].splitlines() if line.startswith("{")][-1]
+        outcome = run("various.py", "--epochs", 3, "--out", out, plan=plan)
+        assert outcome.codes == [0], outcome.output
+        return [line for line in outcome.output[0].splitlines() if line.startswith("{")][-1]
 
     counted = ShimPlan(task="train", folder=str(tmp_path / "counted"), mode="train", min_steps=5)
     assert train(make_plan(tmp_path / "observed"), tmp_path / "a") == train(counted, tmp_path / "b")
 
 
 def test_a_killed_job_leaves_its_measurements(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run("plain_ddp.py", "--fail-on", 0, "--samples", 6400, plan=make_plan(tmp_path, min_steps=1), world=1)
-    assert ended.codes == [1]
+    outcome = run("plain_ddp.py", "--fail-on", 0, "--samples", 6400, plan=make_plan(tmp_path, min_steps=1), world=1)
+    assert outcome.codes == [1]
     assert not list(tmp_path.glob("*/*/failure-*.json")), "the script's own message is enough"
 
 
 def test_a_folder_that_cannot_be_written_does_not_disturb_the_job(run: ScriptRanks, tmp_path: Path) -> None:
     (tmp_path / "plain_ddp").write_text("in the way")
-    ended: Ended = run("plain_ddp.py", "--samples", 640, "--epochs", 1, plan=make_plan(tmp_path), world=2)
-    assert ended.codes == [0, 0] and "FINISHED" in ended.said[0]
-    assert "no longer monitored" in ended.said[0]
+    outcome: ScriptOutcome = run("plain_ddp.py", "--samples", 640, "--epochs", 1, plan=make_plan(tmp_path), world=2)
+    assert outcome.codes == [0, 0] and "FINISHED" in outcome.output[0]
+    assert "no longer monitored" in outcome.output[0]
 
 
 def start_observed(folder: Path, *command: str) -> "subprocess.Popen[str]":
@@ -158,10 +158,12 @@ def test_signals_reach_the_command_and_its_exit_code_the_shell(tmp_path: Path) -
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 7 and "no report" in err
-    ended = start_observed(tmp_path / "seen", "--", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), 9)")
+    outcome = start_observed(
+        tmp_path / "seen", "--", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), 9)"
+    )
     begun = time.monotonic()
-    ended.communicate(timeout=60)
-    assert ended.returncode == 128 + signal.SIGKILL and time.monotonic() - begun < 30
+    outcome.communicate(timeout=60)
+    assert outcome.returncode == 128 + signal.SIGKILL and time.monotonic() - begun < 30
 
 
 @pytest.mark.proof

@@ -18,9 +18,9 @@ def probe(folder: Path, **more: object) -> ShimPlan:
 
 
 def test_the_optimizer_with_most_elements_is_the_clock(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run("odd_steps.py", "gan", plan=probe(tmp_path))
-    assert set(ended.json("result-0.json")) == set(RankResult.model_fields), "tula reads all that is written"
-    (seen,) = ended.results()
+    outcome = run("odd_steps.py", "gan", plan=probe(tmp_path))
+    assert set(outcome.json("result-0.json")) == set(RankResult.model_fields), "tula reads all that is written"
+    (seen,) = outcome.results()
     assert (seen.optimizer, seen.parameters, seen.steps) == ("torch.optim.adam.Adam", 4 * 64 + 64, 7)
     assert seen.lr is not None and seen.lr.timed == 0.2
     assert {step.backwards for step in seen.timed} == {3}
@@ -37,8 +37,8 @@ def test_what_goes_on_in_every_step_disturbs_none(run: ScriptRanks, tmp_path: Pa
 
 @pytest.mark.parametrize("more", [(), ("--bare",)])
 def test_a_loop_that_tells_its_steps_is_measured(run: ScriptRanks, tmp_path: Path, more: tuple[str, ...]) -> None:
-    ended = run("by_hand.py", 60, *more, plan=probe(tmp_path, expected=ExpectedValues(world=1, batch=4)))
-    (seen,) = ended.results()
+    outcome = run("by_hand.py", 60, *more, plan=probe(tmp_path, expected=ExpectedValues(world=1, batch=4)))
+    (seen,) = outcome.results()
     assert (seen.optimizer, seen.parameters, seen.why, seen.steps) == ("__main__.Engine", 0, "stopped", 7)
     assert [step.samples for step in seen.timed] == [4] * 5
     assert seen.lr is not None and seen.lr.last == 0.5
@@ -46,14 +46,14 @@ def test_a_loop_that_tells_its_steps_is_measured(run: ScriptRanks, tmp_path: Pat
 
 
 def test_ranks_that_the_script_forks_itself_are_seen(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run("forking.py", plan=probe(tmp_path))
-    assert (ended.codes, ended.left, ended.results()[0].why) == ([0], 0, "stopped"), ended.said
+    outcome = run("forking.py", plan=probe(tmp_path))
+    assert (outcome.codes, outcome.leftover_processes, outcome.results()[0].why) == ([0], 0, "stopped"), outcome.output
 
 
 def test_the_error_of_a_forked_rank_is_reported_once(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run("forking.py", "break", plan=probe(tmp_path))
+    outcome = run("forking.py", "break", plan=probe(tmp_path))
     (failure,) = tmp_path.glob("failure-*.json")
-    assert ended.codes == [1] and "MemoryError: no room" in json.loads(failure.read_text())["text"]
+    assert outcome.codes == [1] and "MemoryError: no room" in json.loads(failure.read_text())["text"]
 
 
 def test_parameters_that_are_sharded_give_totals(run: ScriptRanks, tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def test_weights_are_those_of_ortho_by_hand(
 ) -> None:
     for name, ortho, more in (("own", library, ()), ("hand", None, ("--ortho-by-hand",)), ("plain", None, ())):
         of = plan(tmp_path / f"of-{name}", ortho)
-        ended = run(SCRIPT, *loop, *more, "--out", tmp_path / name, plan=of, world=world)
-        assert ended.codes == [0] * world, ended.said
+        outcome = run(SCRIPT, *loop, *more, "--out", tmp_path / name, plan=of, world=world)
+        assert outcome.codes == [0] * world, outcome.output
     value, hand, plain = (weights(tmp_path / name) for name in ("own", "hand", "plain"))
     torch.testing.assert_close(value, hand, rtol=0, atol=0)
     assert not torch.allclose(value, plain, atol=1e-4)
@@ -67,8 +67,8 @@ def test_a_resumed_script_goes_on_bit_for_bit_and_its_beta2_is_not_raised_again(
 ) -> None:
     loop = ("--optimizer", "AdamW", "--alone", "--out")
     for name, more in (("through", ()), ("first", ("--steps", 3)), ("second", ("--resume", f"{tmp_path}/first.0"))):
-        ended = run(SCRIPT, *loop, tmp_path / name, *more, plan=plan(tmp_path / f"of-{name}", library))
-        assert ended.codes == [0], ended.said
+        outcome = run(SCRIPT, *loop, tmp_path / name, *more, plan=plan(tmp_path / f"of-{name}", library))
+        assert outcome.codes == [0], outcome.output
     assert torch.equal(weights(tmp_path / "through"), weights(tmp_path / "second"))
     groups = torch.load(f"{tmp_path}/second.0", weights_only=True)["optimizer"]["param_groups"]
     assert groups[0]["betas"] == (0.9, 0.999**2)

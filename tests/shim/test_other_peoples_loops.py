@@ -49,10 +49,10 @@ def training(folder: Path, **more: object) -> ShimPlan:
     ),
 )
 def test_samples_are_those_that_the_script_counts(run: ScriptRanks, tmp_path: Path, habit: tuple[str, ...]) -> None:
-    ended = run("various.py", *habit, "--epochs", 3, "--batch-size", 32, "--out", tmp_path, plan=training(tmp_path))
-    (seen,) = ended.results()
-    data = json.loads(next(line for line in ended.said[0].splitlines() if line.startswith("{")))
-    assert (seen.steps, seen.samples) == (data["steps"], data["samples"]), ended.said
+    outcome = run("various.py", *habit, "--epochs", 3, "--batch-size", 32, "--out", tmp_path, plan=training(tmp_path))
+    (seen,) = outcome.results()
+    data = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))
+    assert (seen.steps, seen.samples) == (data["steps"], data["samples"]), outcome.output
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_a_probe_leaves_nothing_that_a_training_would_start_from(run: ScriptRank
     before = tree(work)
     plan = training(attempt.path, mode="probe", min_steps=20, max_steps=20, files=(str(attempt.output_folder),))
     options = ("--save", save, "--size", 64, "--epochs", 30, "--out", attempt.output_folder, "--home", work)
-    ended = run("various.py", *options, plan=plan)
-    assert ended.results()[0].why == "stopped", ended.said
+    outcome = run("various.py", *options, plan=plan)
+    assert outcome.results()[0].why == "stopped", outcome.output
     assert tree(work) != before, "the script has written"
     answer = move_probe_files(attempt)
     assert tree(work) == before and "outside of {out}" in answer and str(work) in answer

@@ -21,10 +21,10 @@ def expecting(world: int, batch: int, accumulate: int = 1, lr: float | None = No
 
 
 def test_two_ranks_under_ddp(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run("plain_ddp.py", "--local-batch", 8, plan=probe(tmp_path, expected=expecting(2, 16)), world=2)
-    assert (ended.codes, ended.left) == ([0, 0], 0), ended.said
-    assert not any("FINISHED" in text for text in ended.said)
-    ranks = ended.results()
+    outcome = run("plain_ddp.py", "--local-batch", 8, plan=probe(tmp_path, expected=expecting(2, 16)), world=2)
+    assert (outcome.codes, outcome.leftover_processes) == ([0, 0], 0), outcome.output
+    assert not any("FINISHED" in text for text in outcome.output)
+    ranks = outcome.results()
     assert list_mismatches(ranks) == []
     assert [(rank.rank, rank.world, rank.why, rank.steps, len(rank.timed)) for rank in ranks] == [
         (0, 2, "stopped", 18, 6),
@@ -96,9 +96,9 @@ def test_a_wrong_launch_and_a_wrong_accumulation_are_reported(run: ScriptRanks, 
 
 
 def reference(run: ScriptRanks, folder: Path, *arguments: object, **more: object) -> RankResult:
-    ended = run("reference.py", "--output-dir", folder, *arguments, plan=probe(folder, **more))  # type: ignore[arg-type]
-    assert (ended.codes, ended.left) == ([0], 0), ended.said
-    return ended.results()[0]
+    outcome = run("reference.py", "--output-dir", folder, *arguments, plan=probe(folder, **more))  # type: ignore[arg-type]
+    assert (outcome.codes, outcome.leftover_processes) == ([0], 0), outcome.output
+    return outcome.results()[0]
 
 
 def test_a_script_that_scales_its_learning_rate_is_detected(run: ScriptRanks, tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_a_script_that_ends_first_tells_what_it_had(run: ScriptRanks, tmp_path: 
 
 
 def test_a_probe_exits_without_the_script_s_finally(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run("reference.py", plan=probe(tmp_path))
-    assert (ended.codes, ended.results()[0].why) == ([0], "stopped")
-    assert "CLEANED UP" not in ended.said[0]
+    outcome = run("reference.py", plan=probe(tmp_path))
+    assert (outcome.codes, outcome.results()[0].why) == ([0], "stopped")
+    assert "CLEANED UP" not in outcome.output[0]
 
 
 def test_rank_0_decides_how_many_steps_fit(run: ScriptRanks, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ def plan(folder: Path, **more: object) -> ShimPlan:
 
 def test_hugging_face(run: ScriptRanks, tmp_path: Path) -> None:
     expected = ExpectedValues(world=2, batch=16, accumulate=2, lr=0.1)
-    ended = run("trainer.py", tmp_path / "out", 3, plan=plan(tmp_path, expected=expected), world=2)
-    ranks = ended.results()
-    assert (ended.codes, ended.left, list_mismatches(ranks)) == ([0, 0], 0, [])
+    outcome = run("trainer.py", tmp_path / "out", 3, plan=plan(tmp_path, expected=expected), world=2)
+    ranks = outcome.results()
+    assert (outcome.codes, outcome.leftover_processes, list_mismatches(ranks)) == ([0, 0], 0, [])
     assert [number for number, step in enumerate(ranks[0].timed) if step.gap] == [6]
     assert len(select_undisturbed_steps(ranks)) == 11
     assert ranks[0].lr is not None and ranks[0].lr.base == 0.1
@@ -31,11 +31,11 @@ def test_hugging_face(run: ScriptRanks, tmp_path: Path) -> None:
 
 
 def test_lightning(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run(
+    outcome = run(
         "lit.py", tmp_path / "out", 1, 3, plan=plan(tmp_path, expected=ExpectedValues(world=1, batch=8, accumulate=2))
     )
-    ranks = ended.results()
-    assert (ended.codes, ended.left, list_mismatches(ranks)) == ([0], 0, [])
+    ranks = outcome.results()
+    assert (outcome.codes, outcome.leftover_processes, list_mismatches(ranks)) == ([0], 0, [])
     assert {step.backwards for step in ranks[0].timed} == {2}
 
 
@@ -52,9 +52,9 @@ def test_a_callback_saves_with_the_trainer_s_own_means(
     asking = threading.Thread(target=ask_to_stop, args=(tmp_path,))
     asking.start()
     training = plan(tmp_path, mode="train", save=True, heartbeat=0.1)
-    ended = run(script, tmp_path / "out", *arguments, 2000, "callback", plan=training)
+    outcome = run(script, tmp_path / "out", *arguments, 2000, "callback", plan=training)
     asking.join()
-    (seen,) = ended.results()
-    assert (ended.codes, seen.why) == ([0], "saved"), ended.said
-    data = ended.json("saved.json")
+    (seen,) = outcome.results()
+    assert (outcome.codes, seen.why) == ([0], "saved"), outcome.output
+    data = outcome.json("saved.json")
     assert data["step"] == seen.steps and Path(data["path"]).exists()

@@ -33,9 +33,9 @@ def rows(folder: Path, kind: str, rank: int = 0) -> list[dict[str, object]]:
 
 
 def test_a_training_runs_to_its_end_and_its_samples_are_counted(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run("reference.py", "--epochs", 3, "--output-dir", tmp_path, plan=training(tmp_path))
-    assert ended.codes == [0] and "CLEANED UP" in ended.said[0]
-    (seen,) = ended.results()
+    outcome = run("reference.py", "--epochs", 3, "--output-dir", tmp_path, plan=training(tmp_path))
+    assert outcome.codes == [0] and "CLEANED UP" in outcome.output[0]
+    (seen,) = outcome.results()
     assert (seen.why, seen.steps, seen.samples) == ("ended", 30, 480)
     begun = RankResult.model_validate_json((tmp_path / "begun-0.json").read_bytes())
     assert (begun.why, begun.steps, {step.samples for step in begun.timed}) == ("begun", 7, {16})
@@ -71,30 +71,30 @@ def test_all_ranks_save_after_the_same_step_and_stop(run: ScriptRanks, tmp_path:
     plan = training(tmp_path, save=True, checkpoint=str(tmp_path / "last"), heartbeat=0.1)
     asking = threading.Thread(target=ask, args=(tmp_path, "stop"))
     asking.start()
-    ended = run("by_hand.py", 100_000, plan=plan, world=2)
+    outcome = run("by_hand.py", 100_000, plan=plan, world=2)
     asking.join()
-    first, second = ended.results()
-    assert (ended.codes, first.why, second.why) == ([0, 0], "saved", "saved"), ended.said
+    first, second = outcome.results()
+    assert (outcome.codes, first.why, second.why) == ([0, 0], "saved", "saved"), outcome.output
     saved = [json.loads((tmp_path / f"last.{rank}").read_text())["steps"] for rank in (0, 1)]
     assert saved == [first.steps, second.steps] and first.steps == second.steps
-    data = ended.json("saved.json")
+    data = outcome.json("saved.json")
     assert (data["step"], data["samples"], data["path"]) == (first.steps, 4 * first.steps, plan.checkpoint)
     assert not (tmp_path / "save.json").exists()
 
 
 def test_a_training_goes_on_without_a_shim_that_fails(run: ScriptRanks, tmp_path: Path) -> None:
     tmp_path.joinpath("steps-0.jsonl").mkdir()  # rows cannot be written
-    ended = run("odd_steps.py", "gan", plan=training(tmp_path))
-    assert ended.codes == [0] and "no longer monitored" in ended.said[0]
-    assert "IsADirectoryError" in ended.json("heartbeat-0.json")["lost"]
+    outcome = run("odd_steps.py", "gan", plan=training(tmp_path))
+    assert outcome.codes == [0] and "no longer monitored" in outcome.output[0]
+    assert "IsADirectoryError" in outcome.json("heartbeat-0.json")["lost"]
     (failure,) = tmp_path.glob("failure-*.json")
     assert json.loads(failure.read_text())["where"] == "shim"
 
 
 def test_a_rehearsal_kills_itself_some_steps_after_the_first_checkpoint(run: ScriptRanks, tmp_path: Path) -> None:
     killing = {"checkpoint": str(tmp_path / "*.pth"), "after": 5, "settled": 0.1}
-    ended = run("reference.py", "--epochs", 3, "--output-dir", tmp_path, plan=training(tmp_path, rehearsal=killing))
-    assert ended.codes == [-9] and "CLEANED UP" not in ended.said[0]
+    outcome = run("reference.py", "--epochs", 3, "--output-dir", tmp_path, plan=training(tmp_path, rehearsal=killing))
+    assert outcome.codes == [-9] and "CLEANED UP" not in outcome.output[0]
     data = json.loads((tmp_path / "rehearsal.json").read_text())
     assert data == {"steps": 10, "samples": 160, "dataset": 160, "killed": True}
     assert [row["step"] for row in rows(tmp_path, "row")] == list(range(1, 16))

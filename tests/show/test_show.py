@@ -8,7 +8,7 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from make_results import Truth, measured, of_a_script, out_of_memory
+from make_results import Truth, as_script_probe, make_out_of_memory, make_probe
 
 from tula_cli import words
 from tula_cli.errors import JobFailed, Pending, Problem, SpecError
@@ -707,7 +707,7 @@ def test_a_running_probe_names_both_batches(run):
 def test_the_schedulers_id_is_shown_where_there_is_a_scheduler(run):
     name = make.add_probes(run, 2, (16,))
     assert "4711" not in printed([show_status.make_jobs_table(snapshot(run).jobs)])
-    run.write_job(make.job(name, nodes=2, scheduler="slurm"))
+    run.write_job(make.scheduler_job(name, nodes=2, scheduler="slurm"))
     assert "4711" in printed([show_status.make_jobs_table(snapshot(run).jobs)])
 
 
@@ -883,10 +883,10 @@ def test_a_summary_without_a_prediction():
 
 def test_the_measurements_name_what_did_not_fit_and_what_failed(run):
     make.add_failed(run, 2, 32, "KeyError: 'x'\nTraceback")
-    probes = (measured(Truth(), 1, 32), measured(Truth(), 2, 16, oversubscribed=True))
+    probes = (make_probe(Truth(), 1, 32), make_probe(Truth(), 2, 16, oversubscribed=True))
     report = profile_report.ProfileReport(
         measured=probes,
-        out_of_memory=(out_of_memory(1, 64), out_of_memory(1, 128, assumed=True)),
+        out_of_memory=(make_out_of_memory(1, 64), make_out_of_memory(1, 128, assumed=True)),
         failed=tuple(run.read_results()),
         missing=("probe-n002-l000064",),
     )
@@ -900,7 +900,7 @@ def test_the_measurements_name_what_did_not_fit_and_what_failed(run):
 
 
 def test_a_probe_of_a_script_has_dashes_for_what_it_does_not_tell():
-    probe = of_a_script(measured(Truth(), 2, 16))
+    probe = as_script_probe(make_probe(Truth(), 2, 16))
     report = profile_report.ProfileReport(measured=(probe,), out_of_memory=(), failed=(), missing=())
     (row,) = [
         line.split()
@@ -915,7 +915,7 @@ def test_what_probes_of_a_script_do_not_tell_is_reported_once(run):
         optimizer="SGD", parameters=9, lr=None, lr_given=None, notes=("no synchronisation: no DDP",)
     )
     for nodes, local in ((1, 16), (1, 32), (2, 16)):
-        run.write_result(of_a_script(measured(Truth(), nodes, local), script=seen if nodes == 1 else None))
+        run.write_result(as_script_probe(make_probe(Truth(), nodes, local), script=seen if nodes == 1 else None))
     now = snapshot(run)
     assert now.notes == ("no synchronisation: no DDP (2 of 2 probes)",)
     assert printed(show_status.render_status(now)).count("note: no synchronisation: no DDP (2 of 2 probes)\n") == 1

@@ -1,19 +1,19 @@
 """A real SLURM cluster of several nodes on one Linux machine, for tests.
 
-    cluster.py check | install              what is missing here; install it (Debian)
-    cluster.py up N [--rate 200mbit] ...    bring a cluster up and print how to use it
+    cluster.py check | install              print missing requirements; install them (Debian)
+    cluster.py up N [--rate 200mbit] ...    start a cluster and print how to use it
     cluster.py exec NODE|login -- COMMAND   run a command on a node
-    cluster.py rate NODE|all RATE|off       change the speed of links
-    cluster.py kill-slurmd NODE             end a node's daemon; its jobs go on
-    cluster.py start-slurmd NODE            start it again
-    cluster.py power-off NODE               the node falls silent, all at once
-    cluster.py power-on NODE                and is back, empty
-    cluster.py down                         end everything, leave nothing
+    cluster.py rate NODE|all RATE|off       change the bandwidth of links
+    cluster.py kill-slurmd NODE             kill the daemon of a node; its jobs continue
+    cluster.py start-slurmd NODE            start the daemon again
+    cluster.py power-off NODE               disconnect a node and kill its processes
+    cluster.py power-on NODE                start a node again, without processes
+    cluster.py down                         end all processes and remove all files
 
-The cluster lives in a private world of namespaces: network, mounts, host names, IPC, processes. Each compute node has
-its own network (address 10.77.0.K, link shaped with tc) and host name; slurmctld, slurmdbd and MariaDB run on the node
-`login`. Outside, there is a folder only: its bin/ holds sbatch, srun, squeue, ... that enter the login node first, so
-that programs outside use the cluster as they use any other. Needs root and Debian's packages, no Python ones.
+The cluster runs in separate Linux namespaces: network, mounts, host names, IPC, processes. Each compute node has its own
+network (address 10.77.0.K, link shaped with tc) and host name; slurmctld, slurmdbd and MariaDB run on the node `login`.
+Outside of the namespaces there is only a folder. Its bin/ contains sbatch, srun, squeue etc. that first enter the login node,
+so that programs outside use the cluster as any other. Needs root and Debian packages, but no Python packages.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cluster_files import CLIENTS, SYSTEM_PATH, Settings, write
-from cluster_keeper import NEW_WORLD, kill, processes_in, release
-from cluster_world import shaping, slurmd
+from cluster_files import CLIENTS, SYSTEM_PATH, Settings, write_files
+from cluster_keeper import NAMESPACES_COMMAND, kill_processes, list_namespace_processes, remove_cgroups
+from cluster_world import make_slurmd_command, tc_options
 
-# What each of Debian's packages has to bring.
+# Debian package -> files that it has to provide
 PACKAGES = {
     "slurm-wlm": ("slurmctld", "slurmd", *CLIENTS),
     "munge": ("munged",),
@@ -49,9 +49,9 @@ PACKAGES = {
     "hostname": ("hostname",),
     "bindfs": ("bindfs",),
 }
-INSTALL = "apt-get install -y --no-install-recommends"
-PATIENCE = 90.0  # seconds for a cluster to come up; 16 nodes with accounting take 5 where the machine is idle
-_TRIAL = """
+INSTALL_COMMAND = "apt-get install -y --no-install-recommends"
+START_TIMEOUT_SECONDS = 90.0  # seconds until a cluster is up; 16 nodes with accounting take 5 s on an idle machine
+_NAMESPACE_TEST = """
 ip link add bridge type bridge
 ip link add link1 type veth peer name link2
 ip link set link1 up
@@ -62,11 +62,11 @@ hostname trial
 
 
 class ClusterError(Exception):
-    """The cluster does not do what it was asked for; the text says what its logs say."""
+    """The cluster failed to do what was requested; the message contains the daemons' logs."""
 
 
-def missing() -> list[str]:
-    """Return Debian's packages that the cluster needs and this machine lacks."""
+def list_missing_packages() -> list[str]:
+    """Return the Debian packages that the cluster needs and this machine lacks."""
     path = os.environ.get("PATH", "") + ":" + SYSTEM_PATH
     return [
         package
@@ -76,36 +76,38 @@ def missing() -> list[str]:
 
 
 def describe_why_no_cluster() -> str | None:
-    """Return why no cluster can live on this machine, or None where one can; takes some 50 ms."""
+    """Return why no cluster can run on this machine, or None if one can; takes about 50 ms."""
     if sys.platform != "linux":
         return "needs Linux"
     if os.geteuid() != 0:
         return "needs root"
-    if packages := missing():
-        return f"packages are missing (`{INSTALL} {' '.join(packages)}`)"
-    trial = subprocess.run([*NEW_WORLD, "sh", "-ec", _TRIAL], env=_environment(), capture_output=True, text=True)
+    if packages := list_missing_packages():
+        return f"packages are missing (`{INSTALL_COMMAND} {' '.join(packages)}`)"
+    trial = subprocess.run(
+        [*NAMESPACES_COMMAND, "sh", "-ec", _NAMESPACE_TEST], env=_environment(), capture_output=True, text=True
+    )
     return f"namespaces or links are refused here: {trial.stderr.strip()[:300]}" if trial.returncode else None
 
 
-def install() -> None:
-    """Install what is missing; if the packages start daemons, the cluster does not meet them."""
-    if packages := missing():
+def install_packages() -> None:
+    """Install missing packages; if a package starts daemons, they do not interfere with the cluster."""
+    if packages := list_missing_packages():
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for command in (["apt-get", "update", "-q"], [*INSTALL.split(), *packages]):
+        for command in (["apt-get", "update", "-q"], [*INSTALL_COMMAND.split(), *packages]):
             subprocess.run(command, env=environment, check=True)
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment without what an outer SLURM has left in it, and with the daemons' path."""
+    """Return this process's environment without variables of an outer SLURM, and with the PATH of the daemons."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SUBMITIT"))}
     return {**kept, "PATH": os.environ.get("PATH", "") + ":" + SYSTEM_PATH}
 
 
 class SlurmCluster:
-    """A cluster in a folder that is made for it and removed with it.
+    """A cluster in a folder that is created for it and removed with it.
 
-    Wishes beyond the number of nodes are the fields of cluster_files.Settings. As a context manager the cluster ends
-    with the block, and also when this process is killed.
+    Options besides the number of nodes are the fields of cluster_files.Settings. As a context manager, the cluster ends with the
+    block, and also when this process is killed.
     """
 
     def __init__(self, nodes: int, folder: Path | None = None, **wishes: Any) -> None:
@@ -116,7 +118,7 @@ class SlurmCluster:
 
     @classmethod
     def at(cls, folder: Path) -> "SlurmCluster":
-        """Return the cluster that another process has brought up in a folder."""
+        """Return the cluster that another process has started in a folder."""
         result = cls.__new__(cls)
         result.settings = Settings.load(folder.absolute())
         result.folder, result._made, result._keeper = folder.absolute(), None, None
@@ -134,20 +136,20 @@ class SlurmCluster:
 
     @property
     def local(self) -> Path:
-        """A folder that every node has for itself, empty at first: what is written there no other node sees."""
+        """A folder that is separate on each node and initially empty."""
         return self.folder / "local"
 
     @property
     def env(self) -> dict[str, str]:
-        """What has to be set for programs outside to use this cluster."""
+        """Environment variables with which programs outside use this cluster."""
         path = f"{self.folder}/bin:{os.environ.get('PATH', SYSTEM_PATH)}"
         return {"PATH": path, "SLURM_CONF": f"{self.folder}/slurm.conf"}
 
     def up(self, *, tied: bool = True) -> "SlurmCluster":
-        """Bring the cluster up; tied, it ends with the thread that calls this."""
+        """Start the cluster; if `tied`, it ends with the calling thread."""
         if self.folder.exists():
             raise ClusterError(f"{self.folder} exists: another cluster may live there (`down` ends it)")
-        write(self.folder, self.settings)
+        write_files(self.folder, self.settings)
         keeper = str(Path(__file__).with_name("cluster_keeper.py"))
         command = [sys.executable, "-S", keeper, str(self.folder)]
         if tied:
@@ -166,22 +168,22 @@ class SlurmCluster:
         return self
 
     def _await_ready(self, keeper: "subprocess.Popen[bytes]") -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not (self.folder / "ready").exists():
             if keeper.poll() is not None or time.monotonic() > deadline:
                 raise ClusterError(f"the cluster did not come up\n{self.logs()}")
             time.sleep(0.02)
 
     def logs(self) -> str:
-        """Return the ends of all daemons' logs."""
+        """Return the ends of all daemon logs."""
         paths = sorted((self.folder / "log").iterdir())
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in paths)
 
     def down(self) -> None:
-        """End the cluster and all that runs on it; returns when nothing is left. A second time changes nothing."""
+        """End the cluster and all its processes, and return when none is left. A second call has no effect."""
         self._end_keeper()
-        if self.folder.exists():  # the keeper was killed, or the world has ended by itself
-            release(self.folder)
+        if self.folder.exists():  # the keeper was killed, or the namespaces have ended
+            remove_cgroups(self.folder)
             shutil.rmtree(self.folder)
         if self._made:
             shutil.rmtree(self._made, ignore_errors=True)
@@ -189,19 +191,19 @@ class SlurmCluster:
     def _end_keeper(self) -> None:
         if self._keeper:
             self._keeper.terminate()
-            self._keeper.wait(PATIENCE)
+            self._keeper.wait(START_TIMEOUT_SECONDS)
             return
         path = self.folder / "keeper.pid"
         if path.exists() and self._is_keeper(pid := int(path.read_text())):
             os.kill(pid, signal.SIGTERM)
-            until(lambda: not self._is_keeper(pid), "the cluster ends")
+            wait_until(lambda: not self._is_keeper(pid), "the cluster ends")
 
     def _is_keeper(self, pid: int) -> bool:
-        """Tell whether a process is this cluster's keeper, and not a later one with its number."""
+        """Return whether a process is this cluster's keeper, and not a later process with the same number."""
         return f"cluster_keeper.py {self.folder}" in _command_line(pid)
 
     def enter(self, where: str = "login") -> list[str]:
-        """Return the words that, before a command, make it run on a node."""
+        """Return the prefix of a command line that runs the command on a node."""
         init = (self.folder / "init.pid").read_text().strip()
         world = ["nsenter", "--target", init, "--mount", "--pid", "--ipc", f"--wd={Path.cwd()}"]
         if where == "login":
@@ -211,7 +213,7 @@ class SlurmCluster:
         return [*world, "nsenter", f"--net=/run/netns/{where}", f"--uts=/run/hostnames/{where}"]
 
     def run(self, where: str, *command: str, check: bool = True, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Run a command on a node to its end; raises ClusterError where it fails, unless check is False."""
+        """Run a command on a node to its end; raise ClusterError if it fails, unless check is False."""
         options = {"capture_output": True, "stdin": subprocess.DEVNULL, **options}
         environment = {**_environment(), **self.env}
         done = subprocess.run([*self.enter(where), *command], env=environment, text=True, **options)
@@ -220,51 +222,51 @@ class SlurmCluster:
         return done
 
     def processes(self, node: str, text: str = "") -> list[int]:
-        """Return the processes of a node whose command line holds a text, as numbers to use outside."""
+        """Return the processes of a node whose command line contains a text, by their numbers outside of the namespaces."""
         network = self.run(node, "readlink", "/proc/self/ns/net").stdout.strip()
-        return [pid for pid in processes_in(network) if text in _command_line(pid)]
+        return [pid for pid in list_namespace_processes(network) if text in _command_line(pid)]
 
     def kill_slurmd(self, node: str) -> None:
-        """Kill a node's slurmd; what it has started runs on."""
+        """Kill the slurmd of a node; the processes that it started continue."""
         self._known(node)
         self.run("login", "sh", "-c", f"kill -9 $(cat /run/slurmd.{node}.pid)")
 
     def start_slurmd(self, node: str) -> None:
         self._known(node)
-        self.run("login", *slurmd(self.folder, node))
+        self.run("login", *make_slurmd_command(self.folder, node))
 
     def _uncache(self) -> None:
         for node in self.names:
             if result := self.processes(node, "bindfs -o "):
                 self.kill_slurmd(node)
-                kill(result)
+                kill_processes(result)
 
     def power_off(self, node: str) -> None:
-        """Silence a node: first its link, so that nobody hears of the end of what is then killed."""
+        """Power off a node: first disconnect its link, so that nobody receives a message about the processes killed then."""
         self._link(node, "down")
-        until(lambda: not self._kill_all(node), f"everything on {node} ends")
+        wait_until(lambda: not self._kill_all(node), f"everything on {node} ends")
 
     def power_on(self, node: str) -> None:
         self._link(node, "up")
         self.start_slurmd(node)
 
     def set_rate(self, node: str, rate: str) -> None:
-        """Change the speed of one node's link, both ways, at once; "off" takes the shaping away."""
+        """Change the bandwidth of a node's link in both directions; "off" removes the limit."""
         self._shape([node], rate)
 
     def _shape(self, nodes: Sequence[str], rate: str) -> None:
         numbers = {node: self._known(node) for node in nodes}
-        if rate == "off":  # those that are off already have nothing to delete
+        if rate == "off":  # the nodes whose limit is off have nothing to delete
             calls = [
                 (f"qdisc del dev link{k} root", f"-n {node} qdisc del dev eth0 root") for node, k in numbers.items()
             ]
         else:
-            calls = [shaping(k, node, rate) for node, k in numbers.items()]
+            calls = [tc_options(k, node, rate) for node, k in numbers.items()]
         script = "\n".join(f"tc {options}" for pair in calls for options in pair)
         self.run("login", "sh", "-c" if rate == "off" else "-ec", script, check=rate != "off")
 
     def _without_daemon(self) -> list[str]:
-        """Return the nodes whose slurmd does not run."""
+        """Return the nodes whose slurmd is not running."""
         look = "grep -qs slurmd /proc/$(cat /run/slurmd.$node.pid)/cmdline || echo $node"
         return self.run("login", "sh", "-c", f"for node in {' '.join(self.names)}; do {look}; done").stdout.split()
 
@@ -272,38 +274,40 @@ class SlurmCluster:
         self.run("login", "ip", "link", "set", f"link{self._known(node)}", state)
 
     def _kill_all(self, node: str) -> bool:
-        """Kill what runs on a node, and tell whether there was anything."""
+        """Kill all processes of a node, and return whether there were any."""
         result = self.processes(node)
-        kill(result)
+        kill_processes(result)
         return bool(result)
 
     def _known(self, node: str) -> int:
-        """Return a node's number."""
+        """Return the number of a node."""
         if node not in self.names:
             raise ClusterError(f"no node {node!r}: there are {', '.join(self.names)}")
         return self.names.index(node) + 1
 
     def reset(self) -> None:
-        """End all jobs, and bring all nodes and links back to what they were."""
-        self.run("login", "scancel", "--full", "--signal=KILL", "--user=root", check=False)  # nothing to wait for
+        """End all jobs, and restore all nodes and links."""
+        self.run(
+            "login", "scancel", "--full", "--signal=KILL", "--user=root", check=False
+        )  # SIGKILL, because nothing needs to be saved
         self.run("login", "scancel", "--user=root", check=False)
         self._shape(self.names, self.settings.rate)
         self._uncache()
         for node in self._without_daemon():
             self.power_on(node)
-        until(lambda: not self.run("login", "squeue", "--noheader").stdout, "the queue is empty")
+        wait_until(lambda: not self.run("login", "squeue", "--noheader").stdout, "the queue is empty")
         for node, state in self._states().items():
             if state != "idle":
                 self.run("login", "scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
-        until(lambda: set(self._states().values()) == {"idle"}, "all nodes are idle")
+        wait_until(lambda: set(self._states().values()) == {"idle"}, "all nodes are idle")
 
     def _states(self) -> dict[str, str]:
         table = self.run("login", "sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t").stdout
         return dict(line.split() for line in table.splitlines())
 
 
-def until(true: Callable[[], object], what: str, *, seconds: float = 60.0) -> None:
-    """Wait for something to become true; raises ClusterError where it does not in time."""
+def wait_until(true: Callable[[], object], what: str, *, seconds: float = 60.0) -> None:
+    """Wait until a condition is true; raise ClusterError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:
@@ -317,7 +321,7 @@ def _command_line(pid: int) -> str:
     return ""
 
 
-def _arguments(words: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path(tempfile.gettempdir(), "tula-slurm")
     parser.add_argument("--folder", type=Path, default=folder, help="the cluster's own (%(default)s)")
@@ -337,13 +341,13 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _up(arguments: argparse.Namespace) -> None:
+def _start_cluster(arguments: argparse.Namespace) -> None:
     wishes = {wish.name: getattr(arguments, wish.name) for wish in fields(Settings) if hasattr(arguments, wish.name)}
     cluster = SlurmCluster(folder=arguments.folder, **wishes).up(tied=False)
     print(f"export PATH={cluster.folder}/bin:$PATH SLURM_CONF={cluster.folder}/slurm.conf")
 
 
-def _act(arguments: argparse.Namespace) -> int:
+def _run_action(arguments: argparse.Namespace) -> int:
     cluster = SlurmCluster.at(arguments.folder)
     match arguments.command:
         case "down":
@@ -360,22 +364,22 @@ def _act(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int | str:
-    arguments = _arguments(sys.argv[1:])
+    arguments = _parse_arguments(sys.argv[1:])
     match arguments.command:
         case "check":
             reason = describe_why_no_cluster()
             print(reason or "a cluster can live here")
             return 1 if reason else 0
         case "install":
-            install()
+            install_packages()
             return 0
         case "down" if not arguments.folder.exists():
             return 0
     try:
         if arguments.command == "up":
-            _up(arguments)
+            _start_cluster(arguments)
             return 0
-        return _act(arguments)
+        return _run_action(arguments)
     except FileNotFoundError as error:
         return f"no cluster in {arguments.folder} ({error})"
     except (ClusterError, ValueError) as error:

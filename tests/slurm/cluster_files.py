@@ -1,4 +1,4 @@
-"""What a test cluster consists of, and the files that tell SLURM so."""
+"""Settings of a test cluster, and SLURM's configuration files."""
 
 import json
 import os
@@ -7,38 +7,40 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-NETWORK = "10.77.0"  # exists in the cluster's own network namespaces only
-LOGIN = f"{NETWORK}.254"  # the node of slurmctld, slurmdbd and of whoever submits
+NETWORK = "10.77.0"  # exists only in the cluster's network namespaces
+LOGIN = f"{NETWORK}.254"  # the node of slurmctld, slurmdbd and of all submissions
 CGROUPS = Path("/sys/fs/cgroup")
 CONTROLLERS = ("memory", "freezer", "cpuacct", "cpuset", "devices")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CLIENTS = ("sbatch", "srun", "salloc", "squeue", "scancel", "scontrol", "sacct", "sacctmgr", "sinfo", "sstat")
-INSIDE = Path("/run/tula-slurm")  # is there for the processes of a cluster only
-_LONGEST_SOCKET = 107  # bytes of a path that a Unix socket can have
+INSIDE_FOLDER = Path("/run/tula-slurm")  # exists only for processes of a cluster
+_MAX_SOCKET_PATH_BYTES = 107  # maximum bytes of the path of a Unix socket
 
 
 def cgroups_usable() -> bool:
-    """Tell whether SLURM can confine jobs here: it needs version 1 of cgroups, version 2 also systemd."""
+    """Return whether SLURM can use cgroups here: it needs version 1 of cgroups; for version 2 it also needs systemd."""
     return all((CGROUPS / name / "release_agent").exists() for name in ("memory", "freezer", "cpuacct"))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A cluster as it is wished for."""
+    """The requested properties of a cluster."""
 
     nodes: int
-    prefix: str = "node"  # of the nodes' names; clusters that are up at the same time need different ones
-    rate: str = "off"  # of each node's link, both ways, in tc's words ("200mbit")
-    accounting: bool = True  # False: sacct knows nothing, as on sites without slurmdbd
-    cpus: int = 2  # a node
-    memory: int = 4000  # MB a node
-    gpus: int = 2  # a node; stand-ins, they only make CUDA_VISIBLE_DEVICES appear
-    gpu_type: str = "a100"  # "" for GPUs without one
-    cgroups: bool = field(default_factory=cgroups_usable)  # False: memory is sampled, not confined
+    prefix: str = "node"  # of node names; clusters that are up at the same time need different prefixes
+    rate: str = "off"  # of each node's link in both directions, in tc's notation ("200mbit")
+    accounting: bool = True  # False: sacct reports nothing, as on sites without slurmdbd
+    cpus: int = 2  # per node
+    memory: int = 4000  # MB per node
+    gpus: int = 2  # per node; fake devices that only make SLURM set CUDA_VISIBLE_DEVICES
+    gpu_type: str = "a100"  # "" for GPUs without a type
+    cgroups: bool = field(default_factory=cgroups_usable)  # False: memory is sampled, not limited
     kill_wait: int = 2  # seconds from SIGTERM to SIGKILL; SLURM's default is 30
-    requeue_wait: int = 5  # seconds that a requeued job waits at least; SLURM's default is 120
-    slurmd_timeout: int = 5  # seconds of silence that make a node DOWN, after some 15; SLURM's default is 300
-    extra: str = ""  # more lines of slurm.conf
+    requeue_wait: int = 5  # minimum seconds before a requeued job starts; SLURM's default is 120
+    slurmd_timeout: int = (
+        5  # seconds without a response until a node is DOWN, effectively about 15; SLURM's default is 300
+    )
+    extra: str = ""  # further lines of slurm.conf
 
     @property
     def names(self) -> list[str]:
@@ -50,7 +52,7 @@ class Settings:
 
     @property
     def cgroup_folders(self) -> list[Path]:
-        """Where the nodes' slurmd keep their jobs: Debian's build gives each node of one machine its own tree."""
+        """The cgroups of the nodes' jobs: Debian's build has a separate tree for each node of one machine."""
         return [CGROUPS / controller / f"slurm_{name}" for controller in CONTROLLERS for name in self.names]
 
     @classmethod
@@ -58,37 +60,37 @@ class Settings:
         return cls(**json.loads((folder / "settings.json").read_text()))
 
 
-def write(folder: Path, settings: Settings) -> None:
-    """Write everything that the cluster reads into a new folder."""
+def write_files(folder: Path, settings: Settings) -> None:
+    """Write all files that the cluster reads into a new folder."""
     socket = str(folder / "run/munge.sock")
-    if len(socket) > _LONGEST_SOCKET:
+    if len(socket) > _MAX_SOCKET_PATH_BYTES:
         raise ValueError(f"{socket} is too long a path for a socket: choose another folder")
     if " " in socket:
         raise ValueError(f"SLURM takes no path with a space in it, as {folder} has: choose another folder")
     for name in ("run", "log", "bin", "local"):
         (folder / name).mkdir(parents=True)
     (folder / "settings.json").write_text(json.dumps(asdict(settings)))
-    _secret(folder / "munge.key", os.urandom(128))
-    (folder / "slurm.conf").write_text(slurm_conf(folder, settings))
+    _write_secret(folder / "munge.key", os.urandom(128))
+    (folder / "slurm.conf").write_text(render_slurm_conf(folder, settings))
     (folder / "plugstack.conf").touch()
     (folder / "cgroup.conf").write_text(_CGROUP_CONF)
-    (folder / "gres.conf").write_text(gres_conf(settings))
-    _secret(folder / "slurmdbd.conf", _SLURMDBD_CONF.format(folder=folder, login=LOGIN).encode())
+    (folder / "gres.conf").write_text(render_gres_conf(settings))
+    _write_secret(folder / "slurmdbd.conf", _SLURMDBD_CONF.format(folder=folder, login=LOGIN).encode())
     for client in CLIENTS:
         _write_client(folder, client)
 
 
-def hosts(settings: Settings) -> str:
-    """Return the cluster's /etc/hosts: a node's name has to lead to its address, as on real sites."""
+def render_hosts(settings: Settings) -> str:
+    """Return the cluster's /etc/hosts: the name of a node must resolve to its address, as on real sites."""
     known = {"localhost": "127.0.0.1", "login": LOGIN, **settings.addresses}
     return "".join(f"{address} {name}\n" for name, address in known.items())
 
 
-def slurm_conf(folder: Path, settings: Settings) -> str:
+def render_slurm_conf(folder: Path, settings: Settings) -> str:
     parts = [
-        _SLURM_CONF.format(folder=folder, login=LOGIN, first_job=_first_job(), **asdict(settings)),
-        _CONFINED if settings.cgroups else _SAMPLED,
-        _ACCOUNTED.format(folder=folder, login=LOGIN) if settings.accounting else _UNACCOUNTED,
+        _SLURM_CONF.format(folder=folder, login=LOGIN, first_job=_choose_first_job_id(), **asdict(settings)),
+        _CGROUP_LIMITS if settings.cgroups else _SAMPLED_MEMORY,
+        _WITH_ACCOUNTING.format(folder=folder, login=LOGIN) if settings.accounting else _WITHOUT_ACCOUNTING,
         "GresTypes=gpu" if settings.gpus else "",
         *_node_lines(settings),
         _PARTITIONS,
@@ -97,8 +99,8 @@ def slurm_conf(folder: Path, settings: Settings) -> str:
     return "\n".join(part.strip() for part in parts if part) + "\n"
 
 
-def gres_conf(settings: Settings) -> str:
-    """Return the file of GPUs: SLURM drains a node that has no device file for each of its GPUs."""
+def render_gres_conf(settings: Settings) -> str:
+    """Return gres.conf: SLURM drains a node that lacks the device file of a GPU."""
     kind = f" Type={settings.gpu_type}" if settings.gpu_type else ""
     return f"AutoDetect=off\nName=gpu{kind} File=/run/gpu[0-{settings.gpus - 1}]\n" if settings.gpus else ""
 
@@ -113,12 +115,12 @@ def _node_lines(settings: Settings) -> list[str]:
     ]
 
 
-def _first_job() -> int:
-    """Return a job id that no cluster of the last hours, nor one beside it, is likely to use, so that files named by id never meet."""
+def _choose_first_job_id() -> int:
+    """Return a first job id that other recent or concurrent clusters are unlikely to use, so that files named by id differ."""
     return 1000 + (int(time.time()) + 17 * os.getpid()) % 30_000 * 2000
 
 
-def _secret(path: Path, content: bytes) -> None:
+def _write_secret(path: Path, content: bytes) -> None:
     path.touch(mode=0o600)
     path.write_bytes(content)
 
@@ -126,7 +128,7 @@ def _secret(path: Path, content: bytes) -> None:
 def _write_client(folder: Path, client: str) -> None:
     path = folder / "bin" / client
     program = shutil.which(client, path=SYSTEM_PATH) or client
-    path.write_text(_CLIENT.format(folder=folder, program=program, inside=INSIDE))
+    path.write_text(_CLIENT.format(folder=folder, program=program, inside=INSIDE_FOLDER))
     path.chmod(0o755)
 
 
@@ -185,20 +187,20 @@ PropagateResourceLimitsExcept=MEMLOCK
 JobAcctGatherFrequency=task=1
 """
 
-_CONFINED = """
+_CGROUP_LIMITS = """
 ProctrackType=proctrack/cgroup
 TaskPlugin=task/cgroup
 JobAcctGatherType=jobacct_gather/cgroup
 """
 
-_SAMPLED = """
+_SAMPLED_MEMORY = """
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherParams=OverMemoryKill
 """
 
-_ACCOUNTED = """
+_WITH_ACCOUNTING = """
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={login}
 AccountingStoragePort=16819
@@ -207,9 +209,9 @@ AccountingStoragePass={folder}/run/munge.sock
 AccountingStorageEnforce=associations,limits,qos
 """
 
-_UNACCOUNTED = "AccountingStorageType=accounting_storage/none"
+_WITHOUT_ACCOUNTING = "AccountingStorageType=accounting_storage/none"
 
-# Jobs in main take the nodes of those in spare; nothing ever starts in closed.
+# Jobs in main preempt those in spare; no job ever starts in closed.
 _PARTITIONS = """
 PartitionName=main Nodes=ALL Default=YES DefaultTime=10 MaxTime=120 PriorityTier=2 PreemptMode=OFF
 PartitionName=spare Nodes=ALL DefaultTime=10 MaxTime=120 PriorityTier=1 PreemptMode=REQUEUE GraceTime=0

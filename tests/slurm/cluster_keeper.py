@@ -1,7 +1,7 @@
-"""Starts a cluster's world and cleans up after it, whoever ends it and however.
+"""Starts the namespaces of a cluster and cleans up after them, however they end.
 
-The process that asked for the cluster may be killed at any time. The keeper outlives it by as long as it takes to end
-the world and to remove what would stay behind: cgroups, clients that are still connected, the cluster's folder.
+The process that requested the cluster may be killed at any time. The keeper then continues until it has ended the processes of
+the namespaces and removed what would remain: cgroups, connected clients, the cluster's folder.
 """
 
 import os
@@ -16,31 +16,31 @@ from typing import NoReturn
 
 from cluster_files import Settings
 
-PATIENCE = 15.0  # seconds until the kernel has let go of a killed world
-# setpriv: the world ends with the keeper, should the keeper itself be killed.
-NEW_WORLD = (
+END_TIMEOUT_SECONDS = 15.0  # seconds until the kernel has ended the processes of a namespace
+# setpriv: the processes end with the keeper, in case the keeper itself is killed.
+NAMESPACES_COMMAND = (
     "setpriv", "--pdeathsig", "KILL",
     "unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
 )  # fmt: skip
 
 
 class Stopped(BaseException):
-    """Somebody wants the cluster to end, or has ended without it."""
+    """The end of the cluster was requested, or the cluster has ended by itself."""
 
 
-def processes_in(namespace: str, kind: str = "net") -> list[int]:
+def list_namespace_processes(namespace: str, kind: str = "net") -> list[int]:
     """Return the processes in a namespace, given as the text of its link in /proc/PID/ns."""
-    return [int(path.parts[2]) for path in Path("/proc").glob(f"[0-9]*/ns/{kind}") if namespace_of(path) == namespace]
+    return [int(path.parts[2]) for path in Path("/proc").glob(f"[0-9]*/ns/{kind}") if read_namespace(path) == namespace]
 
 
-def namespace_of(link: Path) -> str | None:
+def read_namespace(link: Path) -> str | None:
     try:
         return os.readlink(link)
-    except OSError:  # the process has ended
+    except OSError:  # the process has exited
         return None
 
 
-def kill(pids: list[int]) -> None:
+def kill_processes(pids: list[int]) -> None:
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -48,8 +48,8 @@ def kill(pids: list[int]) -> None:
             continue
 
 
-def claim(folder: Path, settings: Settings) -> None:
-    """Take the nodes' names: two nodes of one name would share a cgroup, and kill each other's jobs."""
+def claim_node_names(folder: Path, settings: Settings) -> None:
+    """Reserve the names of the nodes: two nodes with the same name would share a cgroup and kill each other's jobs."""
     if settings.cgroups:
         try:
             settings.cgroup_folders[0].mkdir()
@@ -58,11 +58,11 @@ def claim(folder: Path, settings: Settings) -> None:
         (folder / "claimed").touch()
 
 
-def release(folder: Path) -> None:
-    """Remove the cgroups of a cluster that has ended; nothing where they are not, or no longer, its own."""
+def remove_cgroups(folder: Path) -> None:
+    """Remove the cgroups of an ended cluster, unless they belong to another cluster by now."""
     if not (folder / "claimed").exists():
         return
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + END_TIMEOUT_SECONDS
     tops = Settings.load(folder).cgroup_folders
     while (tops := [top for top in tops if top.exists()]) and time.monotonic() < deadline:
         for top in tops:
@@ -72,7 +72,7 @@ def release(folder: Path) -> None:
 
 
 def _remove_tree(top: Path) -> None:
-    """Remove a cgroup and those below it; one whose processes have not quite ended stays for the next time."""
+    """Remove a cgroup and its children; a cgroup with a process that has not exited yet is left for the next call."""
     for path, _, _ in os.walk(top, topdown=False):
         try:
             os.rmdir(path)
@@ -80,20 +80,26 @@ def _remove_tree(top: Path) -> None:
             continue
 
 
-def live(folder: Path) -> None:
-    """Start the world and wait for its end."""
-    command = [*NEW_WORLD, sys.executable, "-S", str(Path(__file__).with_name("cluster_world.py")), str(folder)]
+def run_cluster(folder: Path) -> None:
+    """Start the namespaces and wait for their end."""
+    command = [
+        *NAMESPACES_COMMAND,
+        sys.executable,
+        "-S",
+        str(Path(__file__).with_name("cluster_world.py")),
+        str(folder),
+    ]
     world = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
-        pid = _only_child(world)
+        pid = _find_only_child(world)
         (folder / "init.pid").write_text(f"{pid}\n")
         world.wait()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _end(world)
+        _end_namespaces(world)
 
 
-def _only_child(process: "subprocess.Popen[bytes]") -> int:
+def _find_only_child(process: "subprocess.Popen[bytes]") -> int:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:
         if parts := children.read_text().split():
@@ -102,34 +108,36 @@ def _only_child(process: "subprocess.Popen[bytes]") -> int:
     raise RuntimeError("the kernel refuses a new world")
 
 
-def _end(world: "subprocess.Popen[bytes]") -> None:
-    """Kill the world's first process; when that is reaped, the kernel has ended all others of the world too."""
+def _end_namespaces(world: "subprocess.Popen[bytes]") -> None:
+    """Kill the first process of the PID namespace; when it is reaped, the kernel has ended all others of the namespace."""
     if world.poll() is not None:
         return
     first = Path(f"/proc/{world.pid}/task/{world.pid}/children").read_text().split()
-    network = namespace_of(Path(f"/proc/{first[0]}/ns/net")) if first else None
-    kill([int(pid) for pid in first] or [world.pid])
+    network = read_namespace(Path(f"/proc/{first[0]}/ns/net")) if first else None
+    kill_processes([int(pid) for pid in first] or [world.pid])
     world.wait()
-    # Commands started outside that are still talking to the cluster would keep its network alive.
-    if network and network != namespace_of(Path("/proc/self/ns/net")):
-        kill(processes_in(network))
+    # Commands outside that are still connected to the cluster would keep its network alive.
+    if network and network != read_namespace(Path("/proc/self/ns/net")):
+        kill_processes(list_namespace_processes(network))
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
+def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
     raise Stopped
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _raise_stopped)
     try:
-        claim(folder, Settings.load(folder))
-        live(folder)
+        claim_node_names(folder, Settings.load(folder))
+        run_cluster(folder)
     except Stopped:
-        release(folder)
+        remove_cgroups(folder)
         shutil.rmtree(folder)
     finally:
-        release(folder)  # the folder stays where the world has ended by itself: its logs say why
+        remove_cgroups(
+            folder
+        )  # if the cluster has ended by itself, the folder is kept because its logs contain the reason
 
 
 if __name__ == "__main__":

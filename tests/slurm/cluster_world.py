@@ -1,7 +1,7 @@
-"""The first process of a cluster's private world: builds the network, starts the daemons, reaps whatever ends.
+"""The first process in the namespaces of a cluster: configures the network, starts the daemons, reaps exited processes.
 
-It is started by cluster_keeper.py in new network, mount, host name, IPC and process namespaces, so nothing that is
-done here is seen outside, and the kernel ends all of it with this process.
+cluster_keeper.py starts it in new network, mount, host name, IPC and process namespaces, so its changes are invisible outside,
+and the kernel reverts all of them when this process exits.
 """
 
 import os
@@ -13,43 +13,43 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster_files import INSIDE, LOGIN, Settings, hosts
+from cluster_files import INSIDE_FOLDER, LOGIN, Settings, render_hosts
 
-PATIENCE = 60.0  # seconds; a loaded machine starts daemons slowly
-_DATABASE = Path("/run/mysqld/mysqld.sock")  # where slurmdbd looks for it
+START_TIMEOUT_SECONDS = 60.0  # seconds; a loaded machine starts daemons slowly
+_DATABASE = Path("/run/mysqld/mysqld.sock")  # path expected by slurmdbd
 
 
-def call(*command: str, check: bool = True) -> str:
-    """Run a command to its end and return what it printed."""
+def run_command(*command: str, check: bool = True) -> str:
+    """Run a command to its end and return its output."""
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}")
     return done.stdout
 
 
-def until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while not true():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{what}: not within {PATIENCE:.0f} s")
+            raise RuntimeError(f"{what}: not within {START_TIMEOUT_SECONDS:.0f} s")
         time.sleep(0.02)
 
 
-def furnish(settings: Settings) -> None:
-    """Make the places that the daemons write to; in memory, because MariaDB's fsyncs on a disk take seconds."""
-    call("mount", "--make-rprivate", "/")
-    call("mount", "-t", "tmpfs", "none", "/run")
-    INSIDE.touch()
+def create_folders(settings: Settings) -> None:
+    """Create the folders that the daemons write to; in memory, because MariaDB's fsyncs on a disk take seconds."""
+    run_command("mount", "--make-rprivate", "/")
+    run_command("mount", "-t", "tmpfs", "none", "/run")
+    INSIDE_FOLDER.touch()
     for name in ("netns", "hostnames", "mysqld", "slurmctld", "slurmd"):
         Path("/run", name).mkdir()
     for gpu in range(settings.gpus):
-        os.mknod(f"/run/gpu{gpu}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # a twin of /dev/null
-    Path("/run/hosts").write_text(hosts(settings))
-    call("mount", "--bind", "/run/hosts", "/etc/hosts")
+        os.mknod(f"/run/gpu{gpu}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # a second /dev/null
+    Path("/run/hosts").write_text(render_hosts(settings))
+    run_command("mount", "--bind", "/run/hosts", "/etc/hosts")
 
 
-def connect(settings: Settings) -> None:
-    """Make the login node's network, and for every node a network of its own with one link to it."""
+def create_network(settings: Settings) -> None:
+    """Create the login node's network, and for each node a network namespace with one link to it."""
     for scope in ("all", "default"):
         Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6").write_text("1")
     lines = [
@@ -61,13 +61,13 @@ def connect(settings: Settings) -> None:
         f"ip addr add {LOGIN}/24 dev bridge",
     ]
     for number, (name, address) in enumerate(settings.addresses.items(), 1):
-        lines += _node_network(number, name, address)
+        lines += _node_network_commands(number, name, address)
         if settings.rate != "off":
-            lines += [f"tc {options}" for options in shaping(number, name, settings.rate)]
-    call("sh", "-c", "\n".join(lines))
+            lines += [f"tc {options}" for options in tc_options(number, name, settings.rate)]
+    run_command("sh", "-c", "\n".join(lines))
 
 
-def _node_network(number: int, name: str, address: str) -> list[str]:
+def _node_network_commands(number: int, name: str, address: str) -> list[str]:
     return [
         f"ip netns add {name}",
         f"ip link add link{number} type veth peer name eth0 netns {name}",
@@ -80,25 +80,25 @@ def _node_network(number: int, name: str, address: str) -> list[str]:
     ]
 
 
-def shaping(number: int, name: str, rate: str) -> tuple[str, str]:
-    """Return the options of the two calls of tc that shape a node's link: out of the node, and into it."""
+def tc_options(number: int, name: str, rate: str) -> tuple[str, str]:
+    """Return the options of the two tc calls that shape a node's link: outgoing and incoming."""
     shape = f"root tbf rate {rate} burst 256kb latency 50ms"
     return f"qdisc replace dev link{number} {shape}", f"-n {name} qdisc replace dev eth0 {shape}"
 
 
 def start_munge(folder: Path) -> None:
-    call(
-        "munged", "--force",  # or it refuses a socket in a folder that is closed to others, as pytest's are
+    run_command(
+        "munged", "--force",  # otherwise it rejects a socket in a private folder, such as those of pytest
         f"--key-file={folder}/munge.key", f"--socket={folder}/run/munge.sock", "--pid-file=/run/munged.pid",
         f"--log-file={folder}/log/munged.log", "--seed-file=/run/munged.seed", "--num-threads=4",
     )  # fmt: skip
 
 
 def install_database() -> None:
-    """Make MariaDB's own tables; again if that fails, as it does at times beside tests that take the machine's memory."""
+    """Create MariaDB's system tables; retry once, because this may fail if other tests use all memory."""
     for attempts_left in (2, 1, 0):
         try:
-            call(
+            run_command(
                 "mariadb-install-db", "--no-defaults", "--datadir=/run/database", "--user=root", "--skip-test-db",
                 "--auth-root-authentication-method=normal", "--skip-name-resolve",
             )  # fmt: skip
@@ -111,7 +111,7 @@ def install_database() -> None:
 
 
 def start_accounting(folder: Path) -> None:
-    """Start MariaDB and slurmdbd, and enter the one account and its user."""
+    """Start MariaDB and slurmdbd, and add an account and its user."""
     log = folder / "log" / "mariadb.log"
     install_database()
     command = [
@@ -120,47 +120,47 @@ def start_accounting(folder: Path) -> None:
         "--innodb-lock-wait-timeout=900", f"--log-error={log}",
     ]  # fmt: skip
     subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    # Its socket is there before that, and slurmdbd ends where it is answered too early.
-    until(lambda: log.exists() and "ready for connections" in log.read_text(errors="replace"), "MariaDB answers")
-    call("slurmdbd")
-    until(lambda: _answers("sacctmgr", "--noheader", "show", "cluster"), "slurmdbd answers")
-    call("sacctmgr", "--immediate", "add", "cluster", "tula")
-    call("sacctmgr", "--immediate", "add", "account", "lab", "Cluster=tula")
-    call("sacctmgr", "--immediate", "add", "user", "root", "Account=lab", "Cluster=tula", "DefaultAccount=lab")
+    # The socket exists earlier, and slurmdbd exits if it is used too early.
+    wait_until(lambda: log.exists() and "ready for connections" in log.read_text(errors="replace"), "MariaDB answers")
+    run_command("slurmdbd")
+    wait_until(lambda: _succeeds("sacctmgr", "--noheader", "show", "cluster"), "slurmdbd answers")
+    run_command("sacctmgr", "--immediate", "add", "cluster", "tula")
+    run_command("sacctmgr", "--immediate", "add", "account", "lab", "Cluster=tula")
+    run_command("sacctmgr", "--immediate", "add", "user", "root", "Account=lab", "Cluster=tula", "DefaultAccount=lab")
 
 
-def _answers(*command: str) -> bool:
+def _succeeds(*command: str) -> bool:
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 
 def start_slurm(folder: Path, settings: Settings) -> None:
-    call("slurmctld", "-c")
+    run_command("slurmctld", "-c")
     for name in settings.names:
-        call(*slurmd(folder, name))
-    until(lambda: _idle() == settings.nodes, "all nodes are idle")
+        run_command(*make_slurmd_command(folder, name))
+    wait_until(lambda: _count_idle_nodes() == settings.nodes, "all nodes are idle")
 
 
-def slurmd(folder: Path, name: str, *, before: str = "") -> list[str]:
-    """Return the command that starts a node's slurmd: in its own network, under its own name, with its own disk.
+def make_slurmd_command(folder: Path, name: str, *, before: str = "") -> list[str]:
+    """Return the command that starts a node's slurmd with its own network, host name and disk.
 
     Args:
         folder: of the cluster.
         name: of the node.
-        before: what else is mounted there, as words of a shell.
+        before: shell commands for further mounts.
     """
-    # Not `ip netns exec`: it mounts another /sys, and the cgroups are gone.
+    # Not `ip netns exec`, which mounts another /sys without the cgroups.
     enter = ["nsenter", f"--net=/run/netns/{name}", f"--uts=/run/hostnames/{name}", "unshare", "--mount"]
     script = f"mkdir -p /run/slurmd/{name}; mount -t tmpfs none {folder}/local; {before or 'true'}; slurmd -N {name}"
     return [*enter, "sh", "-ec", script]
 
 
-def _idle() -> int:
-    count = call("sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D", check=False)
+def _count_idle_nodes() -> int:
+    count = run_command("sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D", check=False)
     return sum(int(line) for line in count.split())
 
 
-def reap() -> None:
-    """Take leave of every process that ends, for as long as the cluster lives."""
+def reap_processes() -> None:
+    """Reap all exited processes until the cluster ends."""
     while True:
         try:
             os.wait()
@@ -172,14 +172,14 @@ def main() -> None:
     folder = Path(sys.argv[1])
     settings = Settings.load(folder)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    furnish(settings)
-    connect(settings)
+    create_folders(settings)
+    create_network(settings)
     start_munge(folder)
     if settings.accounting:
         start_accounting(folder)
     start_slurm(folder, settings)
     (folder / "ready").touch()
-    reap()
+    reap_processes()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ cluster: {kind: slurm, device: cpu, minutes: 10, slurm: {memory: 1500M}}
 
 @pytest.fixture(scope="session")
 def needs_slurm() -> None:
-    """Skip where no cluster can live; fail instead where TULA_REQUIRE_SLURM=1 says that one has to."""
+    """Skip if no cluster can run; with TULA_REQUIRE_SLURM=1, fail instead."""
     if reason := describe_why_no_cluster():
         (pytest.fail if os.environ.get("TULA_REQUIRE_SLURM") == "1" else pytest.skip)(
             f"no SLURM cluster here: {reason}"
@@ -34,13 +34,13 @@ def needs_slurm() -> None:
 
 @pytest.fixture(scope="session")
 def own_prefix() -> str:
-    """The beginning of node names that no cluster of another process has."""
+    """A prefix of node names that no cluster of another process has."""
     return f"t{os.getpid()}"
 
 
 @pytest.fixture(scope="session")
 def slurm_cluster(needs_slurm: None, own_prefix: str) -> Iterator[SlurmCluster]:
-    """A cluster for the whole session: TULA_SLURM_NODES nodes, 4 unless it is set, with links of 200 Mbit/s."""
+    """A cluster for the whole session: TULA_SLURM_NODES nodes (default 4) with links of 200 Mbit/s."""
     nodes = int(os.environ.get("TULA_SLURM_NODES", "4"))
     with SlurmCluster(nodes, prefix=f"{own_prefix}n", rate="200mbit") as cluster:
         yield cluster
@@ -48,7 +48,7 @@ def slurm_cluster(needs_slurm: None, own_prefix: str) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def on_slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """The cluster as a user meets it: its commands on PATH, no job in its queue. Afterwards it is as it was before."""
+    """The cluster with its commands on PATH and an empty queue; it is reset after the test."""
     for name in [name for name in os.environ if name.startswith(("SLURM", "SBATCH", "SUBMITIT"))]:
         monkeypatch.delenv(name)
     for name, value in slurm_cluster.env.items():
@@ -59,7 +59,7 @@ def on_slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def tula_in_spaces(on_slurm: SlurmCluster, tmp_path: Path) -> Tula:
-    """The same in a folder whose name a shell would take apart."""
+    """The same in a folder whose name contains characters that are special to a shell."""
     folder = tmp_path / "a user's (2nd) folder; $HOME"
     folder.mkdir()
     return Tula(folder, JOB)
@@ -67,5 +67,5 @@ def tula_in_spaces(on_slurm: SlurmCluster, tmp_path: Path) -> Tula:
 
 @pytest.fixture
 def tula(on_slurm: SlurmCluster, tmp_path: Path) -> Tula:
-    """The command line on the login node, in a folder that all nodes see."""
+    """The command line on the login node, in a folder shared by all nodes."""
     return Tula(tmp_path, JOB)

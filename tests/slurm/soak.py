@@ -1,13 +1,13 @@
-"""Kill a training on a real SLURM cluster again and again, and see that it ends as if nothing had happened.
+"""Kill a training on a real SLURM cluster repeatedly, and check that its result equals that of an uninterrupted training.
 
     python tests/slurm/soak.py [--nodes 16] [--kills 50] [--seed 0] [--epochs 300] [--least 1] [--subject script]
 
-Needs root and Debian's SLURM packages (make slurm-packages). Two trainings of the same job run on a cluster of
-namespaces: one is left alone, the other loses ranks, supervisors and whole nodes, and is preempted, at random moments
-until all kills are spent. At the end both must have trained every sample once and have the same weights, bit by bit.
-With --least, the disturbed training takes the nodes that it is granted, from so many up to all, while jobs that have
-precedence occupy others; its weights are then the same up to the rounding of sums. With --subject script the
-job is a script, which saves how often it has trained each sample; with --subject either, the seed decides.
+Needs root and Debian's SLURM packages (make slurm-packages). Two trainings of the same job run on a cluster in namespaces: one
+without faults; the other one loses ranks, supervisors and whole nodes and is preempted, at random times until the number of
+kills is reached. At the end, both must have trained each sample once per epoch, and their weights must be bitwise equal. With
+--least, the interrupted training runs on a varying number of nodes, from --least up to all, while jobs with precedence occupy
+the others; its weights are then equal up to rounding. With --subject script the job is a script that records how often it
+trained each sample; with --subject either, the seed selects.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import SlurmCluster, until
+from cluster import SlurmCluster, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from driver import Tula
 
-PATIENCE = 900.0  # seconds without a newer checkpoint
+CHECKPOINT_TIMEOUT_SECONDS = 900.0  # seconds without a new checkpoint before the program fails
 MODEL = """
 import time
 import torch
@@ -45,8 +45,9 @@ class Net(torch.nn.Module):
         time.sleep(0.02)
         return self.layer(x.flatten(1))
 """
-"""Slow, so that few epochs last for many kills. One parameter: DDP lays out its buckets anew after the first step of a process, which with more parameters changes the
-order in which more than two ranks are added up there, and so the last bit."""
+"""Slow, so that few epochs last for many kills. It has a single parameter, because DDP rebuilds its buckets after the first step
+of a process, which with several parameters changes the order of additions over more than two ranks, and so the last bit.
+"""
 JOB = """
 name: soak
 model: {{name: "single:Net"}}
@@ -74,29 +75,29 @@ cluster: {{kind: slurm, device: cpu, minutes: 60, slurm: {{partition: spare, mem
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained."""
+    """The job that is trained."""
 
     job: str  # job file
     batch: int
-    samples: int  # of an epoch
-    process: str  # part of the command line of its ranks
-    weights: str  # key of its checkpoint
-    checkpoint: str  # pattern of its last checkpoint in the folder of the training
+    samples: int  # per epoch
+    process: str  # part of the command lines of its ranks
+    weights: str  # key in its checkpoint
+    checkpoint: str  # pattern of the last checkpoint in the folder of the training
 
     @classmethod
     def make_model(cls, nodes: int, epochs: int, *, method: str) -> "Subject":
-        """Return a model that tula's own loop trains."""
+        """Return a job that tula's training loop trains."""
         job = JOB.format(method=method, epochs=epochs, nodes=nodes)
         return cls(job, 128, 1437 // 128 * 128, "-m tula_cli.worker", "model", "last")
 
     @classmethod
     def make_script(cls, nodes: int, epochs: int) -> "Subject":
-        """Return a script that saves how often it has trained each sample; its epochs take ten times as long."""
+        """Return a script that records how often it trained each sample; its epochs take ten times as long."""
         return cls(SCRIPT_JOB.format(epochs=epochs, nodes=nodes), 32, 256, SCRIPT.name, "net", "out/state.pt")
 
 
 class Soak:
-    """A training, the cluster it runs on, and what is done to both."""
+    """A training, its cluster, and the faults of both."""
 
     def __init__(
         self,
@@ -110,17 +111,19 @@ class Soak:
     ) -> None:
         self.cluster, self.tula, self.nodes, self.random, self.least = cluster, tula, nodes, random_, least
         self.subject = subject
-        self.occupied = 0  # nodes, by jobs that have precedence
+        self.occupied = 0  # number of nodes, by jobs with precedence
         self.kills: collections.Counter[str] = collections.Counter()
         self.killed_at = 0.0  # Unix time
 
     def train(self, kills: int) -> None:
-        """Run the training to its end, killing so many times on the way."""
+        """Run the training to its end, with `kills` faults on the way."""
         nodes = str(self.nodes) if self.least is None else f"{self.least}-{self.nodes}"
         kinds: list[tuple[Callable[[], bool], int]] = [
             (self.kill_rank, 12), (self.kill_supervisor, 4), (self.power_off, 2), (self.preempt, 2),
         ]  # fmt: skip
-        if self.least is not None:  # mostly what ends an allocation, so that the next one may have other nodes
+        if (
+            self.least is not None
+        ):  # mostly faults that end an allocation, so that the next allocation may have other nodes
             kinds = [
                 (self.kill_rank, 4),
                 (self.kill_supervisor, 2),
@@ -128,15 +131,15 @@ class Soak:
                 (self.preempt, 8),
                 (self.occupy, 12),
             ]
-            self.occupy(at_least=2)  # a script's resume test needs two
+            self.occupy(at_least=2)  # the resume test of a script needs two nodes
         self.tula("train", "job.yaml", "--nodes", nodes, "--batch", str(self.subject.batch))
         moved, at = -1, time.monotonic()
         while not self.finished():
             samples = self.samples()
             if samples != moved:
                 moved, at = samples, time.monotonic()
-            if time.monotonic() - at > PATIENCE:
-                raise SystemExit(f"no progress for {PATIENCE:.0f} s\n{self.tula.logs()[-5000:]}")
+            if time.monotonic() - at > CHECKPOINT_TIMEOUT_SECONDS:
+                raise SystemExit(f"no progress for {CHECKPOINT_TIMEOUT_SECONDS:.0f} s\n{self.tula.logs()[-5000:]}")
             if sum(self.kills.values()) < kills and self.running():
                 time.sleep(self.random.uniform(0.0, 3.0))
                 act = self.random.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])[0]
@@ -148,7 +151,7 @@ class Soak:
         if sum(self.kills.values()) < kills:
             raise SystemExit(f"it ended before it was killed {kills} times: give it more --epochs")
 
-    # --- what it is doing
+    # --- state of the training
 
     def signature(self) -> str:
         return self.tula.run().list_train_signatures()[0]
@@ -171,7 +174,7 @@ class Soak:
     def processes(self, text: str) -> list[int]:
         return [pid for node in self.cluster.names for pid in self.cluster.processes(node, text)]
 
-    # --- what is done to it; each returns whether there was something to do it to
+    # --- faults; each function returns whether it could apply the fault
 
     def kill_rank(self) -> bool:
         return self._kill(self.subject.process)
@@ -192,7 +195,7 @@ class Soak:
     def power_off(self) -> bool:
         node = self.random.choice(self.cluster.names)
         self.cluster.power_off(node)
-        until(lambda: self._state(node).startswith("down"), f"SLURM gives {node} up", seconds=180)
+        wait_until(lambda: self._state(node).startswith("down"), f"SLURM gives {node} up", seconds=180)
         self.cluster.power_on(node)
         return True
 
@@ -204,13 +207,13 @@ class Soak:
         return True
 
     def occupy(self, *, at_least: int = 1) -> bool:
-        """Let other jobs have another number of nodes; return whether the training has to give some to them.
+        """Change the number of nodes occupied by other jobs; return whether the training loses some of its nodes.
 
         Args:
             at_least: nodes that are left to the training.
         """
         subprocess.run(["scancel", "--name=other"], check=True, env={**os.environ, **self.cluster.env})
-        until(lambda: not self._count("squeue", "--name=other", "--format=%i"), "the other job is over")
+        wait_until(lambda: not self._count("squeue", "--name=other", "--format=%i"), "the other job is over")
         idle = self._count("sinfo", "--states=idle", "--Node", "--partition=main", "--format=%n")
         self.occupied = self.random.randint(0, self.nodes - max(at_least, self.least or self.nodes))
         if self.occupied:
@@ -226,7 +229,7 @@ class Soak:
         return len(self.cluster.run("login", *command, "--noheader").stdout.split())
 
 
-def weights_equal(one: Path, other: Path, *, key: str, tolerance: float) -> bool:
+def are_weights_equal(one: Path, other: Path, *, key: str, tolerance: float) -> bool:
     code = """
 import sys, torch
 key, tolerance = sys.argv[1], float(sys.argv[2])  # of the largest weight
@@ -239,14 +242,14 @@ sys.exit(not same)
 
 
 def count_trained_steps(checkpoint: Path) -> collections.Counter[int]:
-    """Return how often a script has trained each sample, by its checkpoint."""
+    """Return how often a script has trained each sample, from its checkpoint."""
     code = "import json, sys, torch; print(json.dumps(torch.load(sys.argv[1], weights_only=True)['trained']))"
     command = [sys.executable, "-c", code, str(checkpoint)]
     return collections.Counter(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
 
 
-def check(soak: Soak, epochs: int) -> Path:
-    """Check that every sample was trained once and every epoch told once; return the last checkpoint."""
+def check_training(soak: Soak, epochs: int) -> Path:
+    """Check that each sample was trained once and each epoch recorded once; return the last checkpoint."""
     run, name = soak.tula.run(), soak.signature()
     result = run.get_training(name).read_result()
     assert result is not None
@@ -308,9 +311,9 @@ def main() -> None:
             print(f"{label}: a {kind} on {arguments.nodes} nodes, {epochs} epochs", flush=True)
             soak.train(kills)
             print(f"done after {time.monotonic() - began:.0f} s; {dict(soak.kills)}", flush=True)
-            last.append(check(soak, epochs))
+            last.append(check_training(soak, epochs))
         tolerance = 0.0 if arguments.least is None else 1e-5
-        assert weights_equal(*last, key=subject.weights, tolerance=tolerance), "the weights differ"
+        assert are_weights_equal(*last, key=subject.weights, tolerance=tolerance), "the weights differ"
     print("the weights are the same, bit by bit" if not tolerance else f"the weights are the same, up to {tolerance:g}")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import SlurmCluster, until
-from make_results import Truth, inspected, probe_all
+from cluster import SlurmCluster, wait_until
+from make_results import Truth, make_inspection, make_probes
 from make_runs import spec
 
 from tula_cli.cluster.launcher import make_launcher
@@ -120,7 +120,7 @@ def predicted_and_told(
         assert result.pricing.slurm_billing.usage_factor == (2 if slurm.get("qos") == "dear" else 1)
         predicted.append(compute_hourly_charge(result.pricing, nodes) / result.pricing.slurm_billing.usage_factor)
         ids.append(submitted(folder / str(number), result, nodes))
-    until(lambda: all(told_billing(id_) is not None for id_ in ids), "all jobs have ended", seconds=60)
+    wait_until(lambda: all(told_billing(id_) is not None for id_ in ids), "all jobs have ended", seconds=60)
     return predicted, [told_billing(id_) for id_ in ids], ids
 
 
@@ -141,7 +141,7 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     result = job(partition="billed", qos="dear")
     run = measured(root, result)
     prepared = run_work(
-        train.prepare_training([Run(run.path, result)], TrainRequest(nodes=1, batch=32), lambda _: inspected()),
+        train.prepare_training([Run(run.path, result)], TrainRequest(nodes=1, batch=32), lambda _: make_inspection()),
         lambda _: None,
     )
     task = prepared.plan.task
@@ -165,7 +165,7 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
 def measured(root: Path, outcome: JobSpec) -> RunDir:
     """Return a run that was measured: its training takes some 10 hours, and so 50 units or more on a node."""
     run = RunDir.create(root, outcome)
-    for result in probe_all(Truth(fixed=5.0), {1: (32, 64, 256), 2: (16, 128)}):
+    for result in make_probes(Truth(fixed=5.0), {1: (32, 64, 256), 2: (16, 128)}):
         run.write_result(result)
     return run
 
@@ -175,13 +175,13 @@ def test_a_training_beyond_the_balance_is_reported_and_refused(on_site: SlurmClu
     run, message = measured(tmp_path, result), []
     for within in (False, True):
         work = train.prepare_training(
-            [Run(run.path, result)], TrainRequest(nodes=1, batch=32, within_balance=within), lambda _: inspected()
+            [Run(run.path, result)], TrainRequest(nodes=1, batch=32, within_balance=within), lambda _: make_inspection()
         )
         prepared = run_work(work, message.append)
     warned = [event.text for event in message if isinstance(event, WarningEvent)]
     beyond = r"account big has 1\.6\d of 1\.67 SU left, but up to (43\.6|61\.1) SU"  # the largest, or the sum
     assert any(re.search(beyond, text) for text in warned), warned
-    submission = Submission(make_launcher, lambda _: inspected(), lambda _: True, wait=False)
+    submission = Submission(make_launcher, lambda _: make_inspection(), lambda _: True, wait=False)
     with pytest.raises(OverBudget, match=beyond):
         run_work(train.run_training(prepared, submission), message.append)
     assert not on_site.run("login", "squeue", "--noheader").stdout

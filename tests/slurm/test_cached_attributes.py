@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster
-from driver import Tula
+from driver import Tula, slow_training_options
 from faults import cache_attributes
-from test_recovery import TWO, attempts, finished, story, submit, trained, waiting
+from test_recovery import TWO, attempts, finished, story, submit, trained
 
 from tula_cli.run.records.jobs import Attempt
 
@@ -38,12 +38,12 @@ def probed(tula: Tula) -> float:
 
 def killed_and_trained(tula: Tula, cluster: SlurmCluster) -> float:
     """Return the seconds of a training on two nodes of which a rank is killed on the way."""
-    submit(tula, *TWO, *waiting(tula, EPOCHS))
-    tula.until(tula.epochs_done)
+    submit(tula, *TWO, *slow_training_options(tula, EPOCHS))
+    tula.wait_until(tula.epochs_done)
     os.kill(max(pid for name in cluster.names for pid in cluster.processes(name, "-m tula_cli.worker")), signal.SIGKILL)
-    tula.until(lambda: len(story(tula)) > 1 and story(tula)[-1][0])
+    tula.wait_until(lambda: len(story(tula)) > 1 and story(tula)[-1][0])
     assert [outcome for outcome, _ in story(tula)] == ["signal", "done"], tula.logs()
-    tula.until(lambda: finished(tula))
+    tula.wait_until(lambda: finished(tula))
     trained(tula, EPOCHS)
     return taken([attempt for attempt in attempts(tula) if attempt.task.startswith("train")])
 

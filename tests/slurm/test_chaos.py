@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 from cluster import SlurmCluster
-from driver import Tula
-from faults import join, kill_daemon, part, start_daemon
-from test_recovery import TWO, attempts, finished, job, nodes_of, queue, story, submit, trained, waiting
+from driver import Tula, slow_training_options
+from faults import block_connection, kill_daemon, restore_connection, start_daemon
+from test_recovery import TWO, attempts, finished, job, nodes_of, queue, story, submit, trained
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 EPOCHS, LONG = 8, 30
@@ -31,16 +31,16 @@ def scontrol(*words: str) -> None:
 
 def begin(tula: Tula, moment: random.Random, *options: str, epochs: int = EPOCHS, pause: float = 0.05) -> None:
     """Submit a training on two nodes and let it run for a while."""
-    submit(tula, *TWO, *waiting(tula, epochs, pause=pause), *options)
-    tula.until(tula.epochs_done)
+    submit(tula, *TWO, *slow_training_options(tula, epochs, pause=pause), *options)
+    tula.wait_until(tula.epochs_done)
     time.sleep(moment.uniform(0.0, 1.5))
 
 
 def ended(tula: Tula, *outcomes: str, epochs: int = EPOCHS) -> None:
     """Wait for the end, and hold what happened against what should have."""
-    tula.until(lambda: finished(tula) or (len(story(tula)) > len(outcomes) and all(how for how, _ in story(tula))))
+    tula.wait_until(lambda: finished(tula) or (len(story(tula)) > len(outcomes) and all(how for how, _ in story(tula))))
     assert [outcome for outcome, _ in story(tula)] == [*outcomes, "done"], tula.logs()
-    tula.until(lambda: finished(tula))
+    tula.wait_until(lambda: finished(tula))
     trained(tula, epochs)
 
 
@@ -101,7 +101,7 @@ def test_a_training_outlives_controller_and_database(tula: Tula, on_slurm: Slurm
     kill_daemon(on_slurm, "slurmctld")
     try:
         assert tula("status")["data"]["jobs"][0]["state"] == "running", "its files say so"
-        other = tula("train", "job.yaml", *TWO, *waiting(tula, LONG + 1), code=5)
+        other = tula("train", "job.yaml", *TWO, *slow_training_options(tula, LONG + 1), code=5)
         assert "does not answer" in other["error"]["message"]
     finally:
         start_daemon(on_slurm, "slurmctld")
@@ -113,7 +113,7 @@ def test_a_training_outlives_controller_and_database(tula: Tula, on_slurm: Slurm
         start_daemon(on_slurm, "slurmdbd")
     ended(tula, epochs=LONG)
     assert job(tula).submissions == 1
-    tula.until(lambda: not queue(), seconds=60)
+    tula.wait_until(lambda: not queue(), seconds=60)
 
 
 @pytest.mark.proof
@@ -161,12 +161,12 @@ def test_a_training_outlives_a_partition_of_the_network(
 ) -> None:
     begin(tula, moment)
     item, other = nodes_of(tula)
-    part(on_slurm, item, other)
+    block_connection(on_slurm, item, other)
     try:
-        tula.until(lambda: story(tula)[0][0])
+        tula.wait_until(lambda: story(tula)[0][0])
     finally:
-        join(on_slurm, item, other)
-    tula.until(lambda: finished(tula))
+        restore_connection(on_slurm, item, other)
+    tula.wait_until(lambda: finished(tula))
     first, *others = [outcome for outcome, _ in story(tula)]
     assert first == "peer" and others[-1] == "done", tula.logs()
     trained(tula, EPOCHS)
@@ -197,7 +197,7 @@ class Hanging(Waiting):
 )
 def test_a_rank_that_hangs_on_a_node_is_the_root_and_the_job_goes_on(tula: Tula, moment: random.Random) -> None:
     rank = moment.choice((0, 1))
-    pauses = waiting(tula, EPOCHS)
+    pauses = slow_training_options(tula, EPOCHS)
     (tula.folder / "hanging.py").write_text(HANGING.format(step=moment.randrange(15, 40), rank=rank))
     submit(tula, *TWO, *pauses, "--set", "model={name: 'hanging:Hanging', args: {pause: 0.05}}")
     ended(tula, "hung")
@@ -237,7 +237,7 @@ def test_a_training_on_nodes_whose_clocks_are_apart_is_right(
     begin(tula, moment, *skewed, epochs=LONG)
     ranks = [pid for name in on_slurm.names for pid in on_slurm.processes(name, "-m tula_cli.worker")]
     subprocess.run(["kill", "-9", str(moment.choice(sorted(ranks)))], check=True)
-    tula.until(lambda: len(story(tula)) > 1 and tula.epochs_done() > 1)
+    tula.wait_until(lambda: len(story(tula)) > 1 and tula.epochs_done() > 1)
     data = tula("status")["data"]
     for row in data["jobs"]:
         assert row.get("elapsed") is None or 0 <= row["elapsed"] <= time.time() - began + 60, row

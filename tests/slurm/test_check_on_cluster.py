@@ -55,7 +55,7 @@ def test_the_node_that_does_not_see_the_folder_is_named(tula: Tula, on_slurm: Sl
 def test_a_partition_that_is_down_is_reported_and_nothing_stays_in_the_queue(tula: Tula) -> None:
     error = tula_error(tula, *CHECK, "--set", "cluster.slurm.partition=closed", code=5)
     assert "PartitionDown" in error["message"]
-    tula.until(lambda: not jobs())
+    tula.wait_until(lambda: not jobs())
 
 
 def test_a_refusal_is_in_the_schedulers_own_words(tula: Tula) -> None:
@@ -67,7 +67,7 @@ def test_a_refusal_is_in_the_schedulers_own_words(tula: Tula) -> None:
 def test_a_waiting_check_is_taken_up_again(tula: Tula, on_slurm: SlurmCluster) -> None:
     everything = ("--exclusive", f"--nodes={len(on_slurm.names)}", "--job-name=neighbour", "--wrap=sleep 100")
     subprocess.run(["sbatch", "--output=/dev/null", *everything], check=True, capture_output=True)
-    tula.until(lambda: jobs("running"))
+    tula.wait_until(lambda: jobs("running"))
     error = tula_error(tula, *CHECK, "--timeout", "3", code=75)
     assert "Resources" in error["message"] or "Priority" in error["message"]
     subprocess.run(["scancel", "--name=neighbour"], check=True)

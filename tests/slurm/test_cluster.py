@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ClusterError, SlurmCluster, describe_why_no_cluster, missing, until
+from cluster import ClusterError, SlurmCluster, describe_why_no_cluster, list_missing_packages, wait_until
 from cluster_files import CGROUPS, LOGIN
-from cluster_keeper import namespace_of, processes_in
+from cluster_keeper import list_namespace_processes, read_namespace
 
 pytestmark = [pytest.mark.slurm, pytest.mark.proof]
 
@@ -58,7 +58,7 @@ def states(job: str) -> dict[str, str]:
 
 
 def until_state(job: str, state: str, *, seconds: float = 60.0) -> None:
-    until(lambda: states(job).get(job, "").startswith(state), f"job {job} is {state}", seconds=seconds)
+    wait_until(lambda: states(job).get(job, "").startswith(state), f"job {job} is {state}", seconds=seconds)
 
 
 def megabits(cluster: SlurmCluster, source: str, target: str, megabytes: float) -> float:
@@ -80,11 +80,11 @@ def traces(cluster: SlurmCluster) -> list[str]:
 
 def living(world: str) -> list[int]:
     """Return the processes of a world; zombies have no namespaces any more."""
-    return processes_in(world, "pid")
+    return list_namespace_processes(world, "pid")
 
 
 def world_of(cluster: SlurmCluster) -> str:
-    world = namespace_of(Path("/proc", (cluster.folder / "init.pid").read_text().strip(), "ns/pid"))
+    world = read_namespace(Path("/proc", (cluster.folder / "init.pid").read_text().strip(), "ns/pid"))
     assert world
     return world
 
@@ -94,7 +94,7 @@ def test_a_cluster_leaves_nothing_behind(bare: SlurmCluster) -> None:
     with bare:
         world = world_of(bare)
         client = subprocess.Popen([f"{bare.folder}/bin/srun", "sleep", "600"], stderr=subprocess.DEVNULL)
-        until(lambda: bare.processes(bare.names[0], "sleep 600"), "the job runs")
+        wait_until(lambda: bare.processes(bare.names[0], "sleep 600"), "the job runs")
         assert len(living(world)) > 5
         assert os.listdir("/sys/class/net") == interfaces
     assert living(world) == []
@@ -118,14 +118,14 @@ def test_it_ends_when_the_process_that_holds_it_is_killed(bare: SlurmCluster) ->
         assert holder.stdout and holder.stdout.readline() == "up\n"
         world = world_of(bare)
         holder.kill()
-    until(lambda: not living(world) and not traces(bare), "nothing is left", seconds=5)
+    wait_until(lambda: not living(world) and not traces(bare), "nothing is left", seconds=5)
 
 
 def test_it_ends_with_its_keeper(bare: SlurmCluster) -> None:
     bare.up()
     world = world_of(bare)
     os.kill(int((bare.folder / "keeper.pid").read_text()), signal.SIGKILL)
-    until(lambda: not living(world), "the world ends", seconds=5)
+    wait_until(lambda: not living(world), "the world ends", seconds=5)
     bare.down()
     assert traces(bare) == []
 
@@ -191,9 +191,9 @@ def test_a_step_over_its_memory_is_reported_as_such(on_slurm: SlurmCluster) -> N
 
 def test_a_cancelled_job_is_gone(on_slurm: SlurmCluster) -> None:
     job = submit("srun sleep 600", "--nodes=2")
-    until(lambda: len(on_slurm.processes(on_slurm.names[1], "sleep 600")) == 1, "the second task runs")
+    wait_until(lambda: len(on_slurm.processes(on_slurm.names[1], "sleep 600")) == 1, "the second task runs")
     call("scancel", job)
-    until(lambda: not call("squeue", "--noheader"), "the queue is empty", seconds=15)
+    wait_until(lambda: not call("squeue", "--noheader"), "the queue is empty", seconds=15)
     until_state(job, "CANCELLED")
     assert on_slurm.processes(on_slurm.names[1], "sleep") == []
 
@@ -210,9 +210,9 @@ def test_a_job_of_more_weight_takes_the_nodes_of_a_spare_one(on_slurm: SlurmClus
 def test_a_job_outlives_the_daemon_of_its_node(on_slurm: SlurmCluster, tmp_path: Path) -> None:
     node = on_slurm.names[1]
     job = submit(f"srun sh -c 'until [ -e {tmp_path}/enough ]; do sleep 0.1; done'", "--nodes=2")
-    until(lambda: on_slurm.processes(node, "enough"), "the second task runs")
+    wait_until(lambda: on_slurm.processes(node, "enough"), "the second task runs")
     on_slurm.kill_slurmd(node)
-    until(lambda: not on_slurm.processes(node, "slurmd -N"), "slurmd ends")
+    wait_until(lambda: not on_slurm.processes(node, "slurmd -N"), "slurmd ends")
     assert on_slurm.processes(node, "enough")
     on_slurm.start_slurmd(node)
     (tmp_path / "enough").touch()
@@ -222,14 +222,14 @@ def test_a_job_outlives_the_daemon_of_its_node(on_slurm: SlurmCluster, tmp_path:
 def test_a_job_on_a_powered_off_node_fails(on_slurm: SlurmCluster) -> None:
     node = on_slurm.names[1]
     job = submit("srun sleep 600", "--nodes=2", "--no-requeue", f"--nodelist={node}")
-    until(lambda: on_slurm.processes(node, "sleep 600"), "the job runs")
+    wait_until(lambda: on_slurm.processes(node, "sleep 600"), "the job runs")
     on_slurm.power_off(node)
     assert on_slurm.processes(node) == []
     with pytest.raises(ClusterError, match=r"timed out|No route"):
         on_slurm.run(on_slurm.names[0], sys.executable, "-S", "-c", SEND, node, "1")
     until_state(job, "NODE_FAIL")
     on_slurm.power_on(node)
-    until(
+    wait_until(
         lambda: call("sinfo", "--noheader", f"--nodes={node}", "--partition=main", "--format=%t") == "idle",
         "the node is back",
     )
@@ -264,8 +264,8 @@ def test_the_command_line_does_what_the_class_does(bare: SlurmCluster) -> None:
 
 
 def test_what_is_missing_is_named(needs_slurm: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing() == []
+    assert list_missing_packages() == []
     monkeypatch.setattr("cluster.SYSTEM_PATH", "")
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert "munge" in missing()
+    assert "munge" in list_missing_packages()
     assert "apt-get install" in (describe_why_no_cluster() or "")

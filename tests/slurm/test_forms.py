@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import SlurmCluster, until
+from cluster import SlurmCluster, wait_until
 
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.run.directory import RunDir
@@ -48,7 +48,9 @@ def submit(folder: Path, result: JobSpec) -> None:
 def told(folder: Path, tasks: int) -> list[str]:
     """Return what each task of a job has seen: its place on its node, its GPUs, its CPUs, $NOTE."""
     files = [folder / f"look.{task}" for task in range(tasks)]
-    until(lambda: all(path.exists() and path.stat().st_size for path in files), f"{tasks} tasks look round", seconds=30)
+    wait_until(
+        lambda: all(path.exists() and path.stat().st_size for path in files), f"{tasks} tasks look round", seconds=30
+    )
     time.sleep(0.2)
     assert not (folder / f"look.{tasks}").exists()
     return [path.read_text().strip() for path in files]

@@ -70,12 +70,12 @@ def test_a_training_that_fills_its_disk_is_held_and_goes_on_to_the_same_weights(
     options = ("--nodes", "1", "--batch", "64", "--set", MODEL, "--set", "train.epochs=6")
     tula("train", "job.yaml", *options, "--run-dir", str(small))
     run = RunDir.find_newest(small)
-    (signature,) = run.list_train_signatures() or tula.until(run.list_train_signatures)
+    (signature,) = run.list_train_signatures() or tula.wait_until(run.list_train_signatures)
     training = run.get_training(signature)
-    tula.until(training.list_checkpoints)
+    tula.wait_until(training.list_checkpoints)
     ballast = fill(small)
     place = ("--run", str(run.path))
-    kept = tula.until(lambda: [job for job in tula("status", *place)["data"]["jobs"] if job["state"] == "held"])
+    kept = tula.wait_until(lambda: [job for job in tula("status", *place)["data"]["jobs"] if job["state"] == "held"])
     assert training.read_result() is None
     (job,) = kept
     assert (
@@ -93,7 +93,7 @@ def test_a_training_that_fills_its_disk_is_held_and_goes_on_to_the_same_weights(
     ballast.unlink()
     tula("train", *place, *options[:4])
     tula("train", "job.yaml", *options)  # the same undisturbed, elsewhere, once the node is free
-    tula.until(lambda: tula.run().get_training(signature).read_summary())
+    tula.wait_until(lambda: tula.run().get_training(signature).read_summary())
     assert [attempt.outcome for attempt in training.read_attempts()] == ["disk", "done"]
     assert run.find_job(f"train-{signature}") == submitted, (
         "the held jobs of the chain were let go, and no other submitted"

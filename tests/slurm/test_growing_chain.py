@@ -44,29 +44,29 @@ def test_links_have_the_nodes_of_their_stages_and_every_sample_is_trained_once_a
     grown(tula)
     (job,) = tula.run().read_jobs()
     assert sorted({*job.link_nodes}) == [1, 2, 4] and list(job.link_nodes) == sorted(job.link_nodes)
-    tula.until(lambda: over(tula))
+    tula.wait_until(lambda: over(tula))
     assert [attempt.outcome for attempt in attempts(tula)] == ["stage_end", "stage_end", "done"]
     assert nodes_of(tula) == [1, 2, 4]
     links = [attempt.allocation.partition(".")[0] for attempt in attempts(tula)]
     assert [job.get_nodes(link) for link in links] == [1, 2, 4]
     assert links == [job.links[job.link_nodes.index(nodes)] for nodes in (1, 2, 4)], "nobody waits for surplus links"
-    assert seen_samples.seen(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
-    worlds = Counter((row["world"], len(row["samples"])) for row in seen_samples.told(tula.folder))
+    assert seen_samples.count_samples(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
+    worlds = Counter((row["world"], len(row["samples"])) for row in seen_samples.read_batches(tula.folder))
     assert worlds == {(1, 8): SIZE // 8, (2, 8): 2 * SIZE // 16, (4, 8): 4 * SIZE // 32}
     data = tula("status")["data"]
     assert [row["nodes"] for row in data["attempts"]] == [1, 2, 4]
     (row,) = data["jobs"]
     assert [link["nodes"] for link in row["links"]] == list(job.link_nodes) and row["nodes"] == 4
-    tula.until(lambda: not queue().strip())
+    tula.wait_until(lambda: not queue().strip())
 
 
 def test_ranks_killed_at_a_change_of_nodes_train_every_sample_all_the_same(tula: Tula, on_slurm: SlurmCluster) -> None:
     grown(tula, pause=0.3)
     log = tula.folder / "seen.jsonl"
-    tula.until(lambda: log.exists() and len(log.read_text().splitlines()) >= SIZE // 8)
+    tula.wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= SIZE // 8)
     for pid in [pid for name in on_slurm.names for pid in on_slurm.processes(name, "tula_cli.worker")]:
         os.kill(pid, signal.SIGKILL)
-    tula.until(lambda: over(tula))
+    tula.wait_until(lambda: over(tula))
     outcomes = [attempt.outcome for attempt in attempts(tula)]
     assert outcomes[-1] == "done" and outcomes.count("stage_end") == 2, outcomes
     assert nodes_of(tula) == sorted(nodes_of(tula)) and {*nodes_of(tula)} == {1, 2, 4}
@@ -74,16 +74,16 @@ def test_ranks_killed_at_a_change_of_nodes_train_every_sample_all_the_same(tula:
     assert (
         result is not None and result.samples == EPOCHS * SIZE and result.steps == SIZE // 8 + SIZE // 16 + SIZE // 32
     )
-    every = seen_samples.seen(tula.folder)
+    every = seen_samples.count_samples(tula.folder)
     assert set(every) == set(range(SIZE)) and min(every.values()) == EPOCHS
     assert sum(every.values()) - EPOCHS * SIZE <= 3 * 8, "what was trained past the newest checkpoint is trained again"
 
 
 def test_tula_cancel_ends_the_links_of_all_stages(tula: Tula) -> None:
     grown(tula, pause=0.5)
-    tula.until(lambda: (tula.folder / "seen.jsonl").exists())
+    tula.wait_until(lambda: (tula.folder / "seen.jsonl").exists())
     tula("cancel")
-    tula.until(lambda: not queue().strip())
-    tula.until(lambda: [attempt.outcome for attempt in attempts(tula)] == ["cancelled"])
+    tula.wait_until(lambda: not queue().strip())
+    tula.wait_until(lambda: [attempt.outcome for attempt in attempts(tula)] == ["cancelled"])
     (job,) = tula.run().read_jobs()
     assert tula.run().is_cancelled(job.id)

@@ -68,12 +68,14 @@ def queue() -> str:
 def step_time(nodes: int, local_batch: int, *, rate: int) -> float:
     """Return the seconds of a step: the sleep, and a ring over links of so many Mbit/s that hides behind nothing."""
     traffic = 2 * (nodes - 1) / nodes * GRADIENTS
-    return emulated.FIXED + emulated.EACH * local_batch + traffic / (rate * 1e6 / 8)
+    return emulated.FIXED_SECONDS + emulated.SECONDS_PER_SAMPLE * local_batch + traffic / (rate * 1e6 / 8)
 
 
 def recommended(tula: Tula) -> Recommendation:
     tula("profile", "job.yaml")
-    tula.until(lambda: len(tula.run().read_results()) == 6)  # sooner than --wait, which asks SLURM now and then only
+    tula.wait_until(
+        lambda: len(tula.run().read_results()) == 6
+    )  # sooner than --wait, which asks SLURM now and then only
     tula("recommend", "--objective", "time")
     result = tula.run().read_recommendation()
     assert result is not None
@@ -84,7 +86,7 @@ def trained(tula: Tula) -> Summary:
     """Train some epochs as recommended."""
     tula("train", "--set", "train.epochs=2")
     run = tula.run()
-    result: list[Summary] = tula.until(
+    result: list[Summary] = tula.wait_until(
         lambda: [s for name in run.list_train_signatures() if (s := run.get_training(name).read_summary())]
     )
     return result[0]
@@ -126,13 +128,13 @@ def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     shutil.copy(HELPERS / "watched.py", tmp_path)  # not imported: it sets the pace of its process
     tula = Tula(tmp_path, MOVES)
     tula("profile", "job.yaml")
-    tula.until(lambda: len(tula.run().read_results()) == 2)
+    tula.wait_until(lambda: len(tula.run().read_results()) == 2)
     begun = tula("train", "--nodes", "1-2", "--batch", "64")["data"]["plan"]["task"]
     training = tula.run().get_training(begun["signature"])
-    tula.until(lambda: sum(row["kind"] == "step" for row in training.read_metrics()) >= SETTLED)
+    tula.wait_until(lambda: sum(row["kind"] == "step" for row in training.read_metrics()) >= SETTLED)
     for node in on_slurm.names:
         on_slurm.set_rate(node, "20mbit")
-    change = tula.until(
+    change = tula.wait_until(
         lambda: [result for result in training.read_step_changes() if result.after.step > result.before.step]
     )[0]
     assert change.parts == ("network",)
@@ -140,12 +142,12 @@ def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     assert change.after.sync > 2 * change.before.sync and change.seconds_left > change.seconds_left_before
 
     tula("cancel")
-    tula.until(
+    tula.wait_until(
         lambda: not queue()
     )  # a loaded machine may not have saved in SLURM's few seconds: it goes on all the same
     saved = training.find_newest_samples()
     tula("train", "--nodes", "1-1", "--batch", "64")
-    later = tula.until(
+    later = tula.wait_until(
         lambda: [row for row in training.read_metrics() if row["kind"] == "epoch" and row["samples"] > saved]
     )
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster
-from driver import Tula
-from faults import in_mounts_of
-from test_recovery import ONE, attempts, finished, submit, waiting
+from driver import Tula, slow_training_options
+from faults import run_in_mounts
+from test_recovery import ONE, attempts, finished, submit
 
 from tula_cli.cluster.supervise import MAX_STARTUP_SECONDS
 
@@ -33,7 +33,7 @@ def on_one_node(
 
 def kill_file_system(cluster: SlurmCluster, runs: Path) -> None:
     """Serve a folder by a FUSE daemon, and kill that: "Transport endpoint is not connected"."""
-    in_mounts_of(cluster, f"bindfs '{runs}' '{runs}'; pkill -9 -x bindfs")
+    run_in_mounts(cluster, f"bindfs '{runs}' '{runs}'; pkill -9 -x bindfs")
 
 
 def make_read_only(cluster: SlurmCluster, runs: Path) -> None:
@@ -41,7 +41,7 @@ def make_read_only(cluster: SlurmCluster, runs: Path) -> None:
     remount = (
         f"for try in $(seq 200); do mount -o remount,ro,bind '{runs}' 2>/dev/null && exit; sleep .05; done; exit 1"
     )
-    in_mounts_of(cluster, f"mount --bind '{runs}' '{runs}'; {remount}")
+    run_in_mounts(cluster, f"mount --bind '{runs}' '{runs}'; {remount}")
 
 
 @pytest.mark.promise(
@@ -58,17 +58,17 @@ def test_no_job_of_a_chain_is_lost_while_the_run_directory_is_away(
 ) -> None:
     tula, cluster = on_one_node
     runs = (tula.folder / "tula-runs").resolve()
-    submit(tula, *ONE, *waiting(tula, 12))
-    tula.until(tula.epochs_done)
+    submit(tula, *ONE, *slow_training_options(tula, 12))
+    tula.wait_until(tula.epochs_done)
     fault(cluster, runs)
     for pid in cluster.processes(cluster.names[0], "submitit"):
         with contextlib.suppress(ProcessLookupError):  # it ends with the first of them
             os.kill(pid, signal.SIGKILL)
-    reason = tula.until(lambda: [j["reason"] for j in tula("status")["data"]["jobs"] if "waits" in j["reason"]])
+    reason = tula.wait_until(lambda: [j["reason"] for j in tula("status")["data"]["jobs"] if "waits" in j["reason"]])
     assert words in reason[0] and cluster.names[0] in reason[0]
     time.sleep(seconds)
-    in_mounts_of(cluster, f"umount --lazy '{runs}'")
-    tula.until(lambda: finished(tula))
+    run_in_mounts(cluster, f"umount --lazy '{runs}'")
+    tula.wait_until(lambda: finished(tula))
     job = tula.run().find_job(tula.task().job)
     assert job is not None
     assert [attempt.job_id for attempt in attempts(tula)] == list(job.links[:2]), "the second job did the rest"
@@ -87,13 +87,13 @@ def test_a_run_directory_that_fails_under_a_running_job_costs_that_job(
 ) -> None:
     tula, cluster = on_one_node
     runs = (tula.folder / "tula-runs").resolve()
-    submit(tula, *ONE, *waiting(tula, 60))
-    tula.until(tula.epochs_done)
+    submit(tula, *ONE, *slow_training_options(tula, 60))
+    tula.wait_until(tula.epochs_done)
     time.sleep(MAX_STARTUP_SECONDS)  # a job that fails at once delays the next one
     fault(cluster, runs)
-    tula.until(lambda: [j for j in tula("status")["data"]["jobs"] if "waits" in j["reason"]])
-    in_mounts_of(cluster, f"umount --lazy '{runs}'")
-    tula.until(lambda: finished(tula))
+    tula.wait_until(lambda: [j for j in tula("status")["data"]["jobs"] if "waits" in j["reason"]])
+    run_in_mounts(cluster, f"umount --lazy '{runs}'")
+    tula.wait_until(lambda: finished(tula))
     job = tula.run().find_job(tula.task().job)
     assert job is not None
     first, second = attempts(tula)
@@ -121,23 +121,25 @@ def test_an_outage_under_a_running_job_delays_the_next_one(on_one_node: tuple[Tu
     data = tula.folder / "data"
     data.mkdir()
     (data / "shard").touch()
-    pauses = waiting(tula, 12)
+    pauses = slow_training_options(tula, 12)
     (tula.folder / "reading.py").write_text(READING.format(file=str(data / "shard")))
     model = "model={name: 'reading:Reading', args: {pause: 0.05}}"
     submit(tula, *ONE, *pauses, "--set", model, "--set", "train.max_attempts=2")
-    tula.until(tula.epochs_done)
+    tula.wait_until(tula.epochs_done)
     kill_file_system(cluster, data)
     job = tula.run().find_job(tula.task().job)
     assert job is not None
-    last = tula.until(lambda: len(attempts(tula)) == 3 and (last := attempts(tula)[-1]).outcome and last)
+    last = tula.wait_until(lambda: len(attempts(tula)) == 3 and (last := attempts(tula)[-1]).outcome and last)
     assert [attempt.outcome for attempt in attempts(tula)] == ["storage"] * 3, "the first one saved something"
     assert f"job {job.links[1]} starts in 10 min at the earliest" in last.message
-    answer = tula.until(lambda: [j["reason"] for j in tula("status")["data"]["jobs"] if "BeginTime" in j["reason"]])
+    answer = tula.wait_until(
+        lambda: [j["reason"] for j in tula("status")["data"]["jobs"] if "BeginTime" in j["reason"]]
+    )
     assert answer
     shown = cluster.run("login", "squeue", "--noheader", f"--jobs={job.links[1]}", "--format=%S").stdout.strip()
     begins = time.mktime(time.strptime(shown, "%Y-%m-%dT%H:%M:%S"))
     assert 500 < begins - time.time() <= 600
-    in_mounts_of(cluster, f"umount --lazy '{data}'")
+    run_in_mounts(cluster, f"umount --lazy '{data}'")
     cluster.run("login", "scontrol", "update", f"JobId={job.links[1]}", "StartTime=now")  # ten minutes are over
-    tula.until(lambda: finished(tula))
+    tula.wait_until(lambda: finished(tula))
     assert [attempt.job_id for attempt in attempts(tula)] == [*[job.links[0]] * 3, job.links[1]]

@@ -51,22 +51,22 @@ def test_jobs_train_the_same_on_the_nodes_that_they_are_granted(tula: Tula, on_s
     alone = undisturbed.start("train", "job.yaml", "--nodes", "1", "--batch", "32", "--yes")
     (make_folder(tula.folder) / "job.yaml").write_text(seen_samples.JOB + CLUSTER)
     other = occupy(1, 300)
-    tula.until(lambda: "RUNNING" in queue())
+    tula.wait_until(lambda: "RUNNING" in queue())
     submit(
         tula, "--nodes", "1-4", "--batch", "32", "--set", "model={name: 'seen_samples:Watching', args: {pause: 1.0}}"
     )
-    tula.until((tula.folder / "seen.jsonl").exists)
+    tula.wait_until((tula.folder / "seen.jsonl").exists)
     idle = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], check=True, capture_output=True, text=True).stdout
     occupy(4, 1)
     subprocess.run(["scancel", other], check=True)
     assert idle.split() == ["1"], "the batch does not divide among 3 nodes, so one of those granted is free again"
-    tula.until(lambda: finished(tula))
+    tula.wait_until(lambda: finished(tula))
     assert [attempt.outcome for attempt in attempts(tula)] == ["preempted", "done"]
     assert [attempt.idle_nodes for attempt in attempts(tula)] == [0, 0]
     status = tula("status")["data"]
     assert [attempt["nodes"] for attempt in status["attempts"]] == [2, 4]
-    assert seen_samples.seen(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
-    assert {row["world"] for row in seen_samples.told(tula.folder)} == {2, 4}
+    assert seen_samples.count_samples(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
+    assert {row["world"] for row in seen_samples.read_batches(tula.folder)} == {2, 4}
     assert alone.wait() == 0, alone.communicate()
     weights, expected = (load_weights(each) for each in (tula, undisturbed))
     assert all(weights[name] == pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in expected.items())
@@ -88,12 +88,12 @@ def test_a_script_trains_the_same_on_the_nodes_that_it_is_granted(tula: Tula, on
     shutil.copy(SCRIPT, tula.folder)
     (tula.folder / "job.yaml").write_text(SCRIPT_JOB + CLUSTER)
     other = occupy(1, 600)
-    tula.until(lambda: "RUNNING" in queue())
+    tula.wait_until(lambda: "RUNNING" in queue())
     submit(tula, "--nodes", "1-4", "--batch", "32")
-    tula.until(lambda: next(tula.folder.glob("tula-runs/*/train/*/out/state.pt"), None), seconds=600)
+    tula.wait_until(lambda: next(tula.folder.glob("tula-runs/*/train/*/out/state.pt"), None), seconds=600)
     occupy(4, 1)
     subprocess.run(["scancel", other], check=True)
-    tula.until(lambda: finished(tula), seconds=600)
+    tula.wait_until(lambda: finished(tula), seconds=600)
     assert [attempt.outcome for attempt in attempts(tula)] == ["preempted", "done"]
     status = tula("status")["data"]
     assert [attempt["nodes"] for attempt in status["attempts"] if attempt["job"].startswith("train")] == [2, 4]

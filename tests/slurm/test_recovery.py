@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster
-from driver import PATIENCE, Tula, waiting
+from driver import TIMEOUT_SECONDS, Tula, slow_training_options
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
@@ -90,8 +90,8 @@ def submit(tula: Tula, *options: str) -> None:
 @pytest.mark.proof
 def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula: Tula) -> None:
     # 56 s of pauses at least, of which a minute's allocation has room for less than 50.
-    submit(tula, *ONE, *waiting(tula, 20, pause=56 / 20 / PASSES), "--set", "cluster.minutes=1")
-    tula.until(lambda: finished(tula), seconds=600)
+    submit(tula, *ONE, *slow_training_options(tula, 20, pause=56 / 20 / PASSES), "--set", "cluster.minutes=1")
+    tula.wait_until(lambda: finished(tula), seconds=600)
     outcomes = [outcome for outcome, _ in story(tula)]
     assert outcomes[-1] == "done"
     assert set(outcomes[:-1]) == {"time_limit"}
@@ -109,11 +109,11 @@ def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula:
     "the ranks save within the grace time, and the next job resumes when nodes are free again",
 )
 def test_a_preempted_training_goes_on_when_the_nodes_are_free_again(tula: Tula) -> None:
-    submit(tula, *ONE, *waiting(tula, 12), "--set", "cluster.slurm.partition=spare")
-    tula.until(tula.epochs_done)
+    submit(tula, *ONE, *slow_training_options(tula, 12), "--set", "cluster.slurm.partition=spare")
+    tula.wait_until(tula.epochs_done)
     command = ["sbatch", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null", "--wrap=sleep 3"]
     subprocess.run(command, check=True, capture_output=True)
-    tula.until(lambda: finished(tula))
+    tula.wait_until(lambda: finished(tula))
     assert [outcome for outcome, _ in story(tula)] == ["preempted", "done"]
     assert attempts(tula)[1].samples, "it saved on the way out"
     trained(tula, 12)
@@ -127,11 +127,11 @@ def test_a_preempted_training_goes_on_when_the_nodes_are_free_again(tula: Tula) 
 )
 @pytest.mark.proof
 def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster, victim: str) -> None:
-    submit(tula, *TWO, *waiting(tula, 12))
-    tula.until(tula.epochs_done)
+    submit(tula, *TWO, *slow_training_options(tula, 12))
+    tula.wait_until(tula.epochs_done)
     node = nodes_of(tula)[0 if victim == "rank 0" else 1]
     on_slurm.power_off(node)
-    tula.until(lambda: finished(tula))
+    tula.wait_until(lambda: finished(tula))
     outcomes = [outcome for outcome, _ in story(tula)]
     assert outcomes[0] in ("node_failure", "peer")
     assert "node_failure" in outcomes
@@ -145,10 +145,10 @@ def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster
     "a node", "the slurmd of a node dies", "the next job of the chain resumes from the newest checkpoint"
 )
 def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster) -> None:
-    submit(tula, *TWO, *waiting(tula, 40))
-    tula.until(tula.epochs_done)
+    submit(tula, *TWO, *slow_training_options(tula, 40))
+    tula.wait_until(tula.epochs_done)
     on_slurm.kill_slurmd(nodes_of(tula)[1])
-    tula.until(lambda: len(story(tula)) > 1)
+    tula.wait_until(lambda: len(story(tula)) > 1)
     assert story(tula)[0][0] == "node_failure"
     assert attempts(tula)[1].samples
     tula("cancel")
@@ -177,7 +177,7 @@ def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula, nod
         "        return self.layer(x.flatten(1))\n"
     )
     submit(tula, *nodes, "--set", "model={name: 'ecc:Net'}", "--set", "train.epochs=2")
-    tula.until(lambda: finished(tula))
+    tula.wait_until(lambda: finished(tula))
     faulty = (tula.folder / "faulty").read_text()
     assert [outcome for outcome, _ in story(tula)] == ["device_fault", "done"]
     assert attempts(tula)[0].host == faulty
@@ -192,17 +192,17 @@ def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula, nod
     "the scheduler", "a job is cancelled with scancel", "the whole chain stops until the same command is run again"
 )
 def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> None:
-    training = (*ONE, *waiting(tula, 12))
+    training = (*ONE, *slow_training_options(tula, 12))
     submit(tula, *training)
-    tula.until(tula.epochs_done)
+    tula.wait_until(tula.epochs_done)
     links = job(tula).links
     assert len(links) > 1
     subprocess.run(["scancel", links[0]], check=True)
-    tula.until(lambda: not queue())
+    tula.wait_until(lambda: not queue())
     assert [outcome for outcome, _ in story(tula)] == ["cancelled"]
     assert tula("status")["status"] == "done"
     process = tula.start("train", "job.yaml", *training, "--wait", "--json")
-    answer, errors = process.communicate(timeout=PATIENCE)
+    answer, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, f"{answer}\n{errors}\n{tula.logs()}"
     assert json.loads(answer)["data"]["attempts"] == 2
     assert attempts(tula)[1].samples
@@ -244,11 +244,11 @@ def test_the_cgroup_out_of_memory_is_reported_and_smaller_micro_batches_fit(tula
 )
 def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula_in_spaces: Tula) -> None:
     tula = tula_in_spaces
-    submit(tula, *ONE, *waiting(tula, 2))
-    tula.until(lambda: finished(tula))
-    tula.until(lambda: not queue(), seconds=60)
+    submit(tula, *ONE, *slow_training_options(tula, 2))
+    tula.wait_until(lambda: finished(tula))
+    tula.wait_until(lambda: not queue(), seconds=60)
     first, *others = job(tula).links
-    tula.until(lambda: accounted(first) == ["COMPLETED"], seconds=60)
+    tula.wait_until(lambda: accounted(first) == ["COMPLETED"], seconds=60)
     states = accounted(*others)
     assert len(states) == len(others)
     assert all(state.startswith("CANCELLED") for state in states), "given back, not started"
@@ -257,13 +257,13 @@ def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula_in
 @pytest.mark.proof  # torchrun and its ranks import torch each for itself: 70 s of a core
 def test_torchrun_starts_the_ranks_of_a_node_and_a_killed_one_is_relaunched(tula: Tula, on_slurm: SlurmCluster) -> None:
     options = ("--set", "cluster.slurm.launcher=torchrun", "--set", "cluster.gpus_per_node=2")
-    submit(tula, *TWO, *waiting(tula, 12), *options)
-    tula.until(tula.epochs_done)
+    submit(tula, *TWO, *slow_training_options(tula, 12), *options)
+    tula.wait_until(tula.epochs_done)
     ranks = on_slurm.processes(nodes_of(tula)[1], f"tula_cli.worker {tula.run().path} {tula.task().id}")
     workers = [pid for pid in ranks if "torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
     subprocess.run(["kill", "-9", str(workers[0])], check=True)
-    tula.until(lambda: finished(tula))
+    tula.wait_until(lambda: finished(tula))
     assert [outcome for outcome, _ in story(tula)] == ["signal", "done"]
     assert attempts(tula)[0].host == nodes_of(tula)[1]
     assert job(tula).submissions == 1
@@ -275,7 +275,7 @@ def test_a_run_directory_that_the_nodes_do_not_see_is_reported(tula: Tula, on_sl
     folder = on_slurm.local / "runs"
     submitted = tula("train", "job.yaml", *TWO, "--run-dir", str(folder))
     assert submitted["status"] == "pending"
-    (reason,) = tula.until(
+    (reason,) = tula.wait_until(
         lambda: [
             j["reason"] for j in tula("status", "--run-dir", str(folder))["data"]["jobs"] if "waits" in j["reason"]
         ]

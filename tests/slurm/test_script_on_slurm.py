@@ -103,9 +103,9 @@ def test_a_rank_that_is_killed_on_another_node_is_relaunched_from_the_scripts_ch
     (tmp_path / "steps.py").write_text(STEPS)
     tula = on_cluster(tmp_path, BY_HAND, ROOT / "templates" / "tula_hooks.py")
     training = tula.start("train", "job.yaml", "--nodes", "2", "--batch", "32", "--yes", "--wait")
-    tula.until(lambda: next(tmp_path.glob("tula-runs/by-hand-*/train/*/out/state"), None))
+    tula.wait_until(lambda: next(tmp_path.glob("tula-runs/by-hand-*/train/*/out/state"), None))
     attempt = ScriptAttempt(tula.run().path, tula.task().id, 1)
-    beat = tula.until(lambda: attempt.read_heartbeat(1))
+    beat = tula.wait_until(lambda: attempt.read_heartbeat(1))
     assert beat.host == on_slurm.names[1]
     plan, ranks = str(attempt.plan_path), find_processes_with_variable("RANK")
     (victim,) = [
@@ -175,7 +175,7 @@ def test_a_search_for_the_learning_rate_of_a_script_continues_after_a_rank_was_k
     options = ("compare", "job.yaml", "--learning-rates", "--batch", "64", "--nodes", "2")
     tula(*options, "--yes", "--no-wait")
     run = tula.run()
-    ranks = tula.until(lambda: find_branch_ranks(on_slurm, tula), seconds=300)
+    ranks = tula.wait_until(lambda: find_branch_ranks(on_slurm, tula), seconds=300)
     subprocess.run(["kill", "-9", str(ranks[0])], check=True)
     data = tula(*options, "--wait", "--yes")["data"]
     assert [(branch["rule"], branch["lr"]) for branch in data["branches"]] == [

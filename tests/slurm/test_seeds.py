@@ -1,13 +1,13 @@
 """Many trainings by a plan on a real cluster: never on more nodes than planned, and each to its end."""
 
 import pytest
-from driver import Tula, waiting
+from driver import Tula, slow_training_options
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.proof]
 
 
 def test_trainings_of_a_plan_take_turns_on_its_nodes(tula: Tula) -> None:
-    short = waiting(tula, 2)
+    short = slow_training_options(tula, 2)
     tula("profile", "job.yaml", "--yes", "--wait", *short)
     plan = tula("recommend", "--trainings", "4", "--max-nodes", "2", "--save")["data"]
     submitted = tula("train", "--seeds", "4", "--yes", "--no-wait")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cluster import SlurmCluster
-from driver import PATIENCE, Tula
+from driver import TIMEOUT_SECONDS, Tula
 
 from tula_cli.run.records.probes import Measured
 
@@ -64,7 +64,7 @@ def test_methods_are_compared_side_by_side(tula: Tula, on_slurm: SlurmCluster) -
     submitted = tula(*grid)
     assert submitted["status"] == "pending"
     run = tula.run()
-    tula.until(lambda: sum(job.submissions for job in run.read_jobs()) == 3)
+    tula.wait_until(lambda: sum(job.submissions for job in run.read_jobs()) == 3)
     answer = tula("compare", "--wait")["data"]
     assert answer["finished"] == answer["total"] == 3
     assert [(row["method"], row["batch"], row["reference"]) for row in answer["rows"]] == [
@@ -95,7 +95,7 @@ def test_one_job_of_two_nodes_finds_the_largest_batch_without_a_command_that_wai
     largest = ("profile", "job.yaml", "--largest", *model, "--set", "cluster.memory_per_gpu=1GB")
     assert tula(*largest)["status"] == "pending"
     run = tula.run()
-    tula.until(lambda: run.read_result("probe-n002-l000021") is not None)
+    tula.wait_until(lambda: run.read_result("probe-n002-l000021") is not None)
     answer = tula(*largest, "--wait")["data"]
     assert (answer["local_batch"], answer["too_large"], answer["finished"]) == (20, 21, True)
     assert [job.submissions for job in run.read_jobs()] == [1]
@@ -114,7 +114,7 @@ def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm
     process = tula.start(
         "train", "job.yaml", "--nodes", "2", "--batch", "128", "--wait", "--json", "--set", "train.epochs=12"
     )
-    tula.until(tula.epochs_done)
+    tula.wait_until(tula.epochs_done)
     victims = subprocess.run(
         ["pgrep", "-f", f"tula_cli.worker {tula.run().path} {tula.task().id}"],
         capture_output=True,
@@ -122,7 +122,7 @@ def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm
         check=True,
     ).stdout.split()
     os.kill(int(victims[-1]), signal.SIGKILL)
-    answer, errors = process.communicate(timeout=PATIENCE)
+    answer, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, f"{answer}\n{errors}\n{tula.logs()}"
     summary = json.loads(answer)["data"]
     assert summary["attempts"] == 2
@@ -134,9 +134,9 @@ def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm
 
 def test_cancel_ends_the_allocation_and_stays_cancelled(tula: Tula) -> None:
     tula("train", "job.yaml", "--nodes", "1", "--batch", "128", "--set", "train.epochs=200")
-    tula.until(tula.epochs_done)
+    tula.wait_until(tula.epochs_done)
     assert tula("cancel")["data"]["cancelled"] == [tula.task().job]
-    tula.until(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout)
+    tula.wait_until(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout)
     assert tula("status")["status"] == "done"
 
 
@@ -163,7 +163,7 @@ def test_a_job_that_waits_for_nodes_says_so_and_when_it_may_start(tula: Tula) ->
         jobs = tula("status")["data"]["jobs"]
         return [job for job in jobs if job["reason"].startswith(("Resources", "Priority")) and job["starts_at"]]
 
-    (job,) = tula.until(waiting)
+    (job,) = tula.wait_until(waiting)
     assert job["state"] == "queued"
     assert 0 < job["starts_at"] - time.time() < 600
     tula("cancel")
@@ -171,6 +171,8 @@ def test_a_job_that_waits_for_nodes_says_so_and_when_it_may_start(tula: Tula) ->
 
 def test_a_job_that_can_never_start_says_why(tula: Tula) -> None:
     tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "cluster.slurm.partition=closed")
-    status = tula.until(lambda: [job for job in tula("status")["data"]["jobs"] if "will not start" in job["reason"]])
+    status = tula.wait_until(
+        lambda: [job for job in tula("status")["data"]["jobs"] if "will not start" in job["reason"]]
+    )
     assert "PartitionDown" in status[0]["reason"]
     tula("cancel")

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import worker_rank_cases
-from start_ranks import errors, start_ranks
-from worker_jobs import spec
+from start_ranks import read_errors, start_ranks
+from worker_jobs import make_spec
 
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.methods import METHODS, TrainingMethod
@@ -40,7 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path, spec())
+    return RunDir.create(tmp_path, make_spec())
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     # Tensors are mapped apart: the holes in glibc's heap make peaks differ by 20 % from run to run.
     mapped = {"MALLOC_MMAP_THRESHOLD_": "32768"}
-    assert start_ranks(worker_rank_cases.__file__, folder, world=2, **mapped), errors(folder, 2)
+    assert start_ranks(worker_rank_cases.__file__, folder, world=2, **mapped), read_errors(folder, 2)
     return folder
 
 

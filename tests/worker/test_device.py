@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import probe_task, spec, train_task
+from worker_jobs import make_probe_task, make_spec, make_train_task
 
 from tula_cli.errors import JobFailed, NoGpu
 from tula_cli.host.failure_texts import classify_failure, find_device_fault
@@ -189,8 +189,8 @@ def test_a_rank_is_configured_before_anything_of_the_users_is_built(
 
     monkeypatch.setattr(ranks, "join_process_group", joined)
     monkeypatch.setattr(data, "build_datasets", built)
-    job = spec(train={"deterministic": True})
-    for task in (train_task(job), probe_task(job, 8)):
+    job = make_spec(train={"deterministic": True})
+    for task in (make_train_task(job), make_probe_task(job, 8)):
         torch.use_deterministic_algorithms(False)
         with pytest.raises(Built) as raised:
             run_task(task, run, 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import spec, train_task
+from worker_jobs import make_spec, make_train_task
 
 from tula_cli.run.directory import RunDir
 from tula_cli.worker import energy
@@ -175,8 +175,8 @@ def test_a_training_counts_to_the_end_of_each_epoch_and_to_its_own(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(energy, "EnergyMeter", Meters([1.0, 2.0, 4.0]))
-    job = spec(train={"epochs": 2})
-    task = train_task(job)
+    job = make_spec(train={"epochs": 2})
+    task = make_train_task(job)
     run_training(task, run, alone, build_datasets(job))
     result = run.get_training(task.signature).read_energy()
     assert result is not None and result.joules == 4

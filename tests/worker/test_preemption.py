@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from worker_jobs import LeavesAt, final_weights, rows, same, spec, train_task
+from worker_jobs import LeavesAt, are_equal, load_final_weights, make_spec, make_train_task, read_rows
 
 from tula_cli.run.directory import RunDir
 from tula_cli.worker import preemption
@@ -25,37 +25,37 @@ CALLS = 2 * (100 // 16 + 1)  # of check: after each step and each batch of an ev
 @pytest.fixture
 def straight(alone: Ranks, tmp_path: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The weights and the epochs' losses of a run without a break."""
-    task = train_task(spec(train={"method": "ags"}, ags={"delta": "inf"}))
+    task = make_train_task(make_spec(train={"method": "ags"}, ags={"delta": "inf"}))
     run = RunDir.create(tmp_path / "straight", task.spec)
     run_training(task, run, alone, build_datasets(task.spec))
-    return final_weights(run, task), [row["eval_loss"] for row in rows(run, task, "epoch")]
+    return load_final_weights(run, task), [row["eval_loss"] for row in read_rows(run, task, "epoch")]
 
 
 @pytest.mark.parametrize("calls", range(1, CALLS + 1))
 def test_a_run_that_had_to_leave_anywhere_goes_on_as_if_it_had_not(
     alone: Ranks, run: RunDir, straight: tuple[dict[str, torch.Tensor], list[float]], calls: int
 ) -> None:
-    task = train_task(spec(train={"method": "ags"}, ags={"delta": "inf"}))
+    task = make_train_task(make_spec(train={"method": "ags"}, ags={"delta": "inf"}))
     data = build_datasets(task.spec)
     run_training(task, run, alone, data, attempt=4, preemption=LeavesAt(alone, calls))
     assert run.read_stop_reason(task.id, 4) == "time_limit"
     run_training(task, run, alone, data)
     weights, losses = straight
-    assert same(final_weights(run, task), weights)
-    assert [row["eval_loss"] for row in rows(run, task, "epoch")] == losses
+    assert are_equal(load_final_weights(run, task), weights)
+    assert [row["eval_loss"] for row in read_rows(run, task, "epoch")] == losses
     result = run.get_training(task.signature).read_result()
     assert result is not None
     assert result.samples == 2 * 96
 
 
 def test_an_evaluation_left_before_its_end_is_made_up_for(alone: Ranks, run: RunDir) -> None:
-    task = train_task(spec())
+    task = make_train_task(make_spec())
     data = build_datasets(task.spec)
     run_training(task, run, alone, data, preemption=LeavesAt(alone, 6))
     assert run.get_training(task.signature).find_newest_samples() == 96
-    assert not list(rows(run, task, "epoch"))
+    assert not list(read_rows(run, task, "epoch"))
     run_training(task, run, alone, data, preemption=LeavesAt(alone, 2))
-    assert [row["samples"] for row in rows(run, task, "epoch")] == [96]
+    assert [row["samples"] for row in read_rows(run, task, "epoch")] == [96]
 
 
 def test_sigterm_is_heard_between_steps(alone: Ranks) -> None:
@@ -112,6 +112,6 @@ def test_ranks_communicate_at_the_same_intervals_however_long_a_step_takes(
 
 
 def test_two_ranks_leave_after_the_same_step(two_ranks: Path) -> None:
-    counts = [json.loads((two_ranks / f"{rank}.json").read_text())["left"] for rank in range(2)]
+    counts = [json.loads((two_ranks / f"{rank}.json").read_text())["leave_on_signal"] for rank in range(2)]
     assert counts[0] == counts[1]
     assert counts[0]["reason"] == "signal"

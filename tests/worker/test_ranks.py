@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worker_jobs import spec
+from worker_jobs import make_spec
 
 from tula_cli.host.machine import read_cpu_quota
 from tula_cli.host.network import find_free_port
@@ -35,7 +35,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def algorithm(collective: str, handover: Path) -> str | None:
     """Return NCCL_ALGO as a rank has it that has joined."""
-    cluster = Cluster.model_validate({**spec().cluster.model_dump(), "collective": collective})
+    cluster = Cluster.model_validate({**make_spec().cluster.model_dump(), "collective": collective})
     with join_process_group(cluster, handover=handover):
         return os.environ.get("NCCL_ALGO")
 
@@ -54,7 +54,7 @@ def test_rank_0_tells_the_supervisor_its_device(
         one_rank.setenv("MASTER_ADDR", "127.0.0.1")
         one_rank.setenv("MASTER_PORT", str(find_free_port()))
     handover = run.get_handover_path("train-s-1", 1)
-    with join_process_group(spec().cluster, handover=handover):
+    with join_process_group(make_spec().cluster, handover=handover):
         assert handover.read_text().split()[2:] == ["cpu"]
     attempt = Attempt(task="train-s-1", number=1, started_at=1.0)
     assert not run.has_seen_gpus(attempt)
@@ -88,7 +88,7 @@ def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective
     one_rank.setattr(dist, "init_process_group", start)
     with (
         pytest.raises(Started) as started,
-        join_process_group(spec().cluster, handover=tmp_path / "handover", listen=True),
+        join_process_group(make_spec().cluster, handover=tmp_path / "handover", listen=True),
     ):
         pass
     (requested,) = started.value.args

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from worker_jobs import rows, spec, trained, trainer
-from worker_rank_cases import MEASURED, NETWORK, TRAIN, TUNED, facts
+from worker_jobs import make_spec, make_trainer, read_rows, train_to_end
+from worker_rank_cases import MEASURED, NETWORK, TRAIN, TUNED, read_results
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
@@ -22,25 +22,27 @@ def measured(two_ranks: Path, name: str, local_batch: int) -> Measured:
 
 
 def test_two_ranks_train_what_one_does(two_ranks: Path, alone: Ranks) -> None:
-    first, steps = trained(spec(), alone)
+    first, steps = train_to_end(make_spec(), alone)
     states = [torch.load(two_ranks / f"{rank}.pt") for rank in range(2)]
     for name, value in first.items():
         assert torch.equal(states[0][name], states[1][name])
         torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=1e-5)
-    assert facts(two_ranks, "plain")[0] == pytest.approx([float(step.loss) for step in steps], abs=1e-4)
+    assert read_results(two_ranks, "train_without_changes")[0] == pytest.approx(
+        [float(step.loss) for step in steps], abs=1e-4
+    )
 
 
 def test_an_interrupted_run_ends_at_the_same_weights_on_each_rank(two_ranks: Path) -> None:
-    assert facts(two_ranks, "resumed") == [[True] * 3] * 2
+    assert read_results(two_ranks, "resume") == [[True] * 3] * 2
 
 
 def test_every_rank_starts_from_the_file_that_rank_0_reads(two_ranks: Path) -> None:
-    assert facts(two_ranks, "begun") == [True] * 2
+    assert read_results(two_ranks, "start_from_weights") == [True] * 2
 
 
 def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
-    expected = evaluation.Evaluator(trainer(spec(**MEASURED), alone)).evaluate()
-    for fact in facts(two_ranks, "evaluated"):
+    expected = evaluation.Evaluator(make_trainer(make_spec(**MEASURED), alone)).evaluate()
+    for fact in read_results(two_ranks, "evaluate"):
         expected_value = fact.pop("user_metrics")
         others = {name: value for name, value in vars(expected).items() if name != "user_metrics"}
         assert fact == pytest.approx(others, nan_ok=True)  # it is no language model
@@ -50,8 +52,8 @@ def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
 
 
 def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alone: Ranks) -> None:
-    result = facts(two_ranks, "curved")
-    expected = vars(hessian.measure_curvature(trainer(spec(**NETWORK), alone), samples=25)) | {"seconds": 0.0}
+    result = read_results(two_ranks, "measure_curvature")
+    expected = vars(hessian.measure_curvature(make_trainer(make_spec(**NETWORK), alone), samples=25)) | {"seconds": 0.0}
     assert result[0] == result[1] == pytest.approx(expected, rel=1e-3)
 
 
@@ -60,7 +62,7 @@ def test_both_ranks_take_the_same_choice(two_ranks: Path) -> None:
     assert result is not None and result.chosen is not None
     assert [branch.arm for branch in result.branches] == ["lbt", "x2", "robust"]
     arm = result.chosen.model_dump(mode="json")
-    assert facts(two_ranks, "tuned") == [{"arm": arm, "epoch": 1.0, "steps": 24}] * 2
+    assert read_results(two_ranks, "train_self_tuned") == [{"arm": arm, "epoch": 1.0, "steps": 24}] * 2
 
 
 def test_synchronisation_is_seen(two_ranks: Path) -> None:
@@ -76,17 +78,17 @@ def test_synchronisation_is_seen(two_ranks: Path) -> None:
 
 
 def test_the_norms_before_and_after_the_reduction_are_those_of_the_gradients(two_ranks: Path) -> None:
-    for seen, expected in facts(two_ranks, "norms"):
+    for seen, expected in read_results(two_ranks, "record_norms"):
         assert seen == [pytest.approx(pair, rel=1e-4) for pair in expected]
         assert all(small > 1.01 * big > 0 for small, big in seen)
 
 
 def test_watching_the_gradients_changes_no_weight(two_ranks: Path) -> None:
-    assert facts(two_ranks, "hooked") == [True, True]
+    assert read_results(two_ranks, "train_watched") == [True, True]
 
 
 def test_ranks_end_a_window_at_the_same_step(two_ranks: Path) -> None:
-    assert facts(two_ranks, "timed") == [[3, 8]] * 2
+    assert read_results(two_ranks, "end_windows") == [[3, 8]] * 2
 
 
 def test_an_earlier_probe_leaves_no_memory_behind(two_ranks: Path) -> None:
@@ -102,5 +104,5 @@ def test_a_damaged_checkpoint_is_passed_over_on_both_ranks(two_ranks: Path) -> N
     result = run.get_training(TRAIN.signature).read_result()
     assert result is not None
     assert (result.samples, result.steps) == (288, 18)
-    assert [row["samples"] for row in rows(run, TRAIN, "start")] == [0, 272]
-    assert [row["samples"] for row in rows(run, TRAIN, "epoch")] == [96, 192, 288]
+    assert [row["samples"] for row in read_rows(run, TRAIN, "start")] == [0, 272]
+    assert [row["samples"] for row in read_rows(run, TRAIN, "epoch")] == [96, 192, 288]

@@ -1,1 +1,1 @@
-"""What is measured: one function a stage, named in `gpu.plan`."""
+"""The measurements: one function per stage, named in `gpu.plan`."""

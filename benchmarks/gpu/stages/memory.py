@@ -1,4 +1,4 @@
-"""Memory: the estimate without a GPU, the model after two small probes, and the truth; and the largest batch that fits."""
+"""Memory: the estimate without a GPU, the model after two small probes, and measured peaks; and the largest batch that fits."""
 
 import itertools
 import json
@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpu.product import tula, write_job
-from gpu.rig import CARD_MODELS, SHORT, job
-from gpu.stage import Stage, share
-from gpu.trials import RESOLUTION, TrialFailed, Trials, largest
+from gpu.product import run_tula, write_job
+from gpu.rig import CARD_MODELS, SHORT_SEARCH, make_job
+from gpu.stage import Stage, round_result
+from gpu.trials import RESOLUTION, TrialFailed, Trials, find_largest_batch
 from tula_cli.cluster.inspection import inspect
 from tula_cli.models import memory as memory_model
 from tula_cli.models.memory import MemoryModel
@@ -23,44 +23,46 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
 
 GIB = 2**30
-CAPACITY = 24 * GIB
+MAX_BYTES = 24 * GIB
 Key = tuple[str, str]  # model, precision
 
 
-def spec_of(key: Key, stage: Stage) -> JobSpec:
+def make_memory_job(key: Key, stage: Stage) -> JobSpec:
     model, precision = key
     image = 32 if stage.tiny else CARD_MODELS[model]
-    return job(model, image=image, batch=64, device=stage.device, precision=precision)
+    return make_job(model, image=image, batch=64, device=stage.device, precision=precision)
 
 
-def room(stage: Stage) -> int:
-    """Return the bytes up to which batches are tried: 24 GiB, or what a smaller card has."""
+def memory_limit(stage: Stage) -> int:
+    """Return the memory limit in bytes for the batches: 24 GiB, or the memory of a smaller GPU."""
     if not stage.on_card:
-        return CAPACITY
+        return MAX_BYTES
     import torch
 
-    return min(CAPACITY, torch.cuda.get_device_properties(0).total_memory)
+    return min(MAX_BYTES, torch.cuda.get_device_properties(0).total_memory)
 
 
-def keys(stage: Stage) -> list[Key]:
-    """Return the models at their precisions."""
+def list_models(stage: Stage) -> list[Key]:
+    """Return the models with their precisions."""
     if stage.tiny:
         return [("small_cnn", "fp32")]
     return list(itertools.product(CARD_MODELS, ("fp32", "bf16")))
 
 
-def prepare(folder: Path) -> None:
-    """Write the estimates of all models, for a machine whose time is dear; it needs no GPU."""
+def write_estimates(folder: Path) -> None:
+    """Write the estimates of all models without a GPU, so that a machine with a GPU need not compute them."""
     stage = Stage("cuda", tiny=False, folder=folder, data=None)
-    answer = estimates(stage, keys(stage), places=[folder / "footprints"])
+    answer = read_or_make_estimates(stage, list_models(stage), places=[folder / "footprints"])
     print(f"{len(answer)} estimates in {folder / 'footprints'}")
 
 
-def estimates(stage: Stage, wanted: Sequence[Key], *, places: Sequence[Path]) -> dict[Key, list[Footprint]]:
-    """Return the estimates: those kept in one of the places, the others made now and kept in the first.
+def read_or_make_estimates(
+    stage: Stage, wanted: Sequence[Key], *, places: Sequence[Path]
+) -> dict[Key, list[Footprint]]:
+    """Return the estimates: stored ones from one of the folders; missing ones are computed and stored in the first folder.
 
     Raises:
-        SystemExit: one cannot be made.
+        SystemExit: an estimate failed.
     """
 
     def made(key: Key) -> list[Footprint]:
@@ -68,8 +70,8 @@ def estimates(stage: Stage, wanted: Sequence[Key], *, places: Sequence[Path]) ->
         for place in places:
             if (place / name).exists():
                 return [Footprint.model_validate(row) for row in json.loads((place / name).read_text())]
-        spec = spec_of(key, stage)
-        if stage.device == "cuda":  # as for a cluster of GPUs: the estimate needs none here
+        spec = make_memory_job(key, stage)
+        if stage.device == "cuda":  # as for a cluster of GPUs; the estimate needs no GPU here
             spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"kind": "slurm"})})
         result = inspect(spec)
         if not result.footprints:
@@ -82,39 +84,39 @@ def estimates(stage: Stage, wanted: Sequence[Key], *, places: Sequence[Path]) ->
         return dict(zip(wanted, pool.map(made, wanted), strict=True))
 
 
-def kept(stage: Stage) -> list[Path]:
-    """Return where estimates are looked for: the other stages of this call keep theirs beside."""
+def list_estimate_folders(stage: Stage) -> list[Path]:
+    """Return the folders with stored estimates: other stages of this call store theirs in sibling folders."""
     prepared = [stage.data / "footprints"] if stage.data else []
     return [stage.folder.parent / "footprints", *prepared]
 
 
 def memory(stage: Stage) -> None:
-    """Hold estimate and corrected model against measured peaks, from 16 samples up to 24 GiB."""
-    wanted = keys(stage)
-    known = estimates(stage, wanted, places=kept(stage))
+    """Compare the estimate and the corrected model with measured peaks, from 16 samples up to 24 GiB."""
+    wanted = list_models(stage)
+    known = read_or_make_estimates(stage, wanted, places=list_estimate_folders(stage))
     off: dict[str, list[float]] = {"estimate": [], "corrected": []}
-    with Trials(spec_of(wanted[0], stage)) as trial:
+    with Trials(make_memory_job(wanted[0], stage)) as trial:
         for key in wanted:
-            with told(stage, key):
-                judged(stage, key, known[key], trial.of(spec_of(key, stage)), off)
+            with record_error(stage, key):
+                judge_model(stage, key, known[key], trial.of(make_memory_job(key, stage)), off)
     for name, limit in (("corrected", 0.03), ("estimate", 0.08)):
         median = statistics.median(off[name]) if off[name] else None
-        stage.tell(**{f"error_{name}": share(median)})
+        stage.tell(**{f"error_{name}": round_result(median)})
         stage.require(median is not None, f"{name}: no batch beyond the probes was measured")
         stage.require_on_card(f"error_{name}", (median or 0.0) <= limit, f"{name}: median error {median or 0:.1%}")
 
 
 @contextmanager
-def told(stage: Stage, key: Key) -> Iterator[None]:
-    """Let one model that fails for another reason than memory be a fault of its own: the others go on."""
+def record_error(stage: Stage, key: Key) -> Iterator[None]:
+    """Record an error of one model that is not an out-of-memory error as a fault, and continue with the others."""
     try:
         yield
     except TrialFailed as error:
         stage.require(False, f"{','.join(key)}: {str(error).strip().splitlines()[-1][:300]}")
 
 
-def judged(stage: Stage, key: Key, known: list[Footprint], trial: Trials, off: dict[str, list[float]]) -> None:
-    """Measure one model at its batches; add the errors at those that were not probed to `off`."""
+def judge_model(stage: Stage, key: Key, known: list[Footprint], trial: Trials, off: dict[str, list[float]]) -> None:
+    """Measure one model at its batches; add the errors at batches that were not probed to `off`."""
     first = 16
     probes = [trial(first), trial(2 * first)]
     measured = [probe.measured() for probe in probes if probe.fits]
@@ -122,27 +124,31 @@ def judged(stage: Stage, key: Key, known: list[Footprint], trial: Trials, off: d
         "estimate": memory_model.fit_memory_model(known),
         "corrected": memory_model.fit_memory_model([*measured, *known]),
     }
-    batches = doubled(2 * first, models["corrected"], round(0.9 * room(stage)), at_most=1 if stage.tiny else 16)
+    batches = double_batches(
+        2 * first, models["corrected"], round(0.9 * memory_limit(stage)), at_most=1 if stage.tiny else 16
+    )
     rows = []
     for item in (*probes, *map(trial, batches)):
         if item.memory is None:
-            stage.require(False, f"{key}: batch {item.batch} ran out of memory below {room(stage) / GIB:.0f} GiB")
+            stage.require(
+                False, f"{key}: batch {item.batch} ran out of memory below {memory_limit(stage) / GIB:.0f} GiB"
+            )
             continue
         row = {name: item.memory[name] for name in ("peak", "reserved", "libraries")} | {"batch": item.batch}
         for name, model in models.items():
             error = model.compute_peak(item.batch) / item.peak - 1
-            row |= {name: model.compute_peak(item.batch), f"error_{name}": share(error)}
+            row |= {name: model.compute_peak(item.batch), f"error_{name}": round_result(error)}
             off[name] += [] if item in probes else [abs(error)]
         rows.append(row)
     libraries = models["estimate"].libraries / max(1, rows[0]["libraries"]) if rows else 0.0
-    stage.tell(memory={",".join(key): {"rows": rows, "libraries_ratio": share(libraries)}})
+    stage.tell(memory={",".join(key): {"rows": rows, "libraries_ratio": round_result(libraries)}})
     stage.require_on_card(
         "libraries", abs(libraries - 1) <= 0.25, f"{key}: libraries estimated at x{libraries:.2f} of the truth"
     )
 
 
-def doubled(above: int, model: MemoryModel, most: int, *, at_most: int) -> Iterator[int]:
-    """Yield doubled batches that are expected to stay below so many bytes."""
+def double_batches(above: int, model: MemoryModel, most: int, *, at_most: int) -> Iterator[int]:
+    """Yield doubled batches that are expected to need less than `most` bytes."""
     for power in range(1, at_most + 1):
         if model.compute_peak(above * 2**power) > most:
             return
@@ -150,36 +156,38 @@ def doubled(above: int, model: MemoryModel, most: int, *, at_most: int) -> Itera
 
 
 def largest_of_all(stage: Stage) -> None:
-    """Find the largest batch that trains in the whole card, of one model, and of every one in 24 GiB."""
-    wanted = keys(stage)
-    known = estimates(stage, wanted, places=kept(stage))
-    with Trials(spec_of(wanted[0], stage)) as trial:
+    """Find the largest batch that trains in the memory of the whole GPU, for one model, and in 24 GiB, for all models."""
+    wanted = list_models(stage)
+    known = read_or_make_estimates(stage, wanted, places=list_estimate_folders(stage))
+    with Trials(make_memory_job(wanted[0], stage)) as trial:
         if stage.on_card:
             import torch
 
             total = torch.cuda.get_device_properties(0).total_memory
             key = ("resnet50", "bf16")
-            with told(stage, key):
-                one_largest(stage, key, known[key], trial.of(spec_of(key, stage)), total)
+            with record_error(stage, key):
+                find_model_largest_batch(stage, key, known[key], trial.of(make_memory_job(key, stage)), total)
         for key in wanted:
             capacity = (
                 memory_model.fit_memory_model(known[key]).compute_needed(256) + 64 * 2**20
                 if stage.tiny
-                else room(stage)
+                else memory_limit(stage)
             )
-            with told(stage, key):
-                one_largest(stage, key, known[key], trial.of(spec_of(key, stage), capacity=capacity), capacity)
+            with record_error(stage, key):
+                find_model_largest_batch(
+                    stage, key, known[key], trial.of(make_memory_job(key, stage), capacity=capacity), capacity
+                )
 
 
-def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, capacity: int) -> None:
-    """Find the largest batch of one model under a capacity, and hold the predicted ones against it."""
+def find_model_largest_batch(stage: Stage, key: Key, known: list[Footprint], trial: Trials, capacity: int) -> None:
+    """Find the largest batch of one model under a memory limit, and compare the predictions with it."""
     first = 16
     probes = [item.measured() for item in (trial(first), trial(2 * first)) if item.fits]
     corrected = memory_model.fit_memory_model([*probes, *known])
     predicted = corrected.compute_largest_local_batch(capacity, margin=0.0) or first
     chosen = corrected.compute_largest_local_batch(capacity, margin=MEMORY_MARGIN) or first
     suffered = not trial(chosen).fits
-    true = largest(lambda batch: trial(batch).fits, predicted, resolution=1.0 if stage.tiny else RESOLUTION)
+    true = find_largest_batch(lambda batch: trial(batch).fits, predicted, resolution=1.0 if stage.tiny else RESOLUTION)
     estimated = memory_model.fit_memory_model(known).compute_largest_local_batch(capacity, margin=0.0) or 0
     figures = {"true": true, "estimated": estimated, "corrected": predicted, "margin_oom": int(suffered)}
     name = ",".join((*key, f"{capacity / GIB:.0f} GiB"))
@@ -190,18 +198,18 @@ def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, c
 
 
 def profile_largest(stage: Stage) -> None:
-    """Let `tula profile --largest` bisect under a memory limit, and try its answer and the batch above it."""
+    """Run `tula profile --largest` under a memory limit, and try its result and the batch above it."""
     model, image, capacity = ("small_cnn", 32, 400 * 2**20) if stage.tiny else ("resnet50", 224, 16 * GIB)
     for precision in ("fp32",) if stage.tiny else ("fp32", "bf16"):
-        spec = job(model, image=image, batch=64, device=stage.device, precision=precision)
+        spec = make_job(model, image=image, batch=64, device=stage.device, precision=precision)
         content = spec.model_dump(mode="json", exclude_unset=True)
         content["dataset"]["args"]["size"] = 4096
-        content["search"] |= {"min_batch": 16, "max_node_hours": 1, **SHORT}
+        content["search"] |= {"min_batch": 16, "max_node_hours": 1, **SHORT_SEARCH}
         content["cluster"]["memory_per_gpu"] = capacity
         folder = stage.inside(precision)
         started = time.monotonic()
         words = ["profile", str(write_job(folder, content)), "--largest", "--yes"]
-        ended = tula(*words, folder=folder)
+        ended = run_tula(*words, folder=folder)
         seconds = time.monotonic() - started
         answer = ended.answer.get("data") or {}
         stage.require(ended.code == 0, f"profile --largest, {precision}, ended with {ended.code}: {ended.error}")
@@ -212,7 +220,7 @@ def profile_largest(stage: Stage) -> None:
             fits, above = trial(batch).fits, trial(round(1.1 * batch)).fits
         figures = {name: answer[name] for name in ("local_batch", "too_large", "headroom", "local_batch_with_margin")}
         trials = len(answer["measured"]) + len(answer["out_of_memory"])
-        stage.tell(profile_largest={precision: {**figures, "trials": trials, "seconds": share(seconds, 1)}})
+        stage.tell(profile_largest={precision: {**figures, "trials": trials, "seconds": round_result(seconds, 1)}})
         stage.require(batch < too_large <= 1.03 * batch + 1, f"{precision}: {batch} fits, {too_large} does not")
         stage.require_on_card(
             "profile_largest", fits and not above, f"{precision}: alone, {batch} fits: {fits}, 10 % more: {above}"

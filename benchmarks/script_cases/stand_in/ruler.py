@@ -1,8 +1,8 @@
-"""What the shim adds to a step of a whole script, measured from within: steps with its hooks beside steps without them.
+"""Measure the cost of the shim per step of a whole script from within: steps with its hooks compared with steps without them.
 
-Started by `sitecustomize` where SCRIPTS_RULER names the file to be written. Steps come in pairs of neighbours, one of each
-kind in a drawn order, so that what else the machine does, and what the script does in some epochs only, meets both alike;
-two starts of a script differ by more than what is looked for. What ends the measurement ends the process.
+`sitecustomize` starts it if SCRIPTS_RULER names the output file. Successive steps form pairs, one of each kind in a random order, so
+that other load of the machine, and work that the script does only in some epochs, affect both equally; two starts of a script would
+differ by more than the effect. The end of the measurement ends the process.
 """
 
 import json
@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 4  # steps that nothing is told of: they allocate and import
+WARM_UP_STEPS = 4  # first steps that are not recorded: they allocate and import
 
 
 class Switch:
-    """The hooks that the shim has placed, which it has to have done before: in place, or what torch had there before."""
+    """Switches between the hooks that the shim has installed before, and torch's original functions."""
 
     def __init__(self) -> None:
         import torch
@@ -31,18 +31,18 @@ class Switch:
         assert after_step, "the shim is not there"
         for key, hook in list(
             after_step.items()
-        ):  # in their place, for torch goes through them while one of them switches
+        ):  # in place, because torch iterates over them while one of them switches
             after_step[key] = lambda *arguments, hook=hook: hook(*arguments) if self.watched else None
 
     def put(self, watched: bool) -> None:
-        """Put the hooks in place, or away."""
+        """Enable or disable the hooks."""
         self.watched = watched
         for owner, name, hooked in self.places:
             setattr(owner, name, hooked if watched else hooked.__wrapped__)
 
 
 class Ruler:
-    """Times steps in CPU seconds of the process, all its threads together, and switches the shim's hooks in between."""
+    """Times steps in CPU seconds of all threads of the process, and switches the shim's hooks between steps."""
 
     def __init__(self, path: Path, pairs: int) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -56,15 +56,15 @@ class Ruler:
         register_optimizer_step_post_hook(self.stepped)
 
     def stepped(self, *_: object) -> None:
-        """Close a step and choose for the next one whether it is watched."""
+        """Record a step, and choose whether the next one runs with the hooks."""
         cost = time.process_time() - self.began
         self.steps += 1
-        if self.steps > WARM_UP:
+        if self.steps > WARM_UP_STEPS:
             self.costs[-1][self.switch.watched] = cost
         if not self.order:
             if len(self.costs) == self.pairs:
                 self._end()
-            if self.steps >= WARM_UP:
+            if self.steps >= WARM_UP_STEPS:
                 self.order = self.draw.sample((True, False), 2)
                 self.costs.append({})
         if self.order:
@@ -75,4 +75,4 @@ class Ruler:
         draft = self.path.with_suffix(".draft")
         draft.write_text(json.dumps([[pair[False], pair[True]] for pair in self.costs]))
         draft.replace(self.path)
-        os._exit(0)  # a training of others would go on for long, and test what it has
+        os._exit(0)  # the training would continue for long, and then run its tests

@@ -4,7 +4,7 @@ import shutil
 
 import make_runs as make
 import pytest
-from quiet import quiet
+from isolation import isolate_environment
 
 from tula_cli.cli import app
 from tula_cli.run.directory import RunDir
@@ -13,7 +13,7 @@ from tula_cli.show.screen import Screen
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     return tmp_path
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from make_results import Truth, measured
+from make_results import Truth, make_probe
 
 from tula_cli.cluster.scripts import checkpoints, start
 from tula_cli.cluster.scripts.metrics import find_last_and_best, is_lower_better, read_metrics
@@ -488,7 +488,7 @@ def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
 
 def test_a_training_that_never_steps_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = watching(run, 2)
-    run.write_result(measured(Truth(overheads=Truth().overheads.model_copy(update={"startup": 90.0})), 1, 16))
+    run.write_result(make_probe(Truth(overheads=Truth().overheads.model_copy(update={"startup": 90.0})), 1, 16))
     assert watched.find_reason_to_kill() is None
     watched._began -= 60 * run.read_spec().search.max_minutes + 1
     assert watched.find_reason_to_kill() is None, "20 starts of a probe are longer: 30 min"

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_slurm import VERSIONS, FakeSlurm, local
+from fake_slurm import VERSIONS, FakeSlurm, format_time
 
 from tula_cli.cluster.chains import get_chain_state
 from tula_cli.cluster.scheduler import SchedulerState
@@ -95,7 +95,7 @@ def test_accounting_of_a_real_cluster_tells_the_same(recorded):
 
 
 def test_one_question_tells_how_all_jobs_stand(versions):
-    running, waiting = versions.add("a", "RUNNING"), versions.add("b", "PENDING", "Resources", starts=local(2e9))
+    running, waiting = versions.add("a", "RUNNING"), versions.add("b", "PENDING", "Resources", starts=format_time(2e9))
     done, failed = versions.add("c", "COMPLETED"), versions.add("d", "FAILED", "NonZeroExitCode")
     states = query_states([running, waiting, done, failed])
     assert states[running] == SchedulerState("running")
@@ -304,7 +304,7 @@ def test_the_environment_tells_when_an_allocation_ends(slurm):
 
 def test_squeue_tells_when_an_allocation_ends_where_the_environment_does_not(versions):
     end = int(time.time()) + 3600
-    job, unlimited = versions.add("a", "RUNNING", ends=local(end)), versions.add("b", "RUNNING", ends="N/A")
+    job, unlimited = versions.add("a", "RUNNING", ends=format_time(end)), versions.add("b", "RUNNING", ends="N/A")
     assert find_end_time(job, {}) == end
     assert find_end_time(job, {"SLURM_JOB_END_TIME": "soon"}) == end
     assert find_end_time(unlimited, {}) is None
@@ -516,7 +516,7 @@ RESERVATION = "ReservationName=maint1 StartTime={begin} EndTime={end} Duration=0
 
 def reservation(minutes, flags="MAINT,IGNORE_JOBS,SPEC_NODES,ALL_NODES"):
     begin = time.time() + 60 * minutes
-    return RESERVATION.format(begin=local(begin), end=local(begin + 3600), flags=flags)
+    return RESERVATION.format(begin=format_time(begin), end=format_time(begin + 3600), flags=flags)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import io
 from pathlib import Path
 
 import pytest
-from fake_slurm import FakeSlurm, local
-from make_results import Truth, probe_all, spec
+from fake_slurm import FakeSlurm, format_time
+from make_results import Truth, make_probes, make_spec
 
 import tula_cli as tula
 from tula_cli.cli import app
@@ -31,9 +31,9 @@ def slurm(tmp_path, monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     cluster = {"kind": "slurm", "minutes": 240, "slurm": {"partition": "gpu"}}
-    job = spec(search={"max_batch": 4096}, cluster=cluster)
+    job = make_spec(search={"max_batch": 4096}, cluster=cluster)
     measured = RunDir.create(tmp_path, job)
-    for result in probe_all(Truth(noise=0.01), {1: (16, 64, 256), 2: (16, 64, 256), 4: (8,)}):
+    for result in make_probes(Truth(noise=0.01), {1: (16, 64, 256), 2: (16, 64, 256), 4: (8,)}):
         measured.write_result(result)
     return measured
 
@@ -50,7 +50,7 @@ def test_the_scheduler_is_asked_with_the_script_of_the_training_and_nothing_is_s
         return make_sbatch_environment(script)
 
     monkeypatch.setattr("tula_cli.cluster.slurm.submit.make_sbatch_environment", environment)
-    slurm.fault(starts=local(NOW + 1800))
+    slurm.fault(starts=format_time(NOW + 1800))
     before = files(run)
     estimate = estimate_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW)
     assert estimate == StartEstimate(nodes=2, minutes=240, asked_at=NOW, wait=1800)
@@ -62,7 +62,7 @@ def test_the_scheduler_is_asked_with_the_script_of_the_training_and_nothing_is_s
 
 
 def test_a_start_that_has_passed_is_no_wait(slurm, run):
-    slurm.fault(starts=local(NOW - 60))
+    slurm.fault(starts=format_time(NOW - 60))
     estimate = estimate_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW)
     assert estimate is not None and estimate.wait == 0
 
@@ -87,7 +87,7 @@ def test_a_plan_for_many_trainings_does_not_ask_for_the_start_of_a_single_one(sl
 
 
 def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it(slurm, run):
-    slurm.fault(starts=local(NOW + 1800))
+    slurm.fault(starts=format_time(NOW + 1800))
     answer = services_recommend.answer_query(open_runs_of_job(run), Query(objective="time", max_nodes=2))
     recommendation = answer.recommendation
     plain = services_recommend.recommend(

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
+from isolation import isolate_environment, poll_quickly
 from make_comparisons import (
-    ASKED,
+    COMPARE_ARGUMENTS,
     GRID,
     SPEC,
-    Trains,
-    TrainsScripts,
-    compared,
+    ImmediateScripts,
+    ImmediateTraining,
+    compare,
+    compare_scripts,
+    find_row,
     inspect,
-    plan,
-    row,
+    make_plan,
+    run_comparison,
+    run_tula,
     script_job,
-    table,
-    trained,
-    trains_instead,
-    tula,
+    use_immediate_training,
 )
-from quiet import poll_quickly, quiet
 
 from tula_cli.extras.report import comparison_document
 from tula_cli.extras.report.material import collect_report_data
@@ -40,7 +40,7 @@ from tula_cli.services.document import Document
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     poll_quickly(monkeypatch)
 
 
@@ -50,14 +50,14 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trains:
-    return trains_instead(monkeypatch, tmp_path)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ImmediateTraining:
+    return use_immediate_training(monkeypatch, tmp_path)
 
 
-def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: Path) -> None:
+def test_the_page_names_the_job_and_draws_every_method(here: ImmediateTraining, tmp_path: Path) -> None:
     here.diverges = ("lbt-x4",)
-    assert tula(*ASKED)[0] == 0
-    code, out, _ = tula("report", "--html", "page.html")
+    assert run_tula(*COMPARE_ARGUMENTS)[0] == 0
+    code, out, _ = run_tula("report", "--html", "page.html")
     content = (tmp_path / "page.html").read_text()
     assert code == 0 and "page.html" in out
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", content))
@@ -83,9 +83,9 @@ def test_a_page_shows_no_text_of_arguments_and_says_what_is_not_recorded(run: Ru
 
 
 def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
-    planned, launcher = plan(run, dataclasses.replace(GRID, batches=(128,))), Trains()
+    planned, launcher = make_plan(run, dataclasses.replace(GRID, batches=(128,))), ImmediateTraining()
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
-    half = document(run, plan(run).comparison).answer
+    half = document(run, make_plan(run).comparison).answer
     assert (
         half.startswith(
             "At batch 128 the differences between the methods are within the noise of the seeds: ags has top1 91.00 ± 1.4, where batch 32 has 91.00"
@@ -96,11 +96,11 @@ def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) 
 
 def document(run: RunDir, comparison: Comparison) -> Document:
     curves = comparison_document.read_training_curves(Run(run.path, make.spec(**SPEC)), comparison)
-    return make_document(table(run, comparison), curves)
+    return make_document(compare(run, comparison), curves)
 
 
 def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> None:
-    planned, launcher = plan(run), Trains(words=True)
+    planned, launcher = make_plan(run), ImmediateTraining(words=True)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     result = document(run, planned.comparison)
     titles = [figure.title for section in result.sections for figure in section.figures]
@@ -108,7 +108,7 @@ def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> 
     assert {
         f"{words} during training, batch {batch}" for words in ("perplexity", "loss") for batch in (128, 256)
     } <= set(titles)
-    plain = row(table(run, planned.comparison), "lbt", 256).metrics["perplexity"]
+    plain = find_row(compare(run, planned.comparison), "lbt", 256).metrics["perplexity"]
     assert f"<td>{plain.mean:.3f}</td>" in render_page(result)
 
 
@@ -118,7 +118,7 @@ def make_document(report: CompareReport, curves: Sequence[TrainingCurve] = ()) -
 
 
 def test_a_script_is_compared_by_its_own_metric(tmp_path: Path) -> None:
-    report = compared(tmp_path, TrainsScripts(), script_job(), methods=("lbt", "lrs", "sqrt"), seeds=2)
+    report = compare_scripts(tmp_path, ImmediateScripts(), script_job(), methods=("lbt", "lrs", "sqrt"), seeds=2)
     result = make_document(report)
     columns = [column.title for column in result.sections[0].tables[0].columns]
     assert {"acc", "best acc"} <= set(columns) and "top-1" not in columns
@@ -126,13 +126,15 @@ def test_a_script_is_compared_by_its_own_metric(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_no_training_told_has_no_number(tmp_path: Path) -> None:
-    report = compared(tmp_path, TrainsScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False)
+    report = compare_scripts(
+        tmp_path, ImmediateScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False
+    )
     result = make_document(report)
     assert "acc" not in [column.title for column in result.sections[0].tables[0].columns]
 
 
 def test_a_comparison_in_rounds_has_a_table_of_the_first_round(run: RunDir) -> None:
     grid = Grid(("lbt", "lrs", "ags", "ortho", "sqrt"), (512,), 2, nodes=1, controls=False, halving=True)
-    report = trained(run, Trains(), grid)
+    report = run_comparison(run, ImmediateTraining(), grid)
     content = render_page(make_document(report))
     assert "First round: 1 of 4 epochs" in content and re.search(r"dropped in round 1: place [45] of [45]", content)

@@ -48,12 +48,12 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def rich() -> str:
-    return document_page.render_page(documents.document())
+    return document_page.render_page(documents.make_document())
 
 
 @pytest.fixture(scope="module")
 def hostile() -> str:
-    return document_page.render_page(documents.hostile())
+    return document_page.render_page(documents.make_hostile_document())
 
 
 def test_the_question_and_the_answer_stand_before_all_else(rich: str) -> None:
@@ -149,7 +149,7 @@ def test_an_empty_report_is_a_page_all_the_same() -> None:
 @pytest.fixture(scope="module")
 def needs_browser() -> None:
     """Skip where there is none; fail instead where TULA_REQUIRE_BROWSER=1 says that one has to be."""
-    if browser.found() is None:
+    if browser.find_browser() is None:
         required = os.environ.get("TULA_REQUIRE_BROWSER") == "1"
         (pytest.fail if required else pytest.skip)("no Chromium here: make browser-packages installs it (Debian, root)")
 
@@ -159,7 +159,7 @@ def test_in_a_browser_nothing_is_too_wide_clipped_or_on_each_other(
     needs_browser: None, tmp_path: Path, rich: str, width: int
 ) -> None:
     (tmp_path / "page.html").write_text(rich)
-    seen = browser.look(tmp_path / "page.html", width=width)
+    seen = browser.check_layout(tmp_path / "page.html", width=width)
     assert (seen["width"], seen["scrolled"], seen["figures"]) == (width, width, 6)
     assert (seen["console"], seen["wide"], seen["clipped"], seen["overlapping"], seen["requests"]) == (
         [],
@@ -175,10 +175,12 @@ def test_in_a_browser_nothing_is_too_wide_clipped_or_on_each_other(
 @pytest.fixture(scope="module")
 def page_of_run(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page of a run with prices, several node counts, a training and a comparison."""
-    run = make_reports.compared(
-        make_reports.trained(make_reports.answered(make_reports.probed(tmp_path_factory.mktemp("page"))))
+    run = make_reports.add_comparison(
+        make_reports.add_training(
+            make_reports.add_recommendation(make_reports.make_probed_run(tmp_path_factory.mktemp("page")))
+        )
     )
-    return document_page.render_page(make_reports.report(run))
+    return document_page.render_page(make_reports.make_report(run))
 
 
 @pytest.mark.parametrize("width", [400, 1400])
@@ -187,23 +189,23 @@ def test_in_a_browser_no_table_is_cut(
     needs_browser: None, tmp_path: Path, request: pytest.FixtureRequest, kind: str, width: int
 ) -> None:
     (tmp_path / "page.html").write_text(request.getfixturevalue(kind))
-    seen = browser.look(tmp_path / "page.html", width=width)
+    seen = browser.check_layout(tmp_path / "page.html", width=width)
     assert (seen["cut"], seen["wide"], seen["scrolled"]) == ([], [], width)
 
 
 def test_in_a_browser_hostile_names_do_nothing(needs_browser: None, tmp_path: Path, hostile: str) -> None:
     (tmp_path / "page.html").write_text(hostile)
-    seen = browser.look(tmp_path / "page.html", width=400)
+    seen = browser.check_layout(tmp_path / "page.html", width=400)
     assert (seen["width"], seen["scrolled"]) == (400, 400)
     assert (seen["console"], seen["wide"], seen["clipped"], seen["requests"]) == ([], [], [], [])
 
 
 def test_on_paper_no_figure_is_cut(needs_browser: None, tmp_path: Path) -> None:
-    report = documents.document()
-    figures = tuple(dataclasses.replace(documents.of_memory(), title=f"Number {place}") for place in range(7))
+    report = documents.make_document()
+    figures = tuple(dataclasses.replace(documents.make_memory_figure(), title=f"Number {place}") for place in range(7))
     section = dataclasses.replace(report.sections[0], tables=(), figures=figures)
     (tmp_path / "page.html").write_text(document_page.render_page(dataclasses.replace(report, sections=(section,))))
     out = tmp_path / "page.pdf"
-    browser.start(f"--print-to-pdf={out}", "--no-pdf-header-footer", (tmp_path / "page.html").as_uri())  # fmt: skip
+    browser.run_browser(f"--print-to-pdf={out}", "--no-pdf-header-footer", (tmp_path / "page.html").as_uri())  # fmt: skip
     pages = len(re.findall(rb"/Type\s*/Page\b", out.read_bytes()))
     assert 2 <= pages <= 4

@@ -7,7 +7,7 @@ from collections import Counter
 
 import make_reports as reports
 import pytest
-from make_reports import table
+from make_reports import find_table
 
 from tula_cli.extras.report import formats
 from tula_cli.extras.report.run_report import build_document
@@ -59,8 +59,10 @@ PAGE = Document(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Document:
-    run = reports.probed(tmp_path_factory.mktemp("forms"))
-    return build_document(reports.seen(reports.compared(reports.trained(reports.answered(run)))))
+    run = reports.make_probed_run(tmp_path_factory.mktemp("forms"))
+    return build_document(
+        reports.read_material(reports.add_comparison(reports.add_training(reports.add_recommendation(run))))
+    )
 
 
 # --- Markdown
@@ -140,7 +142,7 @@ def test_each_table_and_figure_is_a_csv_with_whole_numbers() -> None:
 def test_all_of_them_together_are_reported_apart(whole: Document) -> None:
     text, result = formats.render_csv(whole), formats.render_csv_files(whole)
     assert re.findall(r"^# (\w+): ", text, re.MULTILINE) == list(result)
-    assert float(rows(result["table_strong_scaling"])[0]["samples/s"]) == table(whole, "strong_scaling").rows[0][7]
+    assert float(rows(result["table_strong_scaling"])[0]["samples/s"]) == find_table(whole, "strong_scaling").rows[0][7]
 
 
 def test_keys_that_are_taken_get_a_number() -> None:

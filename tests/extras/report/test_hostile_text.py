@@ -11,7 +11,7 @@ from pathlib import Path
 import make_reports as reports
 import make_runs as make
 import pytest
-from make_results import Truth, measured
+from make_results import Truth, make_probe
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_run
@@ -29,7 +29,7 @@ FORMULAS = {
 
 def compared(root: Path, method: str) -> RunDir:
     """Return a run whose comparison has a row of that name."""
-    run = reports.compared(RunDir.create(root, reports.JOB))
+    run = reports.add_comparison(RunDir.create(root, reports.JOB))
     comparison = run.read_comparison()
     assert comparison is not None
     named = [cell.model_copy(update={"method": method}) if cell.method == "ags" else cell for cell in comparison.cells]
@@ -39,7 +39,7 @@ def compared(root: Path, method: str) -> RunDir:
 
 def trained(root: Path, message: str) -> RunDir:
     """Return a run whose training was ended once with that message."""
-    run = reports.trained(RunDir.create(root, reports.JOB))
+    run = reports.add_training(RunDir.create(root, reports.JOB))
     ended = {"start": make.START + 50, "end": make.START + 60, "outcome": "user", "message": message}
     run.write_attempt(make.attempt("train-ab12cd34-1", number=3, **ended))
     return run
@@ -76,16 +76,16 @@ def test_the_message_of_an_attempt_is_no_formula_in_csv(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["=", "+", "-", "@"])
 def test_the_message_of_a_probe_is_no_formula_in_results_csv(name: str, tmp_path: Path) -> None:
-    run = reports.probed(tmp_path)
+    run = reports.make_probed_run(tmp_path)
     make.add_failed(run, 8, 16, f"{FORMULAS[name]} mine")
-    reports.answered(run)
+    reports.add_recommendation(run)
     with (run.path / "results.csv").open(newline="") as file:
         cells = [cell for row in csv.reader(file) for cell in row]
     assert [cell for cell in cells if "mine" in cell] and formulas(cells) == []
 
 
 def test_a_negative_number_is_a_number_in_csv(tmp_path: Path) -> None:
-    run = reports.trained(RunDir.create(tmp_path, reports.JOB))
+    run = reports.add_training(RunDir.create(tmp_path, reports.JOB))
     rows = csv.reader(io.StringIO(report_text(Run.from_directories([open_run(run)]), form="csv"), newline=""))
     assert any(cell.startswith("-") and float(cell) < 0 for row in rows for cell in row if re.match(r"-\d", cell))
 
@@ -98,7 +98,7 @@ IMAGE = "<img src=x onerror=alert('mine')>"
 
 def of_device(root: Path, name: str) -> RunDir:
     run = RunDir.create(root, reports.JOB)
-    probe = measured(Truth(), 1, 32)
+    probe = make_probe(Truth(), 1, 32)
     run.write_result(probe.model_copy(update={"environment": probe.environment.model_copy(update={"hardware": name})}))
     return run
 
@@ -111,8 +111,8 @@ def of_command(root: Path, name: str) -> RunDir:
 
 
 def warned(root: Path, message: str) -> RunDir:
-    rows = [*reports.epochs(), {"kind": "warning", "time": make.START, "samples": 3000, "message": message}]
-    return reports.trained(RunDir.create(root, reports.JOB), rows=rows)
+    rows = [*reports.make_epoch_rows(), {"kind": "warning", "time": make.START, "samples": 3000, "message": message}]
+    return reports.add_training(RunDir.create(root, reports.JOB), rows=rows)
 
 
 def chosen_for(root: Path, reason: str) -> RunDir:

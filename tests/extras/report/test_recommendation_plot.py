@@ -7,7 +7,7 @@ from typing import Literal
 
 import matplotlib.figure
 import pytest
-from make_reports import answered, probed
+from make_reports import add_recommendation, make_probed_run
 
 from tula_cli.errors import SpecError
 from tula_cli.run.records.recommendations import Recommendation
@@ -15,7 +15,7 @@ from tula_cli.run.records.recommendations import Recommendation
 
 @pytest.fixture
 def recommendation(tmp_path: Path) -> Recommendation:
-    stored = answered(probed(tmp_path)).read_recommendation()
+    stored = add_recommendation(make_probed_run(tmp_path)).read_recommendation()
     assert stored is not None
     return stored
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import make_reports as reports
 import make_runs as make
 import pytest
-from quiet import quiet
+from isolation import isolate_environment
 
 from tula_cli.cli import app
 from tula_cli.run.directory import RunDir
@@ -23,19 +23,19 @@ from tula_cli.show.screen import Screen
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that nobody changes."""
     root = tmp_path_factory.mktemp("cli")
-    reports.trained(reports.answered(reports.probed(root / "tula-runs")))
+    reports.add_training(reports.add_recommendation(reports.make_probed_run(root / "tula-runs")))
     return root
 
 
 @pytest.fixture(autouse=True)
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet(monkeypatch, folder)
+    isolate_environment(monkeypatch, folder)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The path of a run without probes, whose report is made at once."""
-    return str(reports.trained(RunDir.create(tmp_path_factory.mktemp("trained"), reports.JOB)).path)
+    return str(reports.add_training(RunDir.create(tmp_path_factory.mktemp("trained"), reports.JOB)).path)
 
 
 def tula(*words: str) -> tuple[int, str, str]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from make_damages import DAMAGES, check_command, make_whole_run, tula
+from make_damages import DAMAGES, check_command, make_whole_run, run_tula
 
 from tula_cli.run.directory import RunDir
 
@@ -22,4 +22,4 @@ def test_damage_is_named(run: RunDir, name: str) -> None:
 
 
 def test_a_report_of_a_whole_run_names_none(run: RunDir) -> None:
-    assert "damaged" not in tula("report", "--markdown", "--run", str(run.path))[2]
+    assert "damaged" not in run_tula("report", "--markdown", "--run", str(run.path))[2]

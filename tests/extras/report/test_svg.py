@@ -19,7 +19,7 @@ from tula_cli.extras.report.svg import COLORS
 from tula_cli.services.document import Annotation, Density, Figure, Series
 
 SVG = "{http://www.w3.org/2000/svg}"
-ALL = (documents.of_time(), documents.of_memory(), documents.of_parts(), documents.of_gaps(), documents.of_curves(), documents.of_factors())  # fmt: skip
+ALL = (documents.make_time_figure(), documents.make_memory_figure(), documents.make_step_parts_figure(), documents.make_gaps_figure(), documents.make_accuracy_figure(), documents.make_factors_figure())  # fmt: skip
 
 
 def drawn(figure: Figure, **named) -> ElementTree.Element:
@@ -72,8 +72,8 @@ def test_every_word_stands_in_the_drawing_and_inside_it(figure: Figure) -> None:
 
 
 def test_a_figure_is_the_same_each_time_and_in_each_process() -> None:
-    here = svg.render_svg(documents.of_time())
-    assert here == svg.render_svg(documents.of_time())
+    here = svg.render_svg(documents.make_time_figure())
+    assert here == svg.render_svg(documents.make_time_figure())
     code = "import sys; sys.path.insert(0, 'tests/helpers'); import documents; from tula_cli.extras.report.svg import render_svg; print(render_svg(documents.of_time()), end='')"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert there.stdout == here and not there.stderr
@@ -81,7 +81,7 @@ def test_a_figure_is_the_same_each_time_and_in_each_process() -> None:
 
 
 def test_the_names_in_a_figure_are_those_of_no_other_figure_of_the_page() -> None:
-    text = svg.render_svg(documents.of_gaps(), prefix="one")
+    text = svg.render_svg(documents.make_gaps_figure(), prefix="one")
     root = ElementTree.fromstring(text)
     ids = [result.get("id") for result in root.iter() if result.get("id")]
     assert ids and len(set(ids)) == len(ids) and all(name.startswith("one-") for name in ids)
@@ -169,7 +169,7 @@ def test_fifty_series_are_reported_apart_below_the_axes() -> None:
     assert min(legend) > bottom
 
 
-@pytest.mark.parametrize("name", documents.HOSTILE)
+@pytest.mark.parametrize("name", documents.HOSTILE_TEXTS)
 def test_a_name_is_text_whatever_is_in_it(name: str) -> None:
     series = (Series(name, (0, 1), (1.0, 2.0)), Series("b", (0, 1), (1.0, 2.0), style="stacked"))
     categories = {"x_scale": "category", "categories": (name, "b")}
@@ -198,7 +198,7 @@ def test_marks_without_a_place_are_left_out_and_others_have_a_line() -> None:
 
 
 def test_events_have_the_numbers_of_their_texts() -> None:
-    result = texts(drawn(documents.of_curves()))
+    result = texts(drawn(documents.make_accuracy_figure()))
     assert {"1", "2", "3", "2: preempted"} <= set(result)
     same = tuple(Annotation(x, None, "saved", "event") for x in (1, 2))
     assert texts(drawn(simple(Series("a", (1, 2), (1.0, 2.0)), marks=same))).count("saved") == 1
@@ -223,14 +223,14 @@ def test_a_density_lies_at_its_edges() -> None:
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SpecError, match="matplotlib") as error:
-        svg.render_svg(documents.of_time())
+        svg.render_svg(documents.make_time_figure())
     assert "pip install 'tula-cli[report]'" in error.value.hint and "pip install '.[report]'" in error.value.hint
 
 
 def test_settings_of_the_user_for_own_drawings_change_nothing() -> None:
     import matplotlib
 
-    before = svg.render_svg(documents.of_memory())
+    before = svg.render_svg(documents.make_memory_figure())
     with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": False, "lines.linewidth": 9}):
-        assert svg.render_svg(documents.of_memory()) == before
+        assert svg.render_svg(documents.make_memory_figure()) == before
         assert matplotlib.rcParams["font.size"] == 30

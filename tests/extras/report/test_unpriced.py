@@ -8,8 +8,8 @@ from pathlib import Path
 
 import make_reports as reports
 import pytest
-from make_reports import column, report, table
-from quiet import quiet
+from isolation import isolate_environment
+from make_reports import find_table, make_report, read_column
 
 from tula_cli.cli import app
 from tula_cli.extras.report import formats
@@ -30,7 +30,11 @@ PRICED = {
 
 def run_with(root: Path, pricing: Pricing) -> RunDir:
     job = reports.JOB.model_copy(update={"pricing": pricing})
-    return reports.compared(reports.trained(reports.answered(reports.probed(root, job=job)), currency=pricing.currency))
+    return reports.add_comparison(
+        reports.add_training(
+            reports.add_recommendation(reports.make_probed_run(root, job=job)), currency=pricing.currency
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +44,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture(scope="module")
 def document(run: RunDir) -> Document:
-    return report(run)
+    return make_report(run)
 
 
 @pytest.mark.parametrize("key", TABLES)
 def test_a_table_has_node_hours_and_no_cost_without_a_price(key: str, document: Document) -> None:
-    value = table(document, key)
+    value = find_table(document, key)
     titles = [item.title for item in value.columns]
     assert "node-hours" in titles and "cost" not in titles
     assert all(len(row) == len(titles) for row in value.rows)
@@ -54,13 +58,17 @@ def test_a_table_has_node_hours_and_no_cost_without_a_price(key: str, document: 
 
 @pytest.mark.parametrize("name", PRICED)
 def test_a_price_has_its_column(name: str, tmp_path: Path) -> None:
-    priced = report(
-        reports.answered(reports.probed(tmp_path, job=reports.JOB.model_copy(update={"pricing": PRICED[name]})))
+    priced = make_report(
+        reports.add_recommendation(
+            reports.make_probed_run(tmp_path, job=reports.JOB.model_copy(update={"pricing": PRICED[name]}))
+        )
     )
     for key in TABLES:
-        value = table(priced, key)
+        value = find_table(priced, key)
         factor = 0.5 if name == "GPU-hours" else PRICED[name].price
-        assert column(value, "cost") == pytest.approx([factor * hours for hours in column(value, "node-hours")])
+        assert read_column(value, "cost") == pytest.approx(
+            [factor * hours for hours in read_column(value, "node-hours")]
+        )
     assert "node-hours, " in priced.answer and PRICED[name].currency in priced.answer
 
 
@@ -112,7 +120,7 @@ def tula(*words: str) -> str:
     ],
 )
 def test_no_screen_has_them_twice(words: str, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet(monkeypatch, run.path.parent.parent)
+    isolate_environment(monkeypatch, run.path.parent.parent)
     command, *options = words.split()
     named = ["--run-dir", str(run.path.parent)] if command == "list" else ["--run", str(run.path)]
     text = tula(command, *named, *options)

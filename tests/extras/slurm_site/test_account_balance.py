@@ -1,7 +1,7 @@
 """A balance beside what a training takes: told, refused with --within-balance, and where nobody can tell."""
 
 import pytest
-from accounting_recorded import Slurm
+from accounting_recorded import RecordedSlurm
 from make_runs import spec
 
 from tula_cli.errors import OverBudget, SpecError
@@ -17,7 +17,7 @@ from tula_cli.services.site_charges import (
 )
 from tula_cli.spec.resources import SiteBill
 
-SITE = SlurmSite(Slurm(get_user_name()))
+SITE = SlurmSite(RecordedSlurm(get_user_name()))
 
 
 def job(*, pricing=None, **slurm):
@@ -67,7 +67,9 @@ def test_the_upper_end_of_the_interval_is_held_to_it_too():
     [
         (check_balance(job(), nodes=1, hours=None, billing=SITE), "nothing was measured"),
         (
-            check_balance(job(), nodes=1, hours=0.01, billing=SlurmSite(Slurm(get_user_name(), without=["assoc_mgr"]))),
+            check_balance(
+                job(), nodes=1, hours=0.01, billing=SlurmSite(RecordedSlurm(get_user_name(), without=["assoc_mgr"]))
+            ),
             "access denied",
         ),
         (check_balance(job(account="hidden"), nodes=1, hours=0.01, billing=SITE), "SLURM does not show account hidden"),
@@ -87,7 +89,7 @@ def test_a_price_of_another_kind_has_no_balance():
 
 
 def test_no_limit_is_as_much_as_one_likes():
-    free = Slurm(get_user_name())
+    free = RecordedSlurm(get_user_name())
     unlimited = job(account="lab")
     texts = "ClusterName=t Account=lab UserName= Partition=\n    ParentAccount=root(1)\n    GrpTRESMins=cpu=N(3),billing=N(4)\n"
     result = check_balance(

@@ -1,7 +1,7 @@
 """What a job is billed, by recorded words of SLURM; the real one is asked in tests/slurm/test_bill.py."""
 
 import pytest
-from accounting_recorded import CONFIG, NODE, NODE_24_11, PARTITION_24_11, Slurm
+from accounting_recorded import CONFIG, NODE, NODE_24_11, PARTITION_24_11, RecordedSlurm
 from make_runs import spec
 
 from tula_cli.cluster.slurm.command import parse_record
@@ -18,7 +18,7 @@ def job(*, gpus=1, device="cpu", pricing=None, **slurm):
 
 
 def billed(requested, ask=None, root=None):
-    return add_site_billing(requested, root, billing=SlurmSite(ask or Slurm(get_user_name()))).pricing
+    return add_site_billing(requested, root, billing=SlurmSite(ask or RecordedSlurm(get_user_name()))).pricing
 
 
 # What `sacct` showed of real jobs that asked for the same (AllocTRES billing=).
@@ -49,11 +49,13 @@ def test_a_job_is_billed_what_slurm_billed_it(asked, nodes, billing):
     ],
 )
 def test_memory_is_what_is_asked_for_else_what_the_partition_gives(asked, memory):
-    assert find_site_bill(asked, None, ask=Slurm(get_user_name())).tres["mem"] == memory
+    assert find_site_bill(asked, None, ask=RecordedSlurm(get_user_name())).tres["mem"] == memory
 
 
 def test_a_newer_slurm_with_typed_gpus_and_whole_nodes_by_the_partition():
-    ask = Slurm(get_user_name(), config="PriorityFlags = MAX_TRES_GRES\n", partitions=PARTITION_24_11, nodes=NODE_24_11)
+    ask = RecordedSlurm(
+        get_user_name(), config="PriorityFlags = MAX_TRES_GRES\n", partitions=PARTITION_24_11, nodes=NODE_24_11
+    )
     site_bill = find_site_bill(job(gpus=4, device="cuda", exclusive=False), None, ask=ask)
     assert site_bill.tres["mem"] == 4 * 64000  # DefMemPerGPU among JobDefaults
     assert site_bill.node == pytest.approx(128 + 4 * 50)
@@ -62,7 +64,9 @@ def test_a_newer_slurm_with_typed_gpus_and_whole_nodes_by_the_partition():
 
 def test_a_shared_node_gives_whole_cores_and_the_gpus_asked_for():
     answer = PARTITION_24_11.replace("EXCLUSIVE", "NO")
-    ask = Slurm(get_user_name(), config="SelectTypeParameters = CR_CORE_MEMORY\n", partitions=answer, nodes=NODE_24_11)
+    ask = RecordedSlurm(
+        get_user_name(), config="SelectTypeParameters = CR_CORE_MEMORY\n", partitions=answer, nodes=NODE_24_11
+    )
     site_bill = find_site_bill(
         job(gpus=1, device="cuda", exclusive=False, cpus_per_task=3, memory="10G"), None, ask=ask
     )
@@ -72,7 +76,7 @@ def test_a_shared_node_gives_whole_cores_and_the_gpus_asked_for():
 
 def test_the_dearest_of_several_kinds_of_nodes_counts_and_is_reported():
     larger = NODE.replace("bl1", "bl3").replace("CPUEfctv=2", "CPUEfctv=8").replace("cpu=2", "cpu=8")
-    ask = Slurm(get_user_name(), nodes=f"{NODE}\n{larger}")
+    ask = RecordedSlurm(get_user_name(), nodes=f"{NODE}\n{larger}")
     site_bill = find_site_bill(job(partition="half"), None, ask=ask)
     assert site_bill.node == pytest.approx(8 * 0.3)
     assert "at least 0.600" in site_bill.words
@@ -80,7 +84,7 @@ def test_the_dearest_of_several_kinds_of_nodes_counts_and_is_reported():
 
 def test_a_constraint_and_a_type_of_gpu_choose_nodes():
     other = NODE.replace("rack1", "rack2").replace("a100", "h100").replace("cpu=2", "cpu=8")
-    ask = Slurm(get_user_name(), nodes=f"{NODE}\n{other}")
+    ask = RecordedSlurm(get_user_name(), nodes=f"{NODE}\n{other}")
     assert find_site_bill(job(partition="half", constraint="rack2"), None, ask=ask).node == pytest.approx(2.4)
     item = job(partition="half", gpu_type="a100", device="cuda", gpus=2)
     assert find_site_bill(item, None, ask=ask).node == pytest.approx(0.6)
@@ -91,12 +95,14 @@ def test_a_constraint_and_a_type_of_gpu_choose_nodes():
 def test_a_type_of_gpu_is_not_the_beginning_of_another():
     other = NODE.replace("a100", "a10").replace("cpu=2", "cpu=1")
     item = job(partition="half", gpu_type="a10", device="cuda", gpus=2)
-    assert find_site_bill(item, None, ask=Slurm(get_user_name(), nodes=f"{NODE}\n{other}")).node == pytest.approx(0.3)
+    assert find_site_bill(
+        item, None, ask=RecordedSlurm(get_user_name(), nodes=f"{NODE}\n{other}")
+    ).node == pytest.approx(0.3)
 
 
 def test_licenses_are_of_the_job_not_of_its_nodes():
     weights = "PartitionName=lic Default=YES OverSubscribe=NO TRESBillingWeights=CPU=1,License/matlab=7"
-    ask = Slurm(get_user_name(), partitions=weights, nodes=NODE.replace("Partitions=main", "Partitions=lic"))
+    ask = RecordedSlurm(get_user_name(), partitions=weights, nodes=NODE.replace("Partitions=main", "Partitions=lic"))
     pricing = billed(job(extra={"licenses": "matlab:2"}), ask)
     assert [compute_hourly_charge(pricing, nodes) for nodes in (1, 4)] == [2 + 14, 8 + 14]
 
@@ -112,22 +118,26 @@ def test_the_factor_of_a_qos_multiplies_the_bill_and_a_factor_of_the_site_is_a_p
 def test_without_accounting_the_usage_factor_is_one():
     assert (
         find_site_bill(
-            job(partition="billed", qos="dear"), None, ask=Slurm(get_user_name(), without=["sacctmgr"])
+            job(partition="billed", qos="dear"), None, ask=RecordedSlurm(get_user_name(), without=["sacctmgr"])
         ).usage_factor
         == 1
     )
 
 
 def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
-    requested, silent = job(partition="billed", qos="dear"), Slurm(get_user_name(), without=["sacctmgr"])
+    requested, silent = job(partition="billed", qos="dear"), RecordedSlurm(get_user_name(), without=["sacctmgr"])
     site_bill = find_site_bill(requested, tmp_path, ask=silent)
     assert (site_bill.usage_factor, site_bill.qos) == (1, "dear")
     assert "the usage factor of the job's QOS is unknown" in site_bill.words
-    assert find_site_bill(requested, tmp_path, ask=Slurm(get_user_name())).usage_factor == 2  # asked again, and kept
+    assert (
+        find_site_bill(requested, tmp_path, ask=RecordedSlurm(get_user_name())).usage_factor == 2
+    )  # asked again, and kept
     assert find_site_bill(requested, tmp_path, ask=silent).usage_factor == 2
-    unknown = find_site_bill(job(partition="billed", qos="deer"), None, ask=Slurm(get_user_name()))
+    unknown = find_site_bill(job(partition="billed", qos="deer"), None, ask=RecordedSlurm(get_user_name()))
     assert "SLURM's accounting reports no usage factor for QOS deer, so 1 is assumed" in unknown.words
-    none = Slurm(get_user_name(), config="AccountingStorageType = accounting_storage/none\n", without=["sacctmgr"])
+    none = RecordedSlurm(
+        get_user_name(), config="AccountingStorageType = accounting_storage/none\n", without=["sacctmgr"]
+    )
     assert "usage factor" not in find_site_bill(requested, None, ask=none).words
 
 
@@ -142,7 +152,7 @@ def test_variables_of_sbatch_count_where_the_job_says_nothing(monkeypatch):
 
 
 def test_the_default_qos_of_the_association_counts():
-    assert find_site_bill(job(partition="billed"), None, ask=Slurm(get_user_name())).qos == "normal"
+    assert find_site_bill(job(partition="billed"), None, ask=RecordedSlurm(get_user_name())).qos == "normal"
 
 
 def test_what_it_costs_in_units_and_in_money():
@@ -164,25 +174,25 @@ def test_an_upper_bound_of_node_hours_is_no_lower_than_any_job():
 
 
 def test_an_answer_is_kept_for_a_day_and_goes_on_where_slurm_does_not_answer(tmp_path, monkeypatch):
-    requested, first = job(partition="billed"), Slurm(get_user_name())
+    requested, first = job(partition="billed"), RecordedSlurm(get_user_name())
     assert find_site_bill(requested, tmp_path, ask=first) == find_site_bill(
-        requested, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"])
+        requested, tmp_path, ask=RecordedSlurm(get_user_name(), without=["scontrol"])
     )
     assert [file.parent.name for file in tmp_path.rglob("bill-*.json")] == [CACHE_FOLDER]
     other = job(partition="billed", memory="0")
     with pytest.raises(SpecError, match="SLURM does not report its billing"):
-        find_site_bill(other, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
+        find_site_bill(other, tmp_path, ask=RecordedSlurm(get_user_name(), without=["scontrol"]))
     import time
 
     later = time.time() + 2 * MAX_CACHE_AGE_SECONDS
     monkeypatch.setattr(time, "time", lambda: later)
-    stale = find_site_bill(requested, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
+    stale = find_site_bill(requested, tmp_path, ask=RecordedSlurm(get_user_name(), without=["scontrol"]))
     assert stale.node == 5
     assert "SLURM does not answer" in stale.words
 
 
 def test_a_job_on_this_machine_asks_nobody():
-    silent = Slurm(get_user_name(), without=["scontrol", "sacctmgr"])
+    silent = RecordedSlurm(get_user_name(), without=["scontrol", "sacctmgr"])
     local = spec(pricing={"kind": "billing"})
     with pytest.raises(SpecError, match=r"cluster\.kind is local"):
         billed(local, silent)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from isolation import isolate_environment
 from make_runs import spec as toy_spec
-from quiet import quiet
 
 import tula_cli as tula
 from tula_cli.cli import app
@@ -28,7 +28,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return str(screen.out.getvalue())  # type: ignore[attr-defined]
 
     with pytest.MonkeyPatch.context() as patch:
-        quiet(patch, folder)
+        isolate_environment(patch, folder)
         return {
             "default": shown(),
             "folder": shown("--uri", str(folder / "mine")),

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_tracker import DOWN, PLACES, FakeRun
-from make_results import Truth, measured
+from fake_tracker import RUNS_BY_ADDRESS, UNREACHABLE_ADDRESSES, FakeRun
+from make_results import Truth, make_probe
 from make_runs import (
     START,
     add_measured,
@@ -40,7 +40,7 @@ KEY = "train-ab12cd34"
 def place(request: pytest.FixtureRequest) -> str:
     """A place of the fake tracker that no other test has."""
     name: str = request.node.name
-    PLACES.pop(name, None)
+    RUNS_BY_ADDRESS.pop(name, None)
     return name
 
 
@@ -73,7 +73,7 @@ def trained(run: RunDir, rows: Sequence[dict[str, Any]]) -> None:
 
 def curve(place: str, name: str) -> dict[int, float]:
     """Return a curve of the training at a place: every point of it, none twice."""
-    points = [point for point in PLACES[place][KEY].curve if name in point.values]
+    points = [point for point in RUNS_BY_ADDRESS[place][KEY].received_points if name in point.values]
     results = {point.samples: point.values[name] for point in points}
     assert len(results) == len(points), "a point came twice"
     return results
@@ -85,17 +85,19 @@ def test_settings_probes_and_the_recommendation_are_sent(run: RunDir, place: str
     run.write_recommendation(recommendation())
     run.write_text("results.csv", "a,b\n")
     (result,), _ = send(run, place)
-    whole, expected = PLACES[place]["run"], measured(Truth(), 1, 32)
+    whole, expected = RUNS_BY_ADDRESS[place]["run"], make_probe(Truth(), 1, 32)
     assert (result.runs, result.new_runs, result.files, result.problem) == (1, 1, 1, "")
-    assert whole.described.name == run.id and whole.files == ["results.csv"] and whole.state == "finished"
-    assert whole.given["optimizer.lr"] == 0.1 and whole.given["search.nodes"] == "1 2"
-    assert whole.given["env.hardware"] == expected.environment.hardware
-    assert whole.numbers["recommended/batch"] == recommendation().choice.batch
-    assert whole.words["recommendation.objective"] == "knee"
-    assert (whole.numbers["probes/measured"], whole.numbers["probes/in_all"]) == (1, 2)
-    assert whole.numbers["probes/n001-l000032/step_time"] == pytest.approx(expected.step_times[0])
-    assert whole.numbers["probes/n001-l000032/samples_per_second"] == pytest.approx(32 / expected.step_times[0])
-    assert whole.numbers["probes/n001-l000032/peak_memory"] == expected.memory.peak
+    assert whole.tracker_run.name == run.id and whole.received_files == ["results.csv"] and whole.state == "finished"
+    assert whole.received_params["optimizer.lr"] == 0.1 and whole.received_params["search.nodes"] == "1 2"
+    assert whole.received_params["env.hardware"] == expected.environment.hardware
+    assert whole.received_summary["recommended/batch"] == recommendation().choice.batch
+    assert whole.received_tags["recommendation.objective"] == "knee"
+    assert (whole.received_summary["probes/measured"], whole.received_summary["probes/in_all"]) == (1, 2)
+    assert whole.received_summary["probes/n001-l000032/step_time"] == pytest.approx(expected.step_times[0])
+    assert whole.received_summary["probes/n001-l000032/samples_per_second"] == pytest.approx(
+        32 / expected.step_times[0]
+    )
+    assert whole.received_summary["probes/n001-l000032/peak_memory"] == expected.memory.peak
 
 
 def test_a_training_is_a_run_with_curves_by_samples(run: RunDir, place: str) -> None:
@@ -108,24 +110,30 @@ def test_a_training_is_a_run_with_curves_by_samples(run: RunDir, place: str) -> 
     rows.append({"kind": "noise", "time": START + 55, "samples": 1920, "epoch": 1.5, "batch": 128, "scale": 640.0})
     trained(run, rows)
     send(run, place)
-    training = PLACES[place][KEY]
+    training = RUNS_BY_ADDRESS[place][KEY]
     assert curve(place, "train/loss") == {640: 2.1, 1280: 1.9, 1920: 1.7}
     assert curve(place, "eval/top1") == {1280: 61.0} and curve(place, "eval/f1") == {1280: 0.5}
     assert curve(place, "train/samples_per_second") == pytest.approx({640: 128 / 0.12, 1920: 128 / 0.11})
     assert curve(place, "ags/mean") == {1280: 1.25} and curve(place, "ags/at_cap") == {1280: 0.1}
     assert curve(place, "gradients/delta_q50") == {1280: 0.25} and curve(place, "noise/scale") == {1920: 640.0}
-    assert curve(place, "attempt") == {0: 1.0} and training.curve[0].time == START
-    assert (training.given["batch"], training.given["nodes"], training.given["predicted.hours"]) == (128, 2, 0.25)
+    assert curve(place, "attempt") == {0: 1.0} and training.received_points[0].time == START
+    assert (
+        training.received_params["batch"],
+        training.received_params["nodes"],
+        training.received_params["predicted.hours"],
+    ) == (128, 2, 0.25)
 
 
 def test_nothing_is_sent_twice(run: RunDir, place: str) -> None:
     add_measured(run, 1, 32)
     trained(run, metrics())
     send(run, place)
-    before = [run.opened for run in PLACES[place].values()]
+    before = [run.openings for run in RUNS_BY_ADDRESS[place].values()]
     (result,), _ = send(run, place)
     assert (result.runs, result.new_runs, result.new_points, result.files) == (2, 0, 0, 0)
-    assert [run.opened for run in PLACES[place].values()] == before, "what has nothing new is not even opened"
+    assert [run.openings for run in RUNS_BY_ADDRESS[place].values()] == before, (
+        "what has nothing new is not even opened"
+    )
     write(run, [*metrics(), {**metrics()[-1], "samples": 2560, "loss": 1.5}])
     assert send(run, place)[0][0].new_points == 1 and curve(place, "train/loss")[2560] == 1.5
 
@@ -164,7 +172,7 @@ def test_a_report_is_sent_where_it_has_changed(run: RunDir, place: str, tmp_path
     for text, files in (("one", 1), ("one", 0), ("two", 1)):
         report.write_text(text)
         assert send(run, place, reports=lambda _: (report,))[0][0].files == files
-    assert PLACES[place]["run"].files == ["report.md"] * 2
+    assert RUNS_BY_ADDRESS[place]["run"].received_files == ["report.md"] * 2
 
 
 def test_a_row_that_is_being_written_waits(run: RunDir, place: str) -> None:
@@ -200,7 +208,7 @@ def test_a_training_that_goes_back_leaves_no_point_twice(run: RunDir, place: str
 
 def test_a_tracker_that_is_down_is_reported_once_and_caught_up_with(run: RunDir, place: str) -> None:
     trained(run, metrics())
-    DOWN.add(place)
+    UNREACHABLE_ADDRESSES.add(place)
     looks = iter([True, True, False, False])
     sleeps: list[float] = []
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
@@ -214,7 +222,7 @@ def test_a_tracker_that_is_down_is_reported_once_and_caught_up_with(run: RunDir,
     )
     answer = list(work)
     assert [event.text for event in answer if isinstance(event, WarningEvent)] == ["the tracker is down; wait"]
-    DOWN.discard(place)
+    UNREACHABLE_ADDRESSES.discard(place)
     (result,), answer = send(run, place)
     assert result.new_points == 4 and not result.problem and not any(isinstance(item, WarningEvent) for item in answer)
 
@@ -226,7 +234,7 @@ def test_it_follows_to_the_end_of_the_jobs(run: RunDir, place: str, monkeypatch:
     more = [*metrics(), {**metrics()[-1], "samples": 2560, "loss": 1.5, "time": START + 70}]
 
     def active(_: Run) -> bool:
-        seen.append(len(PLACES[place].get(KEY, FakeRun("", None)).curve))  # type: ignore[arg-type]
+        seen.append(len(RUNS_BY_ADDRESS[place].get(KEY, FakeRun("", None)).received_points))  # type: ignore[arg-type]
         if len(seen) == 3:
             write(run, more)
         return len(seen) < 6
@@ -235,7 +243,7 @@ def test_it_follows_to_the_end_of_the_jobs(run: RunDir, place: str, monkeypatch:
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
     list(export_run([open_run(run)], trackers, follow=True, active=active, sleep=lambda _: None))
     assert seen[0] == 0 and 3 in seen and curve(place, "train/loss")[2560] == 1.5
-    assert PLACES[place][KEY].state in ("killed", "failed"), "its job is over and there is no result"
+    assert RUNS_BY_ADDRESS[place][KEY].state in ("killed", "failed"), "its job is over and there is no result"
 
 
 @pytest.mark.parametrize(
@@ -259,13 +267,13 @@ def test_the_state_is_how_the_training_ended(
         run.write_train_result(train_result())
         run.write_summary(summary())
     send(run, place, active=active)
-    value = PLACES[place][KEY]
+    value = RUNS_BY_ADDRESS[place][KEY]
     assert value.state == state
     why = "" if outcome == "done" else ": ValueError: bad"
-    assert value.words["attempt.01"] == f"2 nodes, batch 128: {outcome}{why}"
+    assert value.received_tags["attempt.01"] == f"2 nodes, batch 128: {outcome}{why}"
     if result:
-        assert value.numbers["actual/hours"] == 0.1 and value.numbers["best/top1"] == 83.0
-        assert value.words["relaunches"] == "out of memory at batch 128"
+        assert value.received_summary["actual/hours"] == 0.1 and value.received_summary["best/top1"] == 83.0
+        assert value.received_tags["relaunches"] == "out of memory at batch 128"
 
 
 def test_after_ctrl_c_the_next_export_continues(run: RunDir, place: str) -> None:
@@ -286,7 +294,7 @@ def test_what_may_be_a_secret_is_not_sent(tmp_path: Path, place: str) -> None:
     )
     run = RunDir.create(tmp_path, job)
     send(run, place)
-    given = PLACES[place]["run"].given
+    given = RUNS_BY_ADDRESS[place]["run"].received_params
     assert given["dataset.args.tokenizer"] == "gpt2" and given["cluster.slurm.environment.NCCL_DEBUG"] == "INFO"
     assert given["cluster.setup"] == "export WANDB_API_KEY=***"
     assert not any(word in str(given) for word in ("hf_abc", "abc123", "pass@", "'k'"))
@@ -403,8 +411,8 @@ def test_points_are_not_sent_again_after_an_error_behind_them(
         patch.setattr(FakeRun, "tags", refuse)
         send(run, place)
     send(run, place)
-    samples = [point.samples for point in PLACES[place][KEY].curve]
-    assert len(samples) == len(set(samples)) and PLACES[place][KEY].words, "the rest followed"
+    samples = [point.samples for point in RUNS_BY_ADDRESS[place][KEY].received_points]
+    assert len(samples) == len(set(samples)) and RUNS_BY_ADDRESS[place][KEY].received_tags, "the rest followed"
 
 
 def refuse(*_: object) -> None:

@@ -1,7 +1,7 @@
-"""Kills this process at one of its file calls in a run directory: python imports this file first where its folder is in PYTHONPATH.
+"""Kill this process at one of its file calls in a run directory; Python imports this file at start if its folder is in PYTHONPATH.
 
-KILLING holds the run directories' folder, a folder of marks, a seed, and how many kills there are in all. Which call it is
-follows from the seed, the number of kills before, and the rank; supervisors have none and are killed too.
+KILLING contains the folder of the run directories, a folder of marks, a seed, and the total number of kills, separated by `|`.
+The seed, the number of earlier kills and the rank determine the call; supervisors, which have no rank, are killed as well.
 """
 
 import contextlib
@@ -11,14 +11,14 @@ import signal
 import sys
 
 RUNS, MARKS, SEED, MOST = os.environ["KILLING"].split("|")
-CALLS = ("open", "os.rename", "os.remove", "os.mkdir", "os.utime", "os.symlink", "fsync")  # open: to write
-LATEST, LATEST_OF_SUPERVISORS = 40, 60  # the call at which to kill is one of so many
+CALLS = ("open", "os.rename", "os.remove", "os.mkdir", "os.utime", "os.symlink", "fsync")  # open: for writing
+LATEST, LATEST_OF_SUPERVISORS = 40, 60  # the process is killed at one of this many calls
 
 _left: dict[tuple[int, str], int] = {}
 
 
 def _seen(call: str, subject: object) -> None:
-    """Count a call of this process, and kill it at the one that was drawn."""
+    """Count a call of this process, and kill the process at the drawn call."""
     if call not in CALLS or RUNS not in str(subject):
         return
     rank = os.environ.get("RANK", "none")

@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from make_results import MIB, Truth, footprint, measured, of_a_script
+from make_results import MIB, Truth, as_script_probe, make_footprint, make_probe
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.memory import fit_memory_model
@@ -17,13 +17,13 @@ TRUTHS = st.builds(
 
 @given(TRUTHS, st.integers(1, 4096))
 def test_finds_eq_3_from_two_measured_batches(truth: Truth, local_batch: int) -> None:
-    model = fit_memory_model([measured(truth, 2, 8), measured(truth, 4, 64)])
+    model = fit_memory_model([make_probe(truth, 2, 8), make_probe(truth, 4, 64)])
     assert model.compute_peak(local_batch) == pytest.approx(truth.peak(local_batch), rel=0.01, abs=MIB)
 
 
 @given(TRUTHS, st.integers(10 * MIB, 100_000 * MIB), st.floats(0, 0.5))
 def test_the_largest_batch_fits_and_the_next_does_not(truth: Truth, capacity: int, margin: float) -> None:
-    model = fit_memory_model([footprint(truth, 8), footprint(truth, 64)])
+    model = fit_memory_model([make_footprint(truth, 8), make_footprint(truth, 64)])
     largest = model.compute_largest_local_batch(capacity, margin=margin)
     assert largest is not None
     assert largest == 0 or model.compute_reserved(largest) <= capacity * (1 - margin) + 2
@@ -32,7 +32,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(truth: Truth, capacity: in
 
 def test_components_add_up_to_the_peak() -> None:
     truth = Truth()
-    model = fit_memory_model([measured(truth, 2, 32), measured(truth, 2, 128)])
+    model = fit_memory_model([make_probe(truth, 2, 32), make_probe(truth, 2, 128)])
     assert set(model.states.model_dump().values()) == {truth.model_bytes}
     assert model.fixed == pytest.approx(4 * truth.model_bytes, rel=1e-6)
     assert model.slope == pytest.approx(truth.sample_bytes, rel=1e-6)
@@ -40,14 +40,14 @@ def test_components_add_up_to_the_peak() -> None:
 
 def test_one_measured_batch_takes_activations_as_proportional() -> None:
     truth = Truth()
-    model = fit_memory_model([measured(truth, 2, 32), measured(truth, 4, 32)])
+    model = fit_memory_model([make_probe(truth, 2, 32), make_probe(truth, 4, 32)])
     assert model.compute_peak(128) == pytest.approx(truth.peak(128), rel=1e-6)
     assert model.error is None
 
 
 def test_memory_goes_by_the_micro_batch() -> None:
     plain, split = Truth(), Truth(accumulate=4)
-    model = fit_memory_model([measured(split, 2, 32), measured(split, 2, 128)], accumulate=4)
+    model = fit_memory_model([make_probe(split, 2, 32), make_probe(split, 2, 128)], accumulate=4)
     assert model.compute_peak(512) == pytest.approx(plain.peak(128), rel=1e-6)
     largest = model.compute_largest_local_batch(16 * 1024 * MIB, margin=0.1)
     assert largest is not None and largest % 4 == 0
@@ -55,7 +55,7 @@ def test_memory_goes_by_the_micro_batch() -> None:
 
 def test_what_is_measured_above_the_estimate_is_added_as_fixed() -> None:
     truth, process = Truth(), 300 * MIB
-    seen = measured(truth, 2, 32)
+    seen = make_probe(truth, 2, 32)
     memory = seen.memory.model_copy(
         update={
             "peak": seen.memory.peak + process,
@@ -63,43 +63,45 @@ def test_what_is_measured_above_the_estimate_is_added_as_fixed() -> None:
             "activations": seen.memory.activations + process,
         }
     )
-    model = fit_memory_model([seen.model_copy(update={"memory": memory}), footprint(truth, 16), footprint(truth, 64)])
+    model = fit_memory_model(
+        [seen.model_copy(update={"memory": memory}), make_footprint(truth, 16), make_footprint(truth, 64)]
+    )
     assert model.compute_peak(32) == pytest.approx(memory.peak, rel=1e-6)
     assert model.compute_peak(256) == pytest.approx(truth.peak(256) + process, rel=1e-6)
 
 
 def test_what_is_measured_below_the_estimate_scales_the_activations() -> None:
     truth, lean = Truth(), Truth(sample_bytes=MIB)
-    model = fit_memory_model([measured(lean, 2, 32), footprint(truth, 16), footprint(truth, 64)])
+    model = fit_memory_model([make_probe(lean, 2, 32), make_footprint(truth, 16), make_footprint(truth, 64)])
     assert model.compute_peak(256) == pytest.approx(lean.peak(256), rel=0.01)
 
 
 def test_two_measured_batches_make_the_estimate_void() -> None:
     wrong, truth = Truth(model_bytes=900 * MIB, sample_bytes=9 * MIB), Truth()
     model = fit_memory_model(
-        [footprint(wrong, 16), footprint(wrong, 64), measured(truth, 2, 32), measured(truth, 2, 64)]
+        [make_footprint(wrong, 16), make_footprint(wrong, 64), make_probe(truth, 2, 32), make_probe(truth, 2, 64)]
     )
     assert model.compute_peak(512) == pytest.approx(truth.peak(512), rel=1e-6)
     assert model.warning is not None and model.warning.code == "memory-grows-differently"
     assert model.warning.values["factor"] == pytest.approx(0.2, abs=0.05)
     assert not fit_memory_model(
-        [footprint(truth, 16), footprint(truth, 64), measured(truth, 2, 32), measured(truth, 2, 64)]
+        [make_footprint(truth, 16), make_footprint(truth, 64), make_probe(truth, 2, 32), make_probe(truth, 2, 64)]
     ).warning
 
 
 def test_the_allocator_holds_more_than_is_in_use() -> None:
     truth = Truth(reserved_over_peak=1.25)
-    model = fit_memory_model([measured(truth, 2, 32), measured(truth, 2, 128)])
+    model = fit_memory_model([make_probe(truth, 2, 32), make_probe(truth, 2, 128)])
     assert model.compute_reserved(64) == pytest.approx(1.25 * truth.peak(64), rel=1e-6)
     tight = model.compute_largest_local_batch(1600 * MIB, margin=0.0)
-    loose = fit_memory_model([measured(Truth(), 2, 32), measured(Truth(), 2, 128)]).compute_largest_local_batch(
+    loose = fit_memory_model([make_probe(Truth(), 2, 32), make_probe(Truth(), 2, 128)]).compute_largest_local_batch(
         1600 * MIB, margin=0.0
     )
     assert (tight, loose) == (440, 600)
 
 
 def test_nothing_fits_or_nothing_bounds() -> None:
-    model = fit_memory_model([measured(Truth(), 2, 32), measured(Truth(), 2, 128)])
+    model = fit_memory_model([make_probe(Truth(), 2, 32), make_probe(Truth(), 2, 128)])
     assert model.compute_largest_local_batch(100 * MIB, margin=0.1) == 0
     assert model.compute_largest_local_batch(None, margin=0.1) is None
 
@@ -107,7 +109,7 @@ def test_nothing_fits_or_nothing_bounds() -> None:
 def test_memory_that_does_not_grow_sets_no_bound() -> None:
     truth = Truth(sample_bytes=0)
     assert (
-        fit_memory_model([measured(truth, 2, 32), measured(truth, 2, 128)]).compute_largest_local_batch(
+        fit_memory_model([make_probe(truth, 2, 32), make_probe(truth, 2, 128)]).compute_largest_local_batch(
             10**12, margin=0.1
         )
         is None
@@ -115,7 +117,7 @@ def test_memory_that_does_not_grow_sets_no_bound() -> None:
 
 
 def test_activations_that_fall_with_the_batch_are_taken_at_their_largest() -> None:
-    low, high = measured(Truth(), 2, 32), measured(Truth(), 2, 128)
+    low, high = make_probe(Truth(), 2, 32), make_probe(Truth(), 2, 128)
     swapped = [low.model_copy(update={"memory": high.memory}), high.model_copy(update={"memory": low.memory})]
     model = fit_memory_model(swapped)
     assert model.activations(32) == model.activations(4096) == high.memory.activations
@@ -123,7 +125,7 @@ def test_activations_that_fall_with_the_batch_are_taken_at_their_largest() -> No
 
 def test_the_error_is_that_of_the_peak() -> None:
     truth = Truth()
-    probes = [measured(truth, 2, batch) for batch in (32, 64, 128, 256)]
+    probes = [make_probe(truth, 2, batch) for batch in (32, 64, 128, 256)]
     assert fit_memory_model(probes).error == pytest.approx(0, abs=1e-6)
     assert fit_memory_model(probes[:2]).error is None
     bent = probes[2].memory.model_copy(update={"peak": round(probes[2].memory.peak * 1.2)})
@@ -154,7 +156,7 @@ def seen_at(local_batch: int, *, level: int = 0, scale: float = 1.0, **memory: i
     activations = round(level + scale * base.activations)
     peak = 300 * MIB + activations
     update = {"activations": activations, "peak": peak, "reserved": peak, **memory}
-    return measured(Truth(), 1, local_batch, memory=base.model_copy(update=update))
+    return make_probe(Truth(), 1, local_batch, memory=base.model_copy(update=update))
 
 
 BENT = [bent(2**power) for power in range(12)] + [bent(100)]
@@ -244,12 +246,12 @@ def peak(local_batch: int, bytes_: int, *, counted: int | None = 0, reserved: in
     """A probe that tells its peak; `counted` bytes are model states."""
     states = None if counted is None else ModelStates(parameters=counted, gradients=0, optimizer=0, factors=0)
     memory = PeakMemory(states=states, peak=bytes_, reserved=reserved or bytes_)
-    return of_a_script(measured(Truth(), 2, local_batch), memory=memory)
+    return as_script_probe(make_probe(Truth(), 2, local_batch), memory=memory)
 
 
 @given(TRUTHS, st.integers(1, 4096), st.booleans())
 def test_two_peaks_are_a_line(truth: Truth, local_batch: int, counted: bool) -> None:
-    probes = [of_a_script(measured(truth, nodes, batch)) for nodes, batch in ((2, 8), (4, 64))]
+    probes = [as_script_probe(make_probe(truth, nodes, batch)) for nodes, batch in ((2, 8), (4, 64))]
     if not counted:
         probes = [p.model_copy(update={"memory": p.memory.model_copy(update={"states": None})}) for p in probes]
     model = fit_memory_model(probes)
@@ -260,13 +262,15 @@ def test_two_peaks_are_a_line(truth: Truth, local_batch: int, counted: bool) -> 
 
 def test_peaks_bound_the_micro_batch() -> None:
     split = Truth(accumulate=4)
-    model = fit_memory_model([of_a_script(measured(split, 2, 32)), of_a_script(measured(split, 2, 128))], accumulate=4)
+    model = fit_memory_model(
+        [as_script_probe(make_probe(split, 2, 32)), as_script_probe(make_probe(split, 2, 128))], accumulate=4
+    )
     assert model.compute_peak(512) == pytest.approx(Truth().peak(128), rel=1e-6)
     assert model.compute_largest_local_batch(Truth().peak(100), margin=0.0) == 400
 
 
 def test_one_peak_grows_by_what_is_beside_the_counted_states() -> None:
-    model = fit_memory_model([of_a_script(measured(Truth(), 2, 32))])
+    model = fit_memory_model([as_script_probe(make_probe(Truth(), 2, 32))])
     assert model.compute_peak(128) == pytest.approx(Truth().peak(128), rel=1e-6)
     assert fit_memory_model([peak(32, 600 * MIB, counted=None)]).compute_peak(64) == 1200 * MIB, (
         "nothing tells what stays"
@@ -290,9 +294,9 @@ def test_what_the_allocator_holds_beyond_a_peak_counts() -> None:
 
 def test_peaks_tell_no_components() -> None:
     with pytest.raises(BadMeasurements, match="not its components"):
-        fit_memory_model([of_a_script(measured(Truth(), 2, 32))]).compute_footprint(64)
+        fit_memory_model([as_script_probe(make_probe(Truth(), 2, 32))]).compute_footprint(64)
     assert (
-        fit_memory_model([of_a_script(measured(Truth(), 2, 32)), footprint(Truth(), 16)])
+        fit_memory_model([as_script_probe(make_probe(Truth(), 2, 32)), make_footprint(Truth(), 16)])
         .compute_footprint(64)
         .memory.batch
         > 0
@@ -304,7 +308,7 @@ def test_peaks_tell_no_components() -> None:
 
 def on_cpu(local_batch: int, peak: float, *, capacity: int | None = None, libraries: int = 0) -> Measured:
     """Return a probe of a process on the CPU, of 40 MiB of model states."""
-    seen = measured(Truth(model_bytes=10 * MIB), 1, local_batch)
+    seen = make_probe(Truth(model_bytes=10 * MIB), 1, local_batch)
     size = round(peak * MIB)
     memory = seen.memory.model_copy(
         update={"batch": 0, "activations": size - 40 * MIB, "peak": size, "reserved": size, "libraries": libraries}
@@ -317,7 +321,7 @@ def estimates(slope: float) -> list[Footprint]:
     """Return estimates that grow by so many MiB a sample."""
     rows = []
     for local_batch in (1, 16, 128):
-        row = footprint(Truth(model_bytes=10 * MIB), local_batch)
+        row = make_footprint(Truth(model_bytes=10 * MIB), local_batch)
         size = 40 * MIB + round(slope * local_batch * MIB)
         memory = row.memory.model_copy(
             update={"batch": 0, "activations": size - 40 * MIB, "peak": size, "reserved": size, "libraries": 0}

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_results import Truth, probe_all
-from make_results import spec as measured_spec
+from make_results import Truth, make_probes
+from make_results import make_spec as measured_spec
 from read_diagnostics import codes
 
 from tula_cli.models.choice.grid import Config
@@ -158,7 +158,7 @@ def test_without_a_measurement_stages_are_those_of_auto() -> None:
 
 def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     spec = measured_spec(train={"method": "lrs", "ramp": "noise", "epochs": 10, "reference_batch": 32})
-    results = probe_all(Truth(dataset_size=12_800), {2: (16, 32, 64, 128), 16: (2, 64)})
+    results = make_probes(Truth(dataset_size=12_800), {2: (16, 32, 64, 128), 16: (2, 64)})
     known = Estimator.fit(spec, results, noise=path((0, 20), (1, 70), reference=32))
     row = known.predict(Config(2, 256))
     stages = known.stages.list_stages(Config(2, 256))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_results import Truth, probe_all
-from make_results import spec as searched
+from make_results import Truth, make_probes
+from make_results import make_spec as searched
 
 from tula_cli.errors import SpecError
 from tula_cli.models.choice.grid import Config
@@ -230,7 +230,7 @@ TRUTH, PROBES = Truth(dataset_size=12_800), {1: (16, 32, 64, 128, 256), 8: (2, 6
 def forecast(schedule: Any = COSINE, **train: Any) -> Estimator:
     value = {"method": "lbt", "ramp": "decay", "epochs": 10, "reference_batch": 32, **train}
     subject = searched(train=value, schedule=schedule, search={"nodes": [1, 2, 4, 8]})
-    return replace(Estimator.fit(subject, probe_all(TRUTH, PROBES)), stages_by="cost")
+    return replace(Estimator.fit(subject, make_probes(TRUTH, PROBES)), stages_by="cost")
 
 
 def test_each_stage_has_the_nodes_that_it_is_worth_unless_the_job_says_otherwise() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_results import Truth, probe_all, spec
+from make_results import Truth, make_probes, make_spec
 
 from tula_cli.errors import SpecError
 from tula_cli.models.choice.grid import Config
@@ -37,11 +37,11 @@ TRUTH = Truth(dataset_size=12_800)
 
 def job(**train: object) -> JobSpec:
     expected_value = {"method": "lrs", "ramp": "auto", "epochs": 10, "reference_batch": 32, **train}
-    return spec(train=expected_value, search={"nodes": [1, 2, 4, 8]})
+    return make_spec(train=expected_value, search={"nodes": [1, 2, 4, 8]})
 
 
 def forecast(by: StageObjective, **train: object) -> Estimator:
-    return replace(Estimator.fit(job(**train), probe_all(TRUTH, PROBES)), stages_by=by)
+    return replace(Estimator.fit(job(**train), make_probes(TRUTH, PROBES)), stages_by=by)
 
 
 # --- by hand

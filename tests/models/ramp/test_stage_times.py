@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_results import Truth, probe_all, spec
+from make_results import Truth, make_probes, make_spec
 from read_diagnostics import codes
 
 from tula_cli.models.choice.candidates import convert_to_columns
@@ -30,11 +30,11 @@ TRUTH = Truth(dataset_size=12_800)
 
 
 def job(ramp: object, method: str = "lrs", **search: object) -> JobSpec:
-    return spec(train={"method": method, "ramp": ramp, "epochs": 10, "reference_batch": 32}, search=search)
+    return make_spec(train={"method": method, "ramp": ramp, "epochs": 10, "reference_batch": 32}, search=search)
 
 
 def forecast(ramp: object, **how: object) -> Estimator:
-    return Estimator.fit(job(ramp, **how), probe_all(TRUTH, PROBES))  # type: ignore[arg-type]
+    return Estimator.fit(job(ramp, **how), make_probes(TRUTH, PROBES))  # type: ignore[arg-type]
 
 
 def test_a_training_takes_the_sum_over_its_stages() -> None:
@@ -66,7 +66,7 @@ def test_a_training_that_ends_early_has_taken_its_stages_whole() -> None:
 def test_epochs_that_are_not_trained_take_nothing() -> None:
     subject = job("auto")
     train = subject.train.model_copy(update={"early_stopping": EarlyStopping(epochs=1)})
-    short = Estimator.fit(subject.model_copy(update={"train": train}), probe_all(TRUTH, PROBES))
+    short = Estimator.fit(subject.model_copy(update={"train": train}), make_probes(TRUTH, PROBES))
     row = short.predict(Config(2, 256))
     assert [(stage.batch, stage.steps) for stage in row.stages] == [(32, 200), (64, 100), (128, 0)]
     assert row.parts is not None
@@ -87,8 +87,8 @@ def test_spot_nodes_wait_for_the_stages_too() -> None:
     price = {"price": 2.0, "spot": {"discount": 0.5, "interruptions_per_day": 1.0}}
     rows = []
     for ramp in (None, "auto"):
-        subject = job(ramp).model_copy(update={"pricing": spec(pricing=price).pricing})
-        row = Estimator.fit(subject, probe_all(TRUTH, PROBES)).predict_if_known(Config(2, 256), "spot")
+        subject = job(ramp).model_copy(update={"pricing": make_spec(pricing=price).pricing})
+        row = Estimator.fit(subject, make_probes(TRUTH, PROBES)).predict_if_known(Config(2, 256), "spot")
         assert row is not None
         rows.append(row.hours / forecast(ramp).predict(Config(2, 256)).hours)
     assert rows[0] == pytest.approx(rows[1], rel=0.05)
@@ -110,7 +110,7 @@ def test_what_a_training_would_refuse_to_begin_at_is_not_offered_and_stays_to_fa
 
 
 def test_a_stage_of_which_nothing_tells_takes_as_long_as_the_training_and_that_is_said() -> None:
-    results = probe_all(TRUTH, {2: (128,), 4: (128,)})
+    results = make_probes(TRUTH, {2: (128,), 4: (128,)})
     subject = Estimator.fit(job("auto"), results)
     row = subject.predict(Config(2, 256))
     assert {stage.step_time for stage in row.stages} == {row.step_time}
@@ -159,7 +159,7 @@ def test_the_stages_of_many_are_those_of_each_ramp(
     train: dict[str, Any], size: int, seed: int, has_noise: bool
 ) -> None:
     """Batches, steps and shares are those of `Ramp`, and the time is that of the steps."""
-    subject = spec(train={"method": "lrs", "epochs": 7, "reference_batch": 24, **train}, schedule={"kind": "cosine"},
+    subject = make_spec(train={"method": "lrs", "epochs": 7, "reference_batch": 24, **train}, schedule={"kind": "cosine"},
                    search={"nodes": [1, 2, 3, 4, 6, 12]})  # fmt: skip
     noise = NoisePath.from_measurements({0.0: 20.0, 2.0: 60.0}, reference=24) if has_noise else None
     random = np.random.default_rng(seed)
@@ -196,7 +196,7 @@ def test_the_stages_of_many_are_those_of_each_ramp(
 
 @pytest.mark.parametrize("ramp", ["auto", [{"epochs": 1, "batch": 64}]])
 def test_the_stages_of_a_dataset_whose_samples_overflow_an_integer_are_forecast(ramp: object) -> None:
-    subject = Estimator.fit(job(ramp), probe_all(Truth(dataset_size=2**63 - 1), PROBES))
+    subject = Estimator.fit(job(ramp), make_probes(Truth(dataset_size=2**63 - 1), PROBES))
     row = subject.predict(Config(2, 256))
     seconds = sum(stage.share * 10 * 2**63 / stage.batch * stage.step_time for stage in row.stages)
     assert row.parts is not None and row.parts.steps > seconds > 0

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from make_results import Truth, measured, probe_all, shared_storage, spec
+from make_results import Truth, make_probe, make_probes, make_shared_storage_probes, make_spec
 from read_diagnostics import values
 
 from tula_cli.models.estimator import Estimator
@@ -17,7 +17,7 @@ def with_ranks(nodes: int, *, compute: float = 0.1, waits: float = 0.0, hosts: i
         RankStepTimes(host=f"n{k % (hosts or nodes)}", compute=0.1 + 0.001 * k, wait=0.01) for k in range(nodes - 1)
     ]
     last = RankStepTimes(host=f"n{(nodes - 1) % (hosts or nodes)}", compute=compute + waits, wait=0.01 + waits)
-    return measured(Truth(), nodes, 32, ranks=(*usual, last))
+    return make_probe(Truth(), nodes, 32, ranks=(*usual, last))
 
 
 def test_a_node_that_computes_slowly_in_most_of_its_probes_is_named() -> None:
@@ -50,9 +50,9 @@ def test_slow_once_in_many_is_chance() -> None:
 
 
 def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_recognised() -> None:
-    job, inside = spec(search={"nodes": [1, 2, 4, 8]}), []
+    job, inside = make_spec(search={"nodes": [1, 2, 4, 8]}), []
     for seed in range(5):
-        everything = shared_storage(seed)
+        everything = make_shared_storage_probes(seed)
         seen = [probe for probe in everything if probe.nodes in (1, 8) or probe.local_batch <= 32]
         fit, message = fit_step_time_and_find_stragglers(job, seen)
         assert values(message, "unexplained-waits")["nodes"] == 8
@@ -69,12 +69,12 @@ def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_rec
 def test_an_ordinary_job_is_not_held_up(seed: int) -> None:
     truth = Truth(noise=0.02, jitter=0.02)
     assert not fit_step_time_and_find_stragglers(
-        spec(), probe_all(truth, {2: (16, 64, 256), 16: (2, 32, 256)}, seed=seed)
+        make_spec(), make_probes(truth, {2: (16, 64, 256), 16: (2, 32, 256)}, seed=seed)
     )[1]
 
 
 def test_the_gradients_of_the_whole_model_follow_from_what_a_rank_tells() -> None:
-    plain = measured(Truth(), 4, 32)
+    plain = make_probe(Truth(), 4, 32)
     assert isinstance(plain.memory, Components)
     one_copy = plain.memory.gradients
     twice = plain.model_copy(
@@ -95,5 +95,5 @@ def test_a_script_that_divides_its_model_tells_parts_of_its_gradients(
     for nodes, gradients in gradients_by_nodes.items():
         states = gradients and ModelStates(parameters=gradients, gradients=gradients, optimizer=0, factors=0)
         memory = PeakMemory(states=states, peak=10_000, reserved=10_000)
-        probes.append(measured(Truth(), nodes, 32).model_copy(update={"memory": memory}))
+        probes.append(make_probe(Truth(), nodes, 32).model_copy(update={"memory": memory}))
     assert find_gradient_bytes(probes, sharded=False) == whole

@@ -8,7 +8,7 @@ from typing import Any
 import make_runs as make
 import numpy as np
 import pytest
-from make_results import Truth, measured, spec
+from make_results import Truth, make_probe, make_spec
 from read_diagnostics import codes
 
 from tula_cli.models.estimator import Estimator
@@ -22,7 +22,13 @@ from tula_cli.run.records.tasks import Rung, TrainTask
 
 
 def task(attempt: int = 1, *, nodes: int = 2, batch: int = 128, **changes: Any) -> TrainTask:
-    fields: dict[str, Any] = {"spec": spec(), "workdir": "/", "signature": "ab12cd34", "workers": "auto", **changes}
+    fields: dict[str, Any] = {
+        "spec": make_spec(),
+        "workdir": "/",
+        "signature": "ab12cd34",
+        "workers": "auto",
+        **changes,
+    }
     name = f"train-ab12cd34-{attempt}"
     return TrainTask(id=name, job=name, nodes=nodes, attempt=attempt, ladder=(Rung(batch=batch),), **fields)
 
@@ -74,7 +80,7 @@ def test_refreshes_are_no_part_of_a_step() -> None:
     always = steps(0.3, refreshed=10, plain_time=None, count=3, at=40.0)
     (item,) = told([start(), *often, *always])
     assert item.step_time == pytest.approx(0.1) and item.steps == 27 * 5
-    scaled = spec(train={"method": "ags", "reference_batch": 32})
+    scaled = make_spec(train={"method": "ags", "reference_batch": 32})
     assert not told([start(), *steps(0.3)], task(spec=scaled)), "an older log does not tell refreshes apart"
 
 
@@ -172,7 +178,9 @@ def test_a_training_at_the_choice_betters_what_is_predicted_of_its_neighbours() 
     for seed in range(6):
         rng = np.random.default_rng(seed)
         probes = [
-            convert_to_observation(measured(noisy, nodes, b, rng=rng)) for nodes, value in PROBES.items() for b in value
+            convert_to_observation(make_probe(noisy, nodes, b, rng=rng))
+            for nodes, value in PROBES.items()
+            for b in value
         ]
         seconds = TRUTH.step_time(8, 64) * (1 + DEFAULT_REPEAT_SD * rng.standard_normal())
         result.append([unseen(probes), unseen([*probes, stretches.convert_to_observation(trained(seconds))])])
@@ -182,18 +190,18 @@ def test_a_training_at_the_choice_betters_what_is_predicted_of_its_neighbours() 
 
 
 def test_the_fit_says_how_many_of_its_observations_are_trainings() -> None:
-    probes = [measured(TRUTH, nodes, b) for nodes, value in PROBES.items() for b in value]
-    forecast = Estimator.fit(spec(), probes, trained=[trained(0.1), trained(0.102, until=5.0)])
+    probes = [make_probe(TRUTH, nodes, b) for nodes, value in PROBES.items() for b in value]
+    forecast = Estimator.fit(make_spec(), probes, trained=[trained(0.1), trained(0.102, until=5.0)])
     assert "(8 probes and 2 trainings, " in forecast.steps.words
     row = next(row for row in forecast.candidates().predictions() if (row.nodes, row.batch) == (8, 512))
     assert row.measured and row.trained == "ab12cd34" and row.step_time == pytest.approx(0.101, rel=1e-3)
     assert "fit-misses" not in codes(forecast.warnings)
-    before = Estimator.fit(spec(), probes)
+    before = Estimator.fit(make_spec(), probes)
     assert "training" not in before.steps.words and not any(row.trained for row in before.candidates().predictions())
 
 
 def test_a_training_on_more_nodes_than_any_probe_had_is_no_extrapolation() -> None:
-    probes = [measured(TRUTH, nodes, b) for nodes in (2, 4) for b in (8, 128)]
-    rows = Estimator.fit(spec(), probes, trained=[trained(0.11)]).candidates([8]).predictions()
+    probes = [make_probe(TRUTH, nodes, b) for nodes in (2, 4) for b in (8, 128)]
+    rows = Estimator.fit(make_spec(), probes, trained=[trained(0.11)]).candidates([8]).predictions()
     assert not any(row.further for row in rows)
-    assert all(row.further for row in Estimator.fit(spec(), probes).candidates([8]).predictions())
+    assert all(row.further for row in Estimator.fit(make_spec(), probes).candidates([8]).predictions())

@@ -14,7 +14,7 @@ import make_runs as make
 import pandas as pd
 import pytest
 from make_damages import write_checkpoint
-from make_results import Truth, footprint, measured
+from make_results import Truth, make_footprint, make_probe
 
 import tula_cli as tula
 from tula_cli.cluster import inspection, launcher
@@ -40,13 +40,13 @@ class AtOnce(make.FakeLauncher):
         self.says[task.job] = "ended"
         if isinstance(task, ProbeTask):
             for local in task.local_batches:
-                run.write_result(measured(Truth(gpus_per_node=1), task.nodes, local))
+                run.write_result(make_probe(Truth(gpus_per_node=1), task.nodes, local))
         elif isinstance(task, CheckTask):
             for rank in range(task.nodes):
                 run.checks.record_sign_in(task.id, rank, f"n{rank + 1}")
             run.checks.write_report(make.cluster_report(run, task, {}, {"torch": "2.7"}))
         elif isinstance(task, EvaluateTask):
-            run.get_training(task.signature).write_evaluation(make.evaluated(task))
+            run.get_training(task.signature).write_evaluation(make.evaluation(task))
         else:
             run.write_train_result(make.train_result(task.signature))
             metrics = {"top1": 90.0 - task.batch / 64 + task.spec.train.seed, "eval_loss": 1.0}
@@ -108,7 +108,7 @@ def test_the_file_latest_names_the_newest_run(cluster: AtOnce) -> None:
 def test_a_run_is_sent_to_a_tracker_and_nothing_twice(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, make.spec())
     make.add_probes(run, 1, (32,))
-    run.write_result(measured(Truth(), 1, 32))
+    run.write_result(make_probe(Truth(), 1, 32))
     (first,) = tula.export(run.path, "tensorboard")
     assert (first.to, first.runs, first.new_runs, first.problem) == ("tensorboard", 1, 1, "")
     (again,) = tula.export(run.path, ["tensorboard"], uri=str(run.path / "exports" / "tensorboard"))
@@ -470,7 +470,7 @@ def test_the_nodes_are_looked_at_and_tell_what_is_wrong(cluster: AtOnce) -> None
 def test_memory_is_estimated_from_what_was_built_and_then_from_probes(
     cluster: AtOnce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    footprints = tuple(footprint(Truth(), local) for local in (1, 8))
+    footprints = tuple(make_footprint(Truth(), local) for local in (1, 8))
     monkeypatch.setattr(inspection, "inspect", lambda spec: TOLD.model_copy(update={"footprints": footprints}))
     report = tula.estimate(make.SPEC, memory="1GiB")[None]
     assert not report.probed and report.capacity == 2**30

@@ -9,8 +9,8 @@ from typing import Any
 import make_comparisons
 import make_runs as make
 import pytest
-from make_reports import JOB, answered, probed
-from make_results import inspected
+from make_reports import JOB, add_recommendation, make_probed_run
+from make_results import make_inspection
 
 from tula_cli import entry_points
 from tula_cli.errors import SpecError
@@ -28,7 +28,7 @@ ESCAPED = "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; red"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run.from_directories([open_run(answered(probed(tmp_path)))])
+    return Run.from_directories([open_run(add_recommendation(make_probed_run(tmp_path)))])
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def recommendation(run: Run) -> Recommendation:
 
 @pytest.fixture
 def checked() -> CheckResult:
-    return check_all_node_types(make_runs(Path("tula-runs"), JOB), inspector=lambda spec: inspected())
+    return check_all_node_types(make_runs(Path("tula-runs"), JOB), inspector=lambda spec: make_inspection())
 
 
 def list_rows(html: str) -> list[list[str]]:
@@ -51,7 +51,9 @@ def list_rows(html: str) -> list[list[str]]:
 def test_a_result_is_one_short_line(
     run: Run, recommendation: Recommendation, checked: CheckResult, tmp_path: Path
 ) -> None:
-    compared = make_comparisons.trained(RunDir.create(tmp_path / "c", make.spec()), make_comparisons.Trains())
+    compared = make_comparisons.run_comparison(
+        RunDir.create(tmp_path / "c", make.spec()), make_comparisons.ImmediateTraining()
+    )
     for result in (recommendation, checked, *checked.reports.values(), compared):
         assert str(result) == repr(result) and "\n" not in repr(result)
         assert repr(result).startswith(f"<{type(result).__name__}: ") and len(repr(result)) < 300
@@ -101,7 +103,7 @@ def test_a_run_is_a_table_of_its_probes(run: Run) -> None:
 
 
 def test_a_comparison_is_a_table_of_methods(tmp_path: Path) -> None:
-    report = make_comparisons.trained(RunDir.create(tmp_path, make.spec()), make_comparisons.Trains())
+    report = make_comparisons.run_comparison(RunDir.create(tmp_path, make.spec()), make_comparisons.ImmediateTraining())
     rows = list_rows(report._repr_html_())
     assert [row[0] for row in rows] == ["lbt (reference)", *(row.method for row in report.rows[1:])]
     assert report.answer in repr(report) and escape(report.answer) in report._repr_html_()

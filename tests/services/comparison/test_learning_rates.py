@@ -7,7 +7,7 @@ from typing import Any
 
 import make_runs as make
 import pytest
-from make_results import inspected
+from make_results import make_inspection
 from make_runs import FakeLauncher
 
 from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OverBudget, SpecError
@@ -38,13 +38,13 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def submission(launcher: FakeLauncher, *, wait: bool, confirm: bool = True) -> Submission:
-    return Submission(lambda _: launcher, lambda _: inspected(), lambda _: confirm, wait, job=Path(FILE.path))
+    return Submission(lambda _: launcher, lambda _: make_inspection(), lambda _: confirm, wait, job=Path(FILE.path))
 
 
 def prepare(run: RunDir, job: JobSpec = JOB, **request: Any) -> tuple[LearningRateSearchPlan, list[Any]]:
     events: list[Any] = []
     request = {"batch": 64, "nodes": 1, **request}
-    work = learning_rates.prepare_rate_search([Run(run.path, job)], lambda _: inspected(), **request)
+    work = learning_rates.prepare_rate_search([Run(run.path, job)], lambda _: make_inspection(), **request)
     return run_work(work, events.append), events
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import make_runs as make
 import pytest
-from make_results import inspected
-from quiet import poll_quickly, quiet
+from isolation import isolate_environment, poll_quickly
+from make_results import make_inspection
 
 from tula_cli.errors import JobFailed
 from tula_cli.options import ComparisonRequest
@@ -42,7 +42,7 @@ SCORES = {"lbt": 60.0, "ramp": 90.0, "ags": 80.0, "lrs": 89.0, "ortho": 70.0, "l
 
 
 def inspect(spec: JobSpec) -> Inspection:
-    return inspected()
+    return make_inspection()
 
 
 class Trains(make.FakeLauncher):
@@ -113,7 +113,7 @@ class Trains(make.FakeLauncher):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     poll_quickly(monkeypatch)
 
 

@@ -4,7 +4,7 @@ import json
 
 import make_runs as make
 import pytest
-from make_results import inspected
+from make_results import make_inspection
 
 from tula_cli.errors import SpecError
 from tula_cli.options import split_methods
@@ -105,7 +105,7 @@ def test_a_setting_that_the_spec_does_not_take_is_reported_as_it_tells_it(row: s
 # --- in a plan
 
 
-def plan(run: RunDir, *rows: str, inspect=lambda spec: inspected()) -> ComparePlan:
+def plan(run: RunDir, *rows: str, inspect=lambda spec: make_inspection()) -> ComparePlan:
     grid = Grid(methods=rows, batches=(128,), seeds=1, nodes=1, controls=False)
     return compare.plan_comparison(Run(run.path, run.read_spec()), grid, inspect=inspect, now=1.0)
 
@@ -132,7 +132,7 @@ def test_a_row_that_changes_nothing_is_one_with_the_other_and_that_is_said(run: 
 def test_a_control_that_a_row_with_settings_is_already_is_said_too(run: RunDir) -> None:
     grid = Grid(methods=("lbt", "lbt:optimizer.lr=0.2"), batches=(128,), seeds=1, nodes=1)
     comparison = compare.plan_comparison(
-        Run(run.path, run.read_spec()), grid, inspect=lambda spec: inspected(), now=1.0
+        Run(run.path, run.read_spec()), grid, inspect=lambda spec: make_inspection(), now=1.0
     )
     assert messages.duplicate_row(row="lbt-x2", twin="lbt:optimizer.lr=0.2") in comparison.warnings
 
@@ -146,7 +146,7 @@ def test_a_method_of_ones_own_is_inspected_and_its_code_is_a_part_of_the_signatu
 
     def inspect(spec: JobSpec) -> Inspection:
         seen.append(spec.train.method)
-        return inspected()
+        return make_inspection()
 
     for text in ("A = 1", "A = 2"):
         code.write_text(text)
@@ -159,7 +159,7 @@ def test_a_method_of_ones_own_is_inspected_and_its_code_is_a_part_of_the_signatu
 def test_a_method_of_ones_own_that_cannot_be_built_ends_the_plan(run: RunDir) -> None:
     def inspect(spec: JobSpec) -> Inspection:
         if spec.train.method == "lbt":
-            return inspected()
+            return make_inspection()
         raise SpecError("training method 'mine:Own': there is no module 'mine'", "install it")
 
     with pytest.raises(SpecError, match="method mine:Own: training method 'mine:Own': there is no module"):

@@ -7,7 +7,7 @@ from typing import Any
 import make_runs as make
 import pytest
 from make_damages import write_checkpoint
-from make_results import inspected
+from make_results import make_inspection
 from make_runs import FakeLauncher
 
 from tula_cli.cluster.slurm import sbatch
@@ -40,7 +40,7 @@ def add_training(run: RunDir, name: str, *checkpoints: int, best: int | None = N
         ladder=(Rung(batch=64),), workers="auto", code="c0de",
     )  # fmt: skip
     run.write_task(task)
-    run.write_job(make.job(task.job, at=make.START + at))
+    run.write_job(make.scheduler_job(task.job, at=make.START + at))
     files = run.get_training(name)
     for samples in checkpoints:
         files.get_checkpoint_path(samples).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def ready(run: RunDir, spec: JobSpec | None = None, **request: Any) -> PreparedE
 def start(
     prepared: PreparedEvaluation, launcher: FakeLauncher, *, confirm: bool = True
 ) -> EvaluationRecord | DetachedJobs:
-    submission = Submission(lambda _: launcher, lambda _: inspected(), lambda _: confirm, wait=False)
+    submission = Submission(lambda _: launcher, lambda _: make_inspection(), lambda _: confirm, wait=False)
     return run_work(run_evaluation(prepared, submission), lambda _: None)
 
 
@@ -175,9 +175,9 @@ def test_it_is_submitted_once_and_told_from_then_on(run: RunDir) -> None:
     task = ready(run).task
     assert start(ready(run), launcher) == DetachedJobs((task.job,), ())
     assert start(ready(run), launcher) == DetachedJobs((task.job,), (task.job,))
-    run.get_training("aaaa").write_evaluation(make.evaluated(task))
+    run.get_training("aaaa").write_evaluation(make.evaluation(task))
     launcher.says[task.job] = "ended"
-    assert start(ready(run), launcher) == make.evaluated(task)
+    assert start(ready(run), launcher) == make.evaluation(task)
     assert launcher.submitted == [task.job]
     assert start(ready(run, fresh=True), launcher) == DetachedJobs((task.job,), ())
     assert run.get_training("aaaa").read_evaluation(task.key) is None, "what was known does not stand for what runs"
@@ -204,13 +204,13 @@ class Ends(FakeLauncher):
             settings = {"outcome": self.outcome, "message": self.message, "rank": 1}
             run.write_attempt(make.attempt(task.id, start=make.START, end=make.START + 9, **settings))
         else:
-            run.get_training(task.signature).write_evaluation(make.evaluated(task))
+            run.get_training(task.signature).write_evaluation(make.evaluation(task))
         return job
 
 
 def waited(run: RunDir, launcher: FakeLauncher) -> tuple[Any, list[Any]]:
     message: list[Any] = []
-    submission = Submission(lambda _: launcher, lambda _: inspected(), lambda _: True, wait=True)
+    submission = Submission(lambda _: launcher, lambda _: make_inspection(), lambda _: True, wait=True)
     return run_work(run_evaluation(ready(run), submission), message.append), message
 
 
@@ -233,12 +233,12 @@ def test_the_supervisor_starts_it_again_after_a_lost_process_and_not_after_the_u
     add_training(run, "aaaa", 100)
     task = ready(run).task
     assert not run.is_finished(task)
-    assert make.follow(run, task, Failure(outcome="signal")) == task
-    assert make.follow(run, task, Failure(outcome="signal"), before=MAX_RESTARTS) is None
-    assert make.follow(run, task, Failure(outcome="user")) is None
+    assert make.execute_reaction(run, task, Failure(outcome="signal")) == task
+    assert make.execute_reaction(run, task, Failure(outcome="signal"), before=MAX_RESTARTS) is None
+    assert make.execute_reaction(run, task, Failure(outcome="user")) is None
     run.write_task(task)
     assert get_job_progress(Snapshot(run.path), [task], {}).done == 0
-    run.get_training("aaaa").write_evaluation(make.evaluated(task))
+    run.get_training("aaaa").write_evaluation(make.evaluation(task))
     assert run.is_finished(task)
     assert get_job_progress(Snapshot(run.path), [task], {}).complete
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from quiet import quiet
+from isolation import isolate_environment
 
 from tula_cli.cli import app
 from tula_cli.errors import CannotWrite, SpecError
@@ -42,7 +42,7 @@ def test_what_cannot_be_written_is_reported(tmp_path):
 
 @pytest.mark.parametrize("words", [(), ("slurm",), ("--from-command", "train.py --batch-size 8 --epochs 3")])
 def test_init_writes_the_schemas_and_check_reads_past_the_line_that_names_one(words, tmp_path, monkeypatch):
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     monkeypatch.setattr("tula_cli.cluster.slurm.site.query_site", lambda: None)
 
     def tula(*words):

@@ -6,7 +6,7 @@ from typing import Any
 
 import make_runs as make
 import pytest
-from make_results import Truth, measured, probe_all, spec
+from make_results import Truth, make_probe, make_probes, make_spec
 
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
@@ -24,8 +24,8 @@ TRUTH = Truth(fixed=0.02, slope=0.0005, sync=0.05)
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A job that was measured on a cluster that turned out to be slower."""
-    run = RunDir.create(tmp_path, spec(search={"nodes": [1, 2, 4], "max_batch": 512}))
-    for probe in probe_all(TRUTH, {1: (32, 128, 512), 2: (32, 256), 4: (8, 128)}):
+    run = RunDir.create(tmp_path, make_spec(search={"nodes": [1, 2, 4], "max_batch": 512}))
+    for probe in make_probes(TRUTH, {1: (32, 128, 512), 2: (32, 256), 4: (8, 128)}):
         run.write_result(probe)
     return run
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDir:
 def train(run: RunDir, seconds: float, *, own: JobSpec | None = None, name: str = "ab12cd34", **where: Any) -> None:
     """Add a training on 2 nodes at batch 128 that is under way."""
     job, own = f"train-{name}", own or run.read_spec()
-    environment = {**measured(TRUTH, 1, 8).environment.model_dump(mode="json"), **where}
+    environment = {**make_probe(TRUTH, 1, 8).environment.model_dump(mode="json"), **where}
     run.write_task(
         TrainTask(
             id=f"{job}-1", job=job, spec=own, workdir="/", nodes=2, signature=name, attempt=1, ladder=(Rung(batch=128),),
@@ -105,7 +105,7 @@ def test_what_is_trained_is_predicted_as_it_was_recommended(run: RunDir) -> None
 
 
 def test_a_training_takes_precedence_over_the_probe_of_its_configuration(run: RunDir) -> None:
-    run.write_result(measured(TRUTH, 2, 64))
+    run.write_result(make_probe(TRUTH, 2, 64))
     probed, slow = TRUTH.step_time(2, 64), 1.1 * TRUTH.step_time(2, 64)
     train(run, slow)
     after = ask(run)
@@ -119,7 +119,7 @@ def test_a_training_takes_precedence_over_the_probe_of_its_configuration(run: Ru
 @pytest.mark.parametrize("probed", [True, False])
 def test_a_training_whose_steps_are_left_out_is_shown_with_its_duration(run: RunDir, probed: bool) -> None:
     if probed:
-        run.write_result(measured(TRUTH, 2, 64))
+        run.write_result(make_probe(TRUTH, 2, 64))
     before = get_row(ask(run))
     assert (before.trained, before.trained_hours, before.source) == ("", None, "measured" if probed else "predicted")
     train(run, 0.5, hardware="Other GPU")
@@ -138,8 +138,8 @@ def test_a_training_whose_steps_are_left_out_is_shown_with_its_duration(run: Run
     "settings", [{"method": "auto"}, {"method": "polo"}, {"method": "lbt", "diagnostics": ["gradient_norms"]}]
 )
 def test_a_training_whose_steps_are_not_those_of_probes_is_shown(tmp_path: Path, settings: dict[str, Any]) -> None:
-    run = RunDir.create(tmp_path, spec(search={"nodes": [1, 2, 4], "max_batch": 512}, train=settings))
-    for probe in probe_all(TRUTH, {1: (32, 128, 512), 2: (32, 256), 4: (8, 128)}):
+    run = RunDir.create(tmp_path, make_spec(search={"nodes": [1, 2, 4], "max_batch": 512}, train=settings))
+    for probe in make_probes(TRUTH, {1: (32, 128, 512), 2: (32, 256), 4: (8, 128)}):
         run.write_result(probe)
     before = get_row(ask(run))
     train(run, 0.5)
@@ -161,14 +161,14 @@ def test_of_several_trainings_of_a_configuration_the_newest_is_shown(run: RunDir
 
 
 def test_the_duration_of_a_training_of_another_length_is_not_shown(run: RunDir) -> None:
-    train(run, 0.08, own=spec(search={"nodes": [1, 2, 4], "max_batch": 512}, train={"epochs": 1}))
+    train(run, 0.08, own=make_spec(search={"nodes": [1, 2, 4], "max_batch": 512}, train={"epochs": 1}))
     finish(run, 0.25)
     assert (get_row(ask(run)).trained, get_row(ask(run)).trained_hours) == ("ab12cd34", None)
 
 
 @pytest.mark.parametrize("factor", [0.4, 10.0])
 def test_a_training_that_no_drift_explains_does_not_replace_a_probe(run: RunDir, factor: float) -> None:
-    run.write_result(measured(TRUTH, 2, 64))
+    run.write_result(make_probe(TRUTH, 2, 64))
     before = ask(run)
     train(run, factor * TRUTH.step_time(2, 64))
     after = ask(run)
@@ -207,12 +207,12 @@ def test_of_a_long_training_some_steps_are_read(run: RunDir) -> None:
 )  # fmt: skip
 def test_a_training_of_other_steps_tells_nothing(run: RunDir, other: dict[str, Any]) -> None:
     before = ask(run)
-    train(run, 0.5, own=spec(search={"nodes": [1, 2, 4], "max_batch": 512}, **other))
+    train(run, 0.5, own=make_spec(search={"nodes": [1, 2, 4], "max_batch": 512}, **other))
     assert ask(run) == before
 
 
 def test_settings_that_change_no_step_are_no_hindrance(run: RunDir) -> None:
-    train(run, 0.08, own=spec(optimizer={"lr": 0.4}, train={"epochs": 3, "seed": 7}))
+    train(run, 0.08, own=make_spec(optimizer={"lr": 0.4}, train={"epochs": 3, "seed": 7}))
     assert len(ask(run).trainings) == 1
 
 
@@ -235,7 +235,7 @@ def test_one_that_ran_elsewhere_is_left_out_and_that_is_said(run: RunDir, where:
 
 
 def test_oversubscribed_as_the_probes_were_it_counts(run: RunDir) -> None:
-    for probe in probe_all(TRUTH, {2: (32, 256)}):
+    for probe in make_probes(TRUTH, {2: (32, 256)}):
         run.write_result(probe.model_copy(update={"oversubscribed": True}))
     train(run, 0.08, oversubscribed=True)
     assert len(ask(run).trainings) == 1

@@ -9,8 +9,8 @@ from typing import Any
 import make_reports as reports
 import make_runs as make
 import pytest
-from make_results import Truth, measured
-from quiet import quiet
+from isolation import isolate_environment
+from make_results import Truth, make_probe
 
 from tula_cli.cli import app
 from tula_cli.run.directory import RunDir
@@ -110,10 +110,10 @@ def test_a_table_without_caveats_has_no_line_below() -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run whose probe of the choice, on one node, was disturbed: steps took three times as long there as they take."""
-    run = reports.answered(reports.probed(tmp_path_factory.mktemp("caveats")), "cost")
+    run = reports.add_recommendation(reports.make_probed_run(tmp_path_factory.mktemp("caveats")), "cost")
     kept = run.read_recommendation()
     assert kept is not None and kept.choice.nodes == 1
-    disturbed = measured(Truth(jitter=0.01), 1, kept.choice.batch)
+    disturbed = make_probe(Truth(jitter=0.01), 1, kept.choice.batch)
     run.write_result(disturbed.model_copy(update={"step_times": tuple(3 * step for step in disturbed.step_times)}))
     return run
 
@@ -128,7 +128,7 @@ def tula(*words: str) -> str:
 def test_json_has_the_caveats_of_every_row(
     options: list[str], run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     rows = json.loads(tula("recommend", "--run", str(run.path), "--json", *options))["data"]["rows"]
     assert all(isinstance(entry["caveats"], list) for entry in rows)
     impossible = {(item["nodes"], item["batch"]) for item in rows if "efficiency_above_110" in item["caveats"]}
@@ -137,6 +137,6 @@ def test_json_has_the_caveats_of_every_row(
 
 
 def test_the_screen_says_what_the_signs_mean(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     text = tula("recommend", "--run", str(run.path))
     assert re.search(r"^.*! samples/s per GPU exceed 110 %", text, re.MULTILINE) and re.search(r"  ![\d.]+  ", text)

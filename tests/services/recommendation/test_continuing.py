@@ -4,7 +4,7 @@ from pathlib import Path
 
 import make_runs
 import pytest
-from make_results import inspected
+from make_results import make_inspection
 
 from tula_cli.cluster import relaunch
 from tula_cli.run.directory import Run, RunDir
@@ -18,7 +18,7 @@ from tula_cli.spec.job import JobSpec
 
 def plan(run: RunDir, spec: JobSpec | None = None, *, nodes: int, batch: int) -> TrainPlan:
     return train.plan_training(
-        Run(run.path, spec or run.read_spec()), nodes=nodes, batch=batch, inspect=lambda _: inspected()
+        Run(run.path, spec or run.read_spec()), nodes=nodes, batch=batch, inspect=lambda _: make_inspection()
     )
 
 

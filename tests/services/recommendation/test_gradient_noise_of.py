@@ -6,7 +6,7 @@ from typing import Any
 
 import make_runs
 import pytest
-from make_results import Truth, inspected, probe_all, with_noise
+from make_results import Truth, add_gradient_noise, make_inspection, make_probes
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.query import Query
@@ -80,7 +80,7 @@ def test_trainings_that_measure_none_tell_none(run: RunDir) -> None:
 def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(run, "a" * 8, batch=64)
     trained(run, "b" * 8, batch=128, noise=False)
-    for probe in probe_all(Truth(), {1: (32, 128), 2: (32,)}):
+    for probe in make_probes(Truth(), {1: (32, 128), 2: (32,)}):
         run.write_result(probe)
     read: list[Path] = []
 
@@ -105,13 +105,13 @@ def noisy_run(tmp_path: Path, **train: object) -> RunDir:
 
 
 def plan(run: RunDir, **named: object) -> TrainPlan:
-    return train.plan_training(open_run(run), **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
+    return train.plan_training(open_run(run), **{"inspect": lambda _: make_inspection(), **named})  # type: ignore[arg-type]
 
 
 def test_the_noise_over_a_training_is_of_its_probes_and_of_each_epoch_measured(tmp_path: Path) -> None:
     run = noisy_run(tmp_path)
     assert make_noise_path([run], run.read_spec(), []) is None
-    probes = with_noise(probe_all(Truth(), {2: (8, 16)}), 50.0)
+    probes = add_gradient_noise(make_probes(Truth(), {2: (8, 16)}), 50.0)
     start = make_noise_path([run], run.read_spec(), probes)
     assert start is not None and start.points == ((0.0, pytest.approx(50, rel=0.1)),)
     trained(run, "a" * 8, batch=512, factor=5.0)
@@ -133,7 +133,9 @@ def test_a_training_begins_with_its_stages_in_the_task(tmp_path: Path) -> None:
     task = plan(run, nodes=2, batch=512).task
     assert [stage.batch for stage in task.stages] == [64, 128, 256, 512]
     assert all(stage.noise and stage.noise >= stage.batch * 0.99 for stage in task.stages[1:])
-    assert [stage.epoch for stage in task.stages] == [stage.begin / inspected().dataset_size for stage in task.stages]
+    assert [stage.epoch for stage in task.stages] == [
+        stage.begin / make_inspection().dataset_size for stage in task.stages
+    ]
     run.write_task(task)
     trained(run, "c" * 8, batch=64, factor=9.0)
     assert plan(run, nodes=2, batch=512).task.stages == task.stages, "one that has begun keeps its own"
@@ -148,7 +150,7 @@ def test_other_rules_leave_their_stages_in_the_task_too(tmp_path: Path) -> None:
 
 def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None:
     run = noisy_run(tmp_path)
-    for result in with_noise(probe_all(Truth(dataset_size=12_800), {2: (32, 256), 4: (32, 256)}), 50.0):
+    for result in add_gradient_noise(make_probes(Truth(dataset_size=12_800), {2: (32, 256), 4: (32, 256)}), 50.0):
         run.write_result(result)
     trained(run, "b" * 8, batch=64)
     recommendation = recommend.recommend(open_runs_of_job(run), Query(objective="time"), now=1.0).recommendation

@@ -6,7 +6,7 @@ from typing import Any
 
 import make_runs as make
 import pytest
-from make_results import Truth, of_a_script, out_of_memory, probe_all, spec, with_noise
+from make_results import Truth, add_gradient_noise, as_script_probe, make_out_of_memory, make_probes, make_spec
 
 import tula_cli as tula
 from tula_cli.errors import Infeasible, SpecError
@@ -33,10 +33,10 @@ def run_with(
     **sections: Any,
 ) -> RunDir:
     """A run of a job with a price, probed without scatter."""
-    job = spec(search={"max_batch": 4096}, train={"reference_batch": reference, "method": method}, **sections)
+    job = make_spec(search={"max_batch": 4096}, train={"reference_batch": reference, "method": method}, **sections)
     run = RunDir.create(root, job)
-    probes = probe_all(Truth(noise=0.0), SWEEP) if results is None else results
-    for probe in probes if noise is None else with_noise(probes, noise):
+    probes = make_probes(Truth(noise=0.0), SWEEP) if results is None else results
+    for probe in probes if noise is None else add_gradient_noise(probes, noise):
         run.write_result(probe)
     return run
 
@@ -108,8 +108,8 @@ def test_the_job_names_another_baseline(tmp_path: Path) -> None:
 
 def test_a_baseline_keeps_the_run_and_is_left_out_of_a_job_that_has_none(tmp_path: Path) -> None:
     assert run_with(tmp_path / "a").id == run_with(tmp_path / "b", baseline={"nodes": 4}).id
-    assert "baseline" not in spec().model_dump()
-    assert JobSpec.model_validate(spec(baseline={"batch": 64}).model_dump()).baseline.batch == 64
+    assert "baseline" not in make_spec().model_dump()
+    assert JobSpec.model_validate(make_spec(baseline={"batch": 64}).model_dump()).baseline.batch == 64
 
 
 def test_slower_and_more_expensive_are_said_as_they_are(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_slower_and_more_expensive_are_said_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_difference_within_noise_is_called_none(tmp_path: Path) -> None:
-    scattered = probe_all(Truth(noise=0.1), SWEEP)
+    scattered = make_probes(Truth(noise=0.1), SWEEP)
     run = run_with(tmp_path, results=scattered, baseline={"nodes": 2, "batch": 4096})
     line = headline(run, "time", max_nodes=2)
     assert line.time is not None and line.time.within_noise and "about as fast (" in line.text
@@ -144,7 +144,7 @@ def test_a_choice_that_is_the_baseline_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_a_baseline_that_cannot_run_is_named_with_the_reason(tmp_path: Path, baseline: Any, problem: str) -> None:
-    results = [*probe_all(Truth(noise=0.0), SWEEP), out_of_memory(2, 512)]
+    results = [*make_probes(Truth(noise=0.0), SWEEP), make_out_of_memory(2, 512)]
     line = headline(run_with(tmp_path, noise=None, results=results, baseline=baseline))
     assert line.baseline is None and line.time is None and problem in line.problem
     assert line.comparison.startswith("Not compared with today's ") and problem in line.comparison
@@ -206,7 +206,7 @@ def test_todays_configuration_is_kept_if_it_is_as_good_as_the_knee(tmp_path: Pat
 
 
 def test_todays_configuration_is_kept_if_the_knee_is_faster_by_noise_only(tmp_path: Path) -> None:
-    scattered = probe_all(Truth(noise=0.1, fixed=0.01, sync=0.01), SWEEP)
+    scattered = make_probes(Truth(noise=0.1, fixed=0.01, sync=0.01), SWEEP)
     knee = ask(run_with(tmp_path, results=scattered), "knee", nodes=2).choice
 
     def answer(batch: int) -> Recommendation:
@@ -267,7 +267,7 @@ def test_the_risk_names_its_values_or_what_to_run(tmp_path: Path) -> None:
     assert scale is not None and line.risk.batch_over_noise_scale is not None
     assert f"accuracy risk {line.risk.level} (batch is " in line.text and "noise scale)" in line.text
     unknown = headline(
-        run_with(tmp_path / "none", noise=None, results=[of_a_script(p) for p in probe_all(Truth(), SWEEP)])
+        run_with(tmp_path / "none", noise=None, results=[as_script_probe(p) for p in make_probes(Truth(), SWEEP)])
     )
     assert "accuracy risk unknown (run tula compare)" in unknown.text
 

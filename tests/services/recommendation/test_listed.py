@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_results import Truth, inspected, probe_all, spec, with_noise
+from make_results import Truth, add_gradient_noise, make_inspection, make_probes, make_spec
 from read_diagnostics import values
 
 from tula_cli.cli import app
@@ -26,7 +26,7 @@ from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Screen
 
 SMALLEST = 2520  # divides by 1 to 10, and 38 numbers more
-MANY = spec(
+MANY = make_spec(
     search={"nodes": [n for n in range(1, 121) if SMALLEST % n == 0], "min_batch": SMALLEST},
     pricing={"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 1.0}},
 )
@@ -37,8 +37,8 @@ TRUTH = Truth(dataset_size=10**6, noise=0.01, slope=5e-5)
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     run = RunDir.create(tmp_path, MANY)
-    for probe in probe_all(TRUTH, PLAN):
-        run.write_result(probe if probe.nodes == 1 else with_noise([probe], 500.0)[0])
+    for probe in make_probes(TRUTH, PLAN):
+        run.write_result(probe if probe.nodes == 1 else add_gradient_noise([probe], 500.0)[0])
     return run
 
 
@@ -135,7 +135,7 @@ def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
     assert {row.batch for row in few} == {row.batch for row in whole} and few[0] == whole[0]
     assert {row for row in whole if row.measured} <= set(few) == {row for row in whole if row in few}
     assert Config(few[0].nodes, few[0].batch) in fitting
-    result = search.choose_next_round(MANY, run.read_results(), inspection=inspected(dataset_size=10**6))
+    result = search.choose_next_round(MANY, run.read_results(), inspection=make_inspection(dataset_size=10**6))
     assert "Measuring all configurations" in result.words
 
 

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from make_results import Truth, measured, spec
+from make_results import Truth, make_probe, make_spec
 from make_runs import create_runs
 from read_diagnostics import codes, values
 
@@ -34,7 +34,7 @@ class Overlapped(Truth):
 
 def job(**search: object) -> JobSpec:
     searched = {"nodes": [1, 2, 4], "gpus_per_node": [1, 2, 4], "max_batch": 4096, **search}
-    return spec(cluster={"gpus_per_node": 4}, search=searched, pricing={"price": 1.0, "kind": "gpu_hour"})
+    return make_spec(cluster={"gpus_per_node": 4}, search=searched, pricing={"price": 1.0, "kind": "gpu_hour"})
 
 
 def planned(part: Run) -> dict[int, tuple[int, ...]]:
@@ -48,7 +48,7 @@ def truth(part: Run) -> Truth:
 def write(part: Run) -> None:
     for nodes, local_batches in planned(part).items():
         for local in local_batches:
-            part.write_result(measured(truth(part), nodes, local))
+            part.write_result(make_probe(truth(part), nodes, local))
 
 
 @pytest.fixture
@@ -143,13 +143,13 @@ def test_probes_of_other_sizes_on_other_hardware_are_refused(tmp_path: Path) -> 
     small, _, run = create_runs(tmp_path, job())
     write(run)
     for local_batch in (32, 256):
-        small.write_result(measured(Truth(hardware="H100", sync=SYNC), 1, local_batch))
+        small.write_result(make_probe(Truth(hardware="H100", sync=SYNC), 1, local_batch))
     with pytest.raises(BadMeasurements, match="different hardware"):
         ask(run)
 
 
 def test_node_types_each_have_their_own(tmp_path: Path) -> None:
-    typed = spec(
+    typed = make_spec(
         search={"nodes": [1, 2], "max_batch": 1024},
         cluster={"gpus_per_node": 4},
         node_types={"a": {"search": {"gpus_per_node": [1, 4]}}, "b": {"cluster": {"gpus_per_node": 2}}},

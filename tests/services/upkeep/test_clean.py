@@ -12,7 +12,7 @@ from typing import Any
 
 import make_runs as make
 import pytest
-from quiet import quiet
+from isolation import isolate_environment
 
 from tula_cli.cli import app
 from tula_cli.cluster.scheduler import SchedulerState
@@ -33,7 +33,7 @@ DAY = 86400
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    quiet(monkeypatch, tmp_path)
+    isolate_environment(monkeypatch, tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return RunDir.create(tmp_path / "tula-runs", make.spec())
 
@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_removed_is_reported_and_the_others_go(
 
 def slurm_job(run: RunDir, *, at: float = make.START) -> str:
     name = make.add_training(run, signature=SIGNATURE)
-    run.write_job(make.job(name, scheduler="slurm", at=at).model_copy(update={"links": ("11", "12")}))
+    run.write_job(make.scheduler_job(name, scheduler="slurm", at=at).model_copy(update={"links": ("11", "12")}))
     return name
 
 
@@ -316,9 +316,9 @@ def test_a_job_on_this_machine_and_the_lock_of_the_machine_hold_a_run(run: RunDi
     name = make.add_training(run, signature=SIGNATURE)
     pid = os.getpid()
     alive = {"scheduler_id": str(pid), "process_started": read_start_time(pid)}
-    run.write_job(make.job(name).model_copy(update=alive))
+    run.write_job(make.scheduler_job(name).model_copy(update=alive))
     assert "is pending" in found(run).kept
-    run.write_job(make.job(name))
+    run.write_job(make.scheduler_job(name))
     assert found(run).kept == ""
     ticket = machine_lock.TicketHolder(f"{name} of {run.path.resolve()}", ["core 0"], measures=False)
     assert found(run).kept == f"job {name} is running or waiting on this machine"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import rows, same, spec, train_task, trainer, weights
+from worker_jobs import are_equal, copy_weights, make_spec, make_train_task, make_trainer, read_rows
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
@@ -29,7 +29,7 @@ class Lion(torch.optim.Adam):
 
 def adam(half_life: Any = "auto", *, name: str = "AdamW", method: str = "lbt", **changes: Any) -> JobSpec:
     optimizer = {"name": name, "lr": 1e-3, "momentum": None, "beta2_half_life": half_life, **changes}
-    return spec(optimizer=optimizer, train={"method": method})
+    return make_spec(optimizer=optimizer, train={"method": method})
 
 
 def beta2(subject: Trainer) -> list[float]:
@@ -67,25 +67,25 @@ def test_half_is_left_after_so_many_samples_and_without_one_beta2_stays() -> Non
 def test_every_group_keeps_its_own_at_the_batch(name: str, method: str, alone: Ranks) -> None:
     groups = [{"parameters": ["biases"], "weight_decay": 0}]
     job = adam(name=name, method=method, groups=groups, args={"betas": [0.8, 0.99]})
-    subject = stepped(trainer(job, alone, batch=32), 1)
+    subject = stepped(make_trainer(job, alone, batch=32), 1)
     assert beta2(subject) == [pytest.approx(0.99**4)] * 2
     assert [group["betas"][0] for group in subject.base.param_groups] == [0.8, 0.8]
 
 
 def test_without_a_half_life_betas_are_left_alone(alone: Ranks) -> None:
-    subject = trainer(adam(None, args={"betas": [0.8, 0.99]}), alone, batch=32)
+    subject = make_trainer(adam(None, args={"betas": [0.8, 0.99]}), alone, batch=32)
     before = subject.base.param_groups[0]["betas"]
     assert stepped(subject, 1).base.param_groups[0]["betas"] is before
 
 
 def test_scaled_updates_leave_the_second_moment_to_the_batches(alone: Ranks) -> None:
     """The small batch of AGS is compared, not stepped with: the moments see each batch once."""
-    job = spec(
+    job = make_spec(
         optimizer={"name": "AdamW", "momentum": None, "beta2_half_life": 100},
         train={"method": "ags"},
         ags={"delta": "inf", "refresh": {"every": 1}, "b_small": 4},
     )
-    subject = stepped(trainer(job, alone, batch=32), 5)
+    subject = stepped(make_trainer(job, alone, batch=32), 5)
     assert subject.ags is not None and not subject.ags.identity and beta2(subject) == [0.5**0.32]
     assert {float(state["step"]) for state in subject.base.state.values()} == {5.0}
 
@@ -94,21 +94,21 @@ def test_scaled_updates_leave_the_second_moment_to_the_batches(alone: Ranks) -> 
 
 
 def test_a_resumed_training_is_as_one_that_was_never_broken_off(alone: Ranks, run: RunDir) -> None:
-    whole = stepped(trainer(adam(500), alone), 8)
-    broken = stepped(trainer(adam(500), alone), 5)
+    whole = stepped(make_trainer(adam(500), alone), 8)
+    broken = stepped(make_trainer(adam(500), alone), 5)
     path = checkpoint.save_checkpoint(run, "abcd1234", broken, best={}, is_best=False)
-    resumed = trainer(adam(500), alone)
+    resumed = make_trainer(adam(500), alone)
     checkpoint.restore_checkpoint(resumed, torch.load(path, weights_only=True))
-    assert same(weights(stepped(resumed, 3)), weights(whole))
+    assert are_equal(copy_weights(stepped(resumed, 3)), copy_weights(whole))
 
 
 @pytest.mark.parametrize("method", ["lbt", "ags", "lamb"])
 def test_beta2_follows_a_change_of_the_batch(method: str, alone: Ranks, run: RunDir) -> None:
     job = adam(500, name="Adam", method=method)
     path = checkpoint.save_checkpoint(
-        run, "abcd1234", stepped(trainer(job, alone, batch=32), 2), best={}, is_best=False
+        run, "abcd1234", stepped(make_trainer(job, alone, batch=32), 2), best={}, is_best=False
     )
-    smaller = trainer(job, alone, batch=16)
+    smaller = make_trainer(job, alone, batch=16)
     checkpoint.restore_checkpoint(smaller, torch.load(path, weights_only=True))
     assert beta2(smaller) == [0.5 ** (32 / 500)], "the state brings that of the larger batch"
     assert beta2(stepped(smaller, 1)) == [0.5 ** (16 / 500)]
@@ -136,7 +136,7 @@ def test_other_values_are_refused(half_life: Any) -> None:
 
 
 def test_check_tells_what_it_comes_to() -> None:
-    job = spec(
+    job = make_spec(
         optimizer={"name": "AdamW", "momentum": None, "beta2_half_life": "auto"},
         search={"nodes": [1], "min_batch": 4, "max_batch": 64},
     )
@@ -149,7 +149,7 @@ def test_check_tells_what_it_comes_to() -> None:
 
 
 def test_a_comparison_leaves_out_what_has_no_beta2() -> None:
-    assert "SGD, which has no beta2" in explain_unsupported_method(spec(), "sqrt-beta2")
+    assert "SGD, which has no beta2" in explain_unsupported_method(make_spec(), "sqrt-beta2")
     assert explain_unsupported_method(adam(None), "sqrt-beta2") == ""
 
 
@@ -160,16 +160,16 @@ def test_trainings_are_named_by_it_and_measurements_are_not() -> None:
 
 
 def test_a_start_tells_its_beta2(alone: Ranks, run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
-    task = train_task(adam(500))
+    task = make_train_task(adam(500))
     run_training(task, run, alone, build_datasets(task.spec))
-    (start,) = rows(run, task, "start")
+    (start,) = read_rows(run, task, "start")
     assert start["beta2"] == 0.5 ** (16 / 500)
     assert "batch 16, beta2 0.978063, from the beginning" in capfd.readouterr().out
 
 
 def test_beta1_of_an_arm_is_its_own_after_a_checkpoint_of_the_job(alone: Ranks) -> None:
     before, arm = (
-        trainer(spec(optimizer={"name": "AdamW", "momentum": None, "args": {"betas": [beta1, 0.95]}}), alone)
+        make_trainer(make_spec(optimizer={"name": "AdamW", "momentum": None, "args": {"betas": [beta1, 0.95]}}), alone)
         for beta1 in (0.9, 0.8)
     )
     content = {"model": before.parallel.module.state_dict(), "optimizer": before.optimizer.state_dict()}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worker_jobs import probe_task, rows, same, spec, train_task, trainer, weights
+from worker_jobs import are_equal, copy_weights, make_probe_task, make_spec, make_train_task, make_trainer, read_rows
 
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
@@ -46,7 +46,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 
 
 def job(*, compile: bool, **sections: Any) -> JobSpec:
-    return spec(**{**sections, "train": {**sections.get("train", {}), "compile": compile}})
+    return make_spec(**{**sections, "train": {**sections.get("train", {}), "compile": compile}})
 
 
 def close(one: nn.Module, other: nn.Module) -> None:
@@ -55,7 +55,7 @@ def close(one: nn.Module, other: nn.Module) -> None:
 
 
 def test_it_learns_what_it_learns_as_written_with_one_graph_for_all_steps(alone: Ranks, compiler: Compiler) -> None:
-    plain, subject = (trainer(job(compile=wanted, **AGS, **NORM), alone) for wanted in (False, True))
+    plain, subject = (make_trainer(job(compile=wanted, **AGS, **NORM), alone) for wanted in (False, True))
     for each in (plain, subject):
         list(worker_train_loop.run_steps(each))
     close(subject.parallel.module, plain.parallel.module)
@@ -65,22 +65,22 @@ def test_it_learns_what_it_learns_as_written_with_one_graph_for_all_steps(alone:
 
 def test_a_small_batch_in_each_step_is_compiled_too(alone: Ranks, compiler: Compiler) -> None:
     each_step = {**AGS, "ags": {**AGS["ags"], "refresh": {"every": 1}}}
-    list(islice(worker_train_loop.run_steps(trainer(job(compile=True, **each_step), alone)), 4))
+    list(islice(worker_train_loop.run_steps(make_trainer(job(compile=True, **each_step), alone)), 4))
     assert compiler.seen == [True, True]
 
 
 def test_nothing_is_compiled_unless_that_is_asked_for(alone: Ranks, compiler: Compiler) -> None:
-    next(worker_train_loop.run_steps(trainer(job(compile=False), alone)))
+    next(worker_train_loop.run_steps(make_trainer(job(compile=False), alone)))
     assert compiler.seen == []
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_checkpoints_are_the_same_with_and_without(alone: Ranks, compiler: Compiler, run: RunDir, before: bool) -> None:
-    first, subject = (trainer(job(compile=wanted, **AGS, **NORM), alone) for wanted in (before, not before))
+    first, subject = (make_trainer(job(compile=wanted, **AGS, **NORM), alone) for wanted in (before, not before))
     list(islice(worker_train_loop.run_steps(first), 3))
     path = checkpoint.save_checkpoint(run, "5" * 8, first, best={}, is_best=False)
     checkpoint.restore_checkpoint(subject, torch.load(path, weights_only=True))
-    assert same(weights(subject), weights(first))
+    assert are_equal(copy_weights(subject), copy_weights(first))
     for each in (first, subject):
         next(worker_train_loop.run_steps(each))
     close(subject.parallel.module, first.parallel.module)
@@ -88,7 +88,7 @@ def test_checkpoints_are_the_same_with_and_without(alone: Ranks, compiler: Compi
 
 def test_an_evaluation_compiles_one_graph_for_all_batches_but_the_odd_last(alone: Ranks, compiler: Compiler) -> None:
     sizes = {"dataset": {"args": {"eval_size": 40}}}  # 16, 16 and 8
-    plain, subject = (trainer(job(compile=wanted, **sizes), alone) for wanted in (False, True))
+    plain, subject = (make_trainer(job(compile=wanted, **sizes), alone) for wanted in (False, True))
     results = [evaluation.Evaluator(each).evaluate() for each in (plain, subject)]
     assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5) and results[0].samples == 40
     assert compiler.seen == [False]
@@ -98,7 +98,7 @@ def test_curvature_is_that_of_the_model_as_written(
     alone: Ranks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "COMPILE_BACKEND", "aot_eager")  # which has no second derivative
-    plain, subject = (hessian.measure_curvature(trainer(job(compile=c), alone), samples=20) for c in (False, True))
+    plain, subject = (hessian.measure_curvature(make_trainer(job(compile=c), alone), samples=20) for c in (False, True))
     assert plain.eigenvalue == subject.eigenvalue
 
 
@@ -107,7 +107,7 @@ def test_recomputed_blocks_write_their_statistics_once(
 ) -> None:
     monkeypatch.setattr(compiled, "COMPILE_BACKEND", "aot_eager")
     requested = {"model": {"name": "worker_jobs:normed_blocks"}, "train": {"activation_checkpointing": True}}
-    plain, subject = (trainer(job(compile=wanted, **requested), alone) for wanted in (False, True))
+    plain, subject = (make_trainer(job(compile=wanted, **requested), alone) for wanted in (False, True))
     for each in (plain, subject):
         list(islice(worker_train_loop.run_steps(each), 3))
     close(subject.parallel.module, plain.parallel.module)
@@ -129,7 +129,7 @@ def test_nothing_is_compiled_in_what_a_probe_times(
         "dataset": {"args": {"eval_size": 40}},
     }
     subject = job(compile=True, **{**AGS, **requested})
-    run_probes(probe_task(subject, 16), run, alone, build_datasets(subject), started_at=0.0)
+    run_probes(make_probe_task(subject, 16), run, alone, build_datasets(subject), started_at=0.0)
     (count,) = warm
     assert count > 0
     assert compiler.seen[count:] == [False], "evaluation, whose first pass is not timed either"
@@ -139,18 +139,18 @@ def test_nothing_is_compiled_in_what_a_probe_times(
 @pytest.mark.parametrize("mode", [True, "max-autotune-no-cudagraphs"])
 def test_a_whole_training_is_compiled(alone: Ranks, run: RunDir, mode: Any) -> None:
     """With torch's own compiler, which needs one of C++ here."""
-    subject = spec(**{**AGS, **NORM, "train": {**AGS["train"], "compile": mode, "diagnostics": ["hessian"]}})
-    task = train_task(subject)
+    subject = make_spec(**{**AGS, **NORM, "train": {**AGS["train"], "compile": mode, "diagnostics": ["hessian"]}})
+    task = make_train_task(subject)
     run_training(task, run, alone, build_datasets(subject))
-    losses = [row["loss"] for row in rows(run, task, "epoch")]
+    losses = [row["loss"] for row in read_rows(run, task, "epoch")]
     plain = RunDir(run.path.with_name("plain"))
-    as_written = train_task(spec(**{**AGS, **NORM, "train": {**AGS["train"], "diagnostics": ["hessian"]}}))
+    as_written = make_train_task(make_spec(**{**AGS, **NORM, "train": {**AGS["train"], "diagnostics": ["hessian"]}}))
     run_training(as_written, plain, alone, build_datasets(subject))
-    assert losses == pytest.approx([row["loss"] for row in rows(plain, as_written, "epoch")], rel=1e-3)
+    assert losses == pytest.approx([row["loss"] for row in read_rows(plain, as_written, "epoch")], rel=1e-3)
 
 
 def test_each_batch_of_one_that_grows_is_compiled(alone: Ranks, compiler: Compiler) -> None:
     stages = [{"epochs": 0.27, "batch": batch} for batch in range(4, 14)]
-    subject = trainer(spec(train={"compile": True, "ramp": stages, "epochs": 4}), alone)
+    subject = make_trainer(make_spec(train={"compile": True, "ramp": stages, "epochs": 4}), alone)
     taken = {step.batch for step in worker_train_loop.run_steps(subject)}
     assert len(taken) == 11 and len(compiler.seen) >= 11

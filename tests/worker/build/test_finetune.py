@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from worker_jobs import final_weights, rows, spec, train_task
+from worker_jobs import load_final_weights, make_spec, make_train_task, read_rows
 
 from tula_cli.errors import SpecError
 from tula_cli.run.code import compute_code_digest
@@ -32,7 +32,7 @@ def model(**section: Any) -> nn.Module:
 
 def job(**section: Any) -> JobSpec:
     args = {**section.pop("args", {}), "norm": True}
-    return spec(model={**section, "args": args})
+    return make_spec(model={**section, "args": args})
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 def train(run: RunDir, ranks: Ranks, of: JobSpec) -> dict[str, torch.Tensor]:
-    task = train_task(of)
+    task = make_train_task(of)
     run_training(task, run, ranks, build_datasets(of))
-    return final_weights(run, task)
+    return load_final_weights(run, task)
 
 
 # --- patterns
@@ -117,7 +117,7 @@ def test_nothing_left_to_train_is_refused():
 
 @pytest.mark.parametrize("method", ["ags", "lars", "ortho", "polo"])
 def test_methods_train_what_is_not_frozen(method: str, alone: Ranks, run: RunDir) -> None:
-    of = spec(model={"args": {"norm": True}, "frozen": ["0", "1"]}, train={"method": method}, ags={"delta": "inf"})
+    of = make_spec(model={"args": {"norm": True}, "frozen": ["0", "1"]}, train={"method": method}, ags={"delta": "inf"})
     first = build_model(of, classes=3).state_dict()
     weights = train(run, alone, of)
     assert torch.equal(weights["1.weight"], first["1.weight"]) and weights["1.num_batches_tracked"] == 0
@@ -150,7 +150,7 @@ def test_a_training_starts_from_the_weights_of_a_file(alone: Ranks, run: RunDir,
 
 def test_a_resumed_training_needs_the_file_no_more(alone: Ranks, run: RunDir, saved: Path) -> None:
     of = job(weights=str(saved))
-    task = train_task(of)
+    task = make_train_task(of)
     train(run, alone, of)
     (run.get_training(task.signature).path / "result.json").unlink()
     saved.unlink()
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_pat
     (note,) = inspect_job(of).notes
     assert note == f"weights: 7 tensors of {tmp_path}/a.pt; {message}"
     train(run, alone, of)
-    assert any(message in row["message"] for row in rows(run, train_task(of), "warning"))
+    assert any(message in row["message"] for row in read_rows(run, make_train_task(of), "warning"))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def built(of: JobSpec) -> torch.optim.Optimizer:
 
 def grouped(*, groups: Any = GROUPS, norm: bool = True, **optimizer: Any) -> JobSpec:
     section = {"weight_decay": 0.05, "groups": groups, **optimizer}
-    return spec(model={"args": {"norm": norm}}, optimizer=section)
+    return make_spec(model={"args": {"norm": norm}}, optimizer=section)
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
@@ -283,7 +283,7 @@ def test_sgd_updates_sparse_embeddings_without_its_fused_kernel() -> None:
     optimizer = build_optimizer(of, make_parameter_groups(of.optimizer, network))
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0]
-    optimizer = build_optimizer(spec(), make_parameter_groups(spec().optimizer, network))
+    optimizer = build_optimizer(make_spec(), make_parameter_groups(make_spec().optimizer, network))
     assert [group["params"] for group in optimizer.param_groups] == [[dense.weight, dense.bias], [sparse]]
     before = sparse.detach().clone()
     network(torch.tensor([[0, 1], [1, 3]])).square().sum().backward()
@@ -294,13 +294,13 @@ def test_sgd_updates_sparse_embeddings_without_its_fused_kernel() -> None:
 
 
 def test_ratios_hold_at_every_point_of_a_training(alone: Ranks, run: RunDir) -> None:
-    of = spec(
+    of = make_spec(
         model={"args": {"norm": True}},
         optimizer={"groups": GROUPS},
         schedule={"kind": "linear", "warmup_epochs": 0.5},
         train={"lr_scaling": "linear", "checkpoint_every": 1e-9},
     )
-    task = train_task(of)
+    task = make_train_task(of)
     run_training(task, run, alone, build_datasets(of))
     for path in run.get_training(task.signature).list_checkpoints():
         rates = [group["lr"] for group in torch.load(path, weights_only=True)["optimizer"]["param_groups"]]
@@ -308,13 +308,13 @@ def test_ratios_hold_at_every_point_of_a_training(alone: Ranks, run: RunDir) -> 
 
 
 def test_groups_and_frozen_layers_go_together():
-    of = spec(model={"args": {"norm": True}, "frozen": ["0"]}, optimizer={"groups": GROUPS})
+    of = make_spec(model={"args": {"norm": True}, "frozen": ["0"]}, optimizer={"groups": GROUPS})
     assert [len(group["params"]) for group in built(of).param_groups] == [2, 2]
     with pytest.raises(
         SpecError,
         match=r"optimizer.groups\[0\].parameters: all parameters that match 0 are frozen or belong to a later group",
     ):
-        built(spec(model={"frozen": ["0"]}, optimizer={"groups": [{"parameters": ["0"]}]}))
+        built(make_spec(model={"frozen": ["0"]}, optimizer={"groups": [{"parameters": ["0"]}]}))
 
 
 def test_check_tells_groups_and_refuses_what_fits_nothing():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from token_jobs import tokens
+from token_jobs import make_token_job
 
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.build.samples import SeededDataset
@@ -18,7 +18,7 @@ def test_samples_are_of_all_parts_of_the_dataset(size: int, taken: int) -> None:
 
 
 def test_the_share_of_padding_and_the_longest_sample_are_of_the_whole_set() -> None:
-    spec = tokens(dataset={"args": {"size": 400}})
+    spec = make_token_job(dataset={"args": {"size": 400}})
     datasets = build_datasets(spec)
     sentences = datasets.train.samples
     sentences.ids = [torch.ones(9 if index < 360 else 90, dtype=torch.int64) for index in range(400)]  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import torch
 import worker_jobs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from worker_rank_cases import facts
+from worker_rank_cases import read_results
 
 from tula_cli.run.records.base import Components
 from tula_cli.spec.job import JobSpec
@@ -448,8 +448,8 @@ COUNTED = {
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
-    job = worker_jobs.spec(model={"args": {"norm": True}}, **COUNTED[name])
-    subject = worker_jobs.trainer(job, alone, batch=32)
+    job = worker_jobs.make_spec(model={"args": {"norm": True}}, **COUNTED[name])
+    subject = worker_jobs.make_trainer(job, alone, batch=32)
     list(islice(worker_train_loop.run_steps(subject), 2))
     real = worker_measure_meter.split_memory(
         subject.parallel.module,
@@ -470,7 +470,7 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
 def test_gradients_are_in_the_buckets_of_ddp_and_apart_while_they_accumulate(two_ranks: Path):
     views = fake_tensor_step.make_ddp_buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))
     expected = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
-    for fact in facts(two_ranks, "buckets"):
+    for fact in read_results(two_ranks, "list_bucket_storages"):
         assert fact["reduced"] == fact["reduced again"]
         assert sorted(fact["reduced"]) == sorted(expected.values())
         assert len(fact["accumulated"]) == len(views), "a storage for each parameter, beside the buckets"

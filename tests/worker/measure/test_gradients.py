@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import gradient, probe_task, spec, trainer
+from worker_jobs import copy_gradient, make_probe_task, make_spec, make_trainer
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats, Measured
@@ -18,7 +18,7 @@ from tula_cli.worker.train import loop as worker_train_loop
 
 
 def probed(run: RunDir, alone: Ranks, local_batch: int, **changes: dict[str, Any]) -> GradientStats:
-    task = probe_task(spec(**changes), local_batch)
+    task = make_probe_task(make_spec(**changes), local_batch)
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
     result = run.read_result(f"probe-n001-l{local_batch:06d}")
     assert isinstance(result, Measured)
@@ -26,15 +26,15 @@ def probed(run: RunDir, alone: Ranks, local_batch: int, **changes: dict[str, Any
 
 
 def test_alone_both_norms_are_of_the_one_gradient(alone: Ranks) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     spy, expected = GradientNormRecorder.attach(subject), []
-    subject.after_backward = lambda: expected.append(float(gradient(subject).square().sum()))
+    subject.after_backward = lambda: expected.append(float(copy_gradient(subject).square().sum()))
     list(spy.watch(islice(worker_train_loop.run_steps(subject), 2), subject.scaler))
     assert spy.gather_pairs() == [pytest.approx((norm, norm), rel=1e-5) for norm in expected]
 
 
 def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     spy, steps = GradientNormRecorder.attach(subject), worker_train_loop.run_steps(subject)
     for _ in islice(steps, 2):
         pass
@@ -56,7 +56,7 @@ def test_a_sparse_gradient_counts_rows_that_repeat_as_their_sum(alone: Ranks) ->
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_halves_are_two_gradients_and_their_mean(alone: Ranks, precision: str) -> None:
-    subject = trainer(spec(train={"precision": precision}, model={"args": {"norm": True}}), alone)
+    subject = make_trainer(make_spec(train={"precision": precision}, model={"args": {"norm": True}}), alone)
     next(worker_train_loop.run_steps(subject))
     seen = measure_half_batch_norms(subject)
     inputs, targets = subject.last_batch or pytest.fail("a step leaves its batch")
@@ -65,7 +65,7 @@ def test_halves_are_two_gradients_and_their_mean(alone: Ranks, precision: str) -
         subject.optimizer.zero_grad()
         with worker_train_loop.make_autocast_context(subject):
             subject.loss(subject.parallel.module(inputs[part]), targets[part]).backward()
-        parts.append(gradient(subject))
+        parts.append(copy_gradient(subject))
     norms = [float(vector.square().sum()) for vector in (*parts, (parts[0] + parts[1]) / 2)]
     assert seen == pytest.approx(((norms[0] + norms[1]) / 2, norms[2]), rel=1e-4 if precision == "fp32" else 0.05)
 
@@ -90,7 +90,7 @@ def test_the_hook_keeps_nothing_of_the_trainer_alive(alone: Ranks, tmp_path: Pat
     import gc
     import weakref
 
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     spy = GradientNormRecorder.attach(subject)
     list(spy.watch(islice(worker_train_loop.run_steps(subject), 2), subject.scaler))
     model = weakref.ref(subject.parallel.module)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from worker_jobs import gradient, spec, trainer
-from worker_rank_cases import facts
+from worker_jobs import copy_gradient, make_spec, make_trainer
+from worker_rank_cases import read_results
 
 from tula_cli.host.failure_texts import classify_failure
 from tula_cli.host.machine import read_processor_name
@@ -30,7 +30,7 @@ MB = 2**20
 
 @pytest.mark.torch
 def test_the_peak_is_what_was_allocated(two_ranks: Path) -> None:
-    for fact in facts(two_ranks, "peaks"):
+    for fact in read_results(two_ranks, "measure_allocation_peaks"):
         assert fact["held"] == pytest.approx(64 * MB, rel=0.1)
         assert fact["freed"] == pytest.approx(64 * MB, rel=0.1)
         assert fact["small"] == pytest.approx(64 * MB, rel=0.1)
@@ -38,7 +38,7 @@ def test_the_peak_is_what_was_allocated(two_ranks: Path) -> None:
 
 @pytest.mark.torch
 def test_a_reset_begins_anew_though_the_allocator_keeps_what_was_freed(two_ranks: Path) -> None:
-    for fact in facts(two_ranks, "peaks"):
+    for fact in read_results(two_ranks, "measure_allocation_peaks"):
         assert fact["nothing"] < MB
         assert fact["small again"] == pytest.approx(32 * MB, rel=0.1)
 
@@ -103,14 +103,14 @@ def test_capacity_is_what_is_stated_and_unbounded_else(alone: Ranks) -> None:
 
 @pytest.mark.torch
 def test_beyond_the_limit_is_an_out_of_memory(two_ranks: Path) -> None:
-    for fact in facts(two_ranks, "limits"):
+    for fact in read_results(two_ranks, "allocate_under_limit"):
         assert "DefaultCPUAllocator: can't allocate memory" in fact["beyond"]
         assert classify_failure(fact["beyond"], exit_code=1, device="cpu") == "device_oom"
 
 
 @pytest.mark.torch
 def test_what_was_held_before_or_is_freed_does_not_count(two_ranks: Path) -> None:
-    for fact in facts(two_ranks, "limits"):
+    for fact in read_results(two_ranks, "allocate_under_limit"):
         assert fact["within, again and again"] == fact["lifted"] == ""
 
 
@@ -124,7 +124,7 @@ def test_an_unknown_field_of_the_process_is_reported() -> None:
 
 
 def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     with SynchronisationTimer(subject.clock, subject.parallel) as spy:
         subject.after_backward = spy.record_reduction
         steps = list(islice(worker_train_loop.run_steps(subject), 5))
@@ -134,10 +134,10 @@ def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
 
 
 def test_a_look_at_the_gradient_leaves_the_weights(alone: Ranks) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     before = torch.cat([p.detach().flatten() for p in subject.parallel.parameters()])
     norms: list[float] = []
-    subject.after_backward = lambda: norms.append(float(gradient(subject).square().sum()))
+    subject.after_backward = lambda: norms.append(float(copy_gradient(subject).square().sum()))
     list(islice(worker_train_loop.run_steps(subject), 3))
     assert torch.equal(torch.cat([p.detach().flatten() for p in subject.parallel.parameters()]), before)
     assert len(norms) == 3

@@ -6,12 +6,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import looks_around
+import node_report_rank
 import pytest
 import torch
-from looks_around import AHEAD
-from start_ranks import errors, start_ranks
-from worker_jobs import spec
+from node_report_rank import CLOCK_OFFSET_SECONDS
+from start_ranks import read_errors, start_ranks
+from worker_jobs import make_spec
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import ClusterReport, Transfer
@@ -31,7 +31,7 @@ A, B = Gpu("a", "A100", 80), Gpu("b", "A100", 40)
 
 
 def check_task(folder: Path, **dataset: str) -> CheckTask:
-    job = spec(dataset=dataset) if dataset else spec()
+    job = make_spec(dataset=dataset) if dataset else make_spec()
     return CheckTask(id="check-n002-1", job="check-n002-1", spec=job, workdir=str(folder), nodes=2)
 
 
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run.write_task(task)
     run.checks.write_token(task.id, folder.name)
     (folder / "task").write_text(f"{run.path}\n{task.id}\n")
-    assert start_ranks(looks_around.__file__, folder, world=2), errors(folder, 2)
+    assert start_ranks(node_report_rank.__file__, folder, world=2), read_errors(folder, 2)
     return run
 
 
@@ -75,7 +75,7 @@ def test_both_ranks_tell_what_they_see(run: RunDir, report: ClusterReport) -> No
 def test_a_clock_that_is_ahead_is_seen(report: ClusterReport) -> None:
     first, second = report.nodes
     assert first.clock_offset == 0
-    assert second.clock_offset == pytest.approx(AHEAD, abs=0.1)
+    assert second.clock_offset == pytest.approx(CLOCK_OFFSET_SECONDS, abs=0.1)
     assert 0 < second.clock_error < 0.1
 
 
@@ -114,7 +114,7 @@ def test_speed_is_bits_a_second() -> None:
 
 def test_a_rank_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    run = RunDir.create(tmp_path, spec())
+    run = RunDir.create(tmp_path, make_spec())
     (run.path / "checks").touch()
     assert "cannot write" in node_report._try_write_token(check_task(tmp_path), run)
 
@@ -197,9 +197,11 @@ def test_the_gpu_driver_is_the_kernels(tmp_path: Path) -> None:
 
 def test_a_dataset_without_a_folder_is_not_looked_for(tmp_path: Path) -> None:
     for name in ("digits", "FakeData", "mine:dataset"):
-        assert node_report.is_dataset_readable(spec(dataset={"name": name})) is None
-    assert node_report.is_dataset_readable(spec(dataset={"name": "CIFAR10", "root": str(tmp_path)})) is True
-    assert node_report.is_dataset_readable(spec(dataset={"name": "CIFAR10", "root": str(tmp_path / "none")})) is False
+        assert node_report.is_dataset_readable(make_spec(dataset={"name": name})) is None
+    assert node_report.is_dataset_readable(make_spec(dataset={"name": "CIFAR10", "root": str(tmp_path)})) is True
+    assert (
+        node_report.is_dataset_readable(make_spec(dataset={"name": "CIFAR10", "root": str(tmp_path / "none")})) is False
+    )
 
 
 def test_repeats_are_timed_one_by_one() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_jobs import SHORTEST, probe_task
+from worker_jobs import SHORTEST_PROBES, make_probe_task
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
@@ -41,11 +41,11 @@ def probed(ranks: Ranks, run: RunDir, name: str, **changes: Any) -> Measured:
             "dataset": Dataset(name="FakeData", args=images),
             "cluster": Cluster(device="cpu"),
             "train": job.train.model_copy(update={"workers": 0}),
-            "search": job.search.model_copy(update={"nodes": [1], **SHORTEST}),
+            "search": job.search.model_copy(update={"nodes": [1], **SHORTEST_PROBES}),
             **changes,
         }
     )
-    run_probes(probe_task(tiny, 2), run, ranks, build_datasets(tiny), started_at=time.time())
+    run_probes(make_probe_task(tiny, 2), run, ranks, build_datasets(tiny), started_at=time.time())
     (result,) = run.read_results()
     assert isinstance(result, Measured)
     assert len(result.step_times) == 5

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import probe_task, spec
+from worker_jobs import make_probe_task, make_spec
 
 from tula_cli.errors import Diverged, SpecError
 from tula_cli.run.directory import RunDir
@@ -22,7 +22,7 @@ DEEP = {"model": {"name": "worker_jobs:deep"}, "dataset": {"args": {"size": 128,
 
 def probe(run: RunDir, ranks: Ranks, *local_batches: int, **changes: dict[str, Any]) -> list[Measured]:
     """Run the probes of a job and return the results that are now there."""
-    task = probe_task(spec(**changes), *local_batches)
+    task = make_probe_task(make_spec(**changes), *local_batches)
     run_probes(task, run, ranks, build_datasets(task.spec), started_at=time.time())
     results = [run.read_result(f"probe-n001-l{local:06d}") for local in local_batches]
     assert all(isinstance(result, Measured) for result in results)
@@ -49,7 +49,7 @@ def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
     assert 0 < overheads.eval_batch < 10
     assert overheads.eval_batch_size == 32
     assert 0 < overheads.startup < 60
-    assert result.gradients.steps == spec().search.split_steps == 5
+    assert result.gradients.steps == make_spec().search.split_steps == 5
 
 
 def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,9 @@ def test_one_rank_has_nothing_to_synchronise(alone: Ranks, run: RunDir) -> None:
 def test_ags_has_factors_and_a_refresh_and_the_plain_method_none(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     (plain,) = probe(run, alone, 32, **DEEP)
     ags = {"train": {"method": "ags"}, "ags": {"b_small": 48}}
-    scaled = [probe(RunDir.create(tmp_path / name, spec()), alone, 64, **DEEP, **ags)[0] for name in ("a", "b", "c")]
+    scaled = [
+        probe(RunDir.create(tmp_path / name, make_spec()), alone, 64, **DEEP, **ags)[0] for name in ("a", "b", "c")
+    ]
     assert plain.overheads.refresh == 0
     # The difference of two medians: a loaded machine may hide it once.
     assert max(result.overheads.refresh for result in scaled) > 0
@@ -114,11 +116,11 @@ def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
 ) -> None:
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, **kw: scaler(device, init_scale=2.0**30, **kw))
-    job = spec(
+    job = make_spec(
         train={"method": "ags", "precision": "fp16", "reference_batch": 16},
         search={"min_steps": 24, "max_seconds": 60},
     )
-    trainer = worker_measure_probe._build_trainer(probe_task(job, 64), alone, build_datasets(job), local_batch=64)
+    trainer = worker_measure_probe._build_trainer(make_probe_task(job, 64), alone, build_datasets(job), local_batch=64)
     worker_measure_probe._run_warm_up(trainer, worker_measure_probe.repeat_steps(trainer))
     assert trainer.scaler.get_scale() < 2.0**29 and trainer.ags is not None and trainer.ags.factors.has_factors
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker_jobs import probe_task, spec, trainer, weights
+from worker_jobs import copy_weights, make_probe_task, make_spec, make_trainer
 
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.sections import Search
@@ -114,7 +114,7 @@ def test_a_warm_up_ends_where_steps_are_never_alike() -> None:
 
 
 def test_blocks_are_timed_apart_from_what_is_between_them(alone: Ranks) -> None:
-    subject, at_work = trainer(spec(), alone), []
+    subject, at_work = make_trainer(make_spec(), alone), []
     blocks = StepBlocks(subject, lambda times: [3, 2, 0][sum(map(len, at_work))], at_work=lambda: at_work.append("x"))
     blocks.run(worker_train_loop.run_steps(subject))
     assert len(blocks.steps) == len(blocks.waits) == 5 and len(at_work) == 2
@@ -147,26 +147,26 @@ def test_a_timed_step_is_the_trainings_own(
         return made
 
     monkeypatch.setattr(worker_train_loop, "_train_step", step)
-    task = probe_task(spec(train={"method": method}, search={"nodes": nodes}), 16)
+    task = make_probe_task(make_spec(train={"method": method}, search={"nodes": nodes}), 16)
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
     before = 2 + 5  # the job's first steps, and the warm-up
     timed, counts[:] = counts[before : before + 5], []
-    list(worker_train_loop.run_steps(trainer(task.spec, alone)))
+    list(worker_train_loop.run_steps(make_trainer(task.spec, alone)))
     of_training = {count for count, _, refreshed in counts[2:] if not refreshed}
     assert {count for count, _, _ in timed} <= of_training  # one more where the data begins anew
     assert {rate for _, rate, _ in timed} == {0.0}
 
 
 def test_the_weights_are_those_that_the_warm_up_has_left(alone: Ranks) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     steps = worker_train_loop.run_steps(subject)
     next(steps)
-    before = weights(subject)
+    before = copy_weights(subject)
     with probe.use_zero_learning_rate(subject):
         list(itertools.islice(steps, 3))
-        assert all(torch.equal(value, before[name]) for name, value in weights(subject).items())
+        assert all(torch.equal(value, before[name]) for name, value in copy_weights(subject).items())
     next(steps)
-    assert not all(torch.equal(value, before[name]) for name, value in weights(subject).items())
+    assert not all(torch.equal(value, before[name]) for name, value in copy_weights(subject).items())
 
 
 # --- the loader apart
@@ -179,26 +179,26 @@ class Clock:
 
 
 def test_the_loader_is_timed_by_the_samples_of_a_step(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, clock = build_datasets(spec(train={"accumulate": 2})), Clock()
+    data, clock = build_datasets(make_spec(train={"accumulate": 2})), Clock()
     give = type(data.train).__getitem__
 
     def give_slowly(dataset: Any, key: Any) -> Any:
         clock.now += 0.5
         return give(dataset, key)
 
-    subject = trainer(spec(train={"accumulate": 2}), alone, datasets=data)
+    subject = make_trainer(make_spec(train={"accumulate": 2}), alone, datasets=data)
     next(worker_train_loop.run_steps(subject))
     monkeypatch.setattr(type(data.train), "__getitem__", give_slowly)
     monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     assert probe.measure_loader_time(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
-    short = spec(train={"accumulate": 2}, search={"max_seconds": 3, "min_seconds": 0})
+    short = make_spec(train={"accumulate": 2}, search={"max_seconds": 3, "min_seconds": 0})
     subject.spec, clock.now = short, 0.0
     assert probe.measure_loader_time(subject)[0] == pytest.approx(8.0)
     assert clock.now == 8.0, "the first, and one beyond the most seconds"
 
 
 def test_cached_steps_ask_for_no_data(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = trainer(spec(train={"accumulate": 2}), alone)
+    subject = make_trainer(make_spec(train={"accumulate": 2}), alone)
     next(worker_train_loop.run_steps(subject))
     position, batch = subject.position, subject.last_batch
     monkeypatch.setattr(type(subject.datasets.train), "__getitem__", lambda *_: pytest.fail("data was asked for"))

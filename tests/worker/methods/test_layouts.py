@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
-from operations import cases, sections
+from operations import list_cases, make_sections
 from torch import nn
-from worker_jobs import otherwise_laid, spec, trainer
+from worker_jobs import list_other_layouts, make_spec, make_trainer
 
 from tula_cli.optim.ags import _pack_gradients, _unflatten_like
 from tula_cli.optim.gradient_stats import Bounds, compute_element_factor
@@ -27,19 +27,19 @@ STEPS = 8
 
 def job(case: str) -> JobSpec:
     """Return a job of one of the cases whose operations are counted."""
-    requested: dict[str, Any] = sections(case, precision="fp32", reference_batch=8)
+    requested: dict[str, Any] = make_sections(case, precision="fp32", reference_batch=8)
     if requested["optimizer"].get(
         "args"
     ):  # of AdamW: biases before a norm have gradients of rounding alone, and with its
         requested["optimizer"]["args"]["eps"] = 1e-3  # usual eps their steps are as long as any other
     model = {"name": "worker_jobs:convolutions"}
-    return spec(**{**requested, "model": model})
+    return make_spec(**{**requested, "model": model})
 
 
 def built(case: str, ranks: Ranks, *, channels_last: bool) -> Trainer:
     """Return a trainer in a layout that a GPU would choose by itself."""
     with mock.patch.object(worker_train_loop, "should_use_channels_last", return_value=channels_last):
-        return trainer(job(case), ranks)
+        return make_trainer(job(case), ranks)
 
 
 def trained(case: str, ranks: Ranks, *, channels_last: bool) -> Trainer:
@@ -54,11 +54,11 @@ def turned(subject: Trainer) -> list[bool]:
     return [p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last) for p in subject.parallel.parameters()]
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list_cases())
 def test_every_method_learns_the_same_in_either_layout(case: str, alone: Ranks) -> None:
     usual, subject = (trained(case, alone, channels_last=wanted) for wanted in (False, True))
     assert sum(turned(subject)) == 4
-    assert not otherwise_laid(subject)
+    assert not list_other_layouts(subject)
     for first, other in zip(subject.parallel.parameters(), usual.parallel.parameters(), strict=True):
         torch.testing.assert_close(first, other, rtol=1e-3, atol=1e-4)
 
@@ -70,7 +70,7 @@ def test_a_training_goes_on_in_the_other_layout(case: str, before: bool, alone: 
     path = checkpoint.save_checkpoint(run, "5" * 8, first, best={}, is_best=False)
     subject = built(case, alone, channels_last=not before)
     checkpoint.restore_checkpoint(subject, torch.load(path, weights_only=True))
-    assert not otherwise_laid(subject)
+    assert not list_other_layouts(subject)
     for item, other in zip(subject.parallel.parameters(), first.parallel.parameters(), strict=True):
         assert torch.equal(item, other)
     for going in (first, subject):

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worker_jobs import Interrupted, final_weights, probe_task, rows, same, spec, train_task, trained, trainer, weights
+from worker_jobs import (
+    Interrupted,
+    are_equal,
+    copy_weights,
+    load_final_weights,
+    make_probe_task,
+    make_spec,
+    make_train_task,
+    make_trainer,
+    read_rows,
+    train_to_end,
+)
 
 from tula_cli.errors import SpecError
 from tula_cli.optim import TulaOptimizer
@@ -53,10 +64,10 @@ def run_one(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
 
 def broken_off(run: RunDir, ranks: Ranks, sections: dict[str, Any], *, after: int) -> TrainTask:
     """Train until so many samples are loaded; return the task that goes on."""
-    task = train_task(spec(**sections))
-    ending = spec(**sections, dataset={"args": {"ends_after": after}})
+    task = make_train_task(make_spec(**sections))
+    ending = make_spec(**sections, dataset={"args": {"ends_after": after}})
     with pytest.raises(Interrupted):
-        run_one(run, ranks, train_task(ending, signature=task.signature))
+        run_one(run, ranks, make_train_task(ending, signature=task.signature))
     return task
 
 
@@ -64,18 +75,18 @@ def broken_off(run: RunDir, ranks: Ranks, sections: dict[str, Any], *, after: in
 def test_a_broken_run_ends_at_the_same_weights(alone: Ranks, run: RunDir, tmp_path: Path, name: str) -> None:
     task = broken_off(run, alone, job(name), after=5 * 96 + 70)
     run_one(run, alone, task)
-    assert [row["samples"] for row in rows(run, task, "start")] == [0, 5 * 96 + 64]
+    assert [row["samples"] for row in read_rows(run, task, "start")] == [0, 5 * 96 + 64]
     whole = RunDir.create(tmp_path / "whole", task.spec)
     run_one(whole, alone, task)
-    assert same(final_weights(run, task), final_weights(whole, task))
+    assert are_equal(load_final_weights(run, task), load_final_weights(whole, task))
 
 
 @varied
 def test_a_relaunch_at_another_batch_goes_on(alone: Ranks, run: RunDir, name: str) -> None:
     task = broken_off(run, alone, job(name), after=100)
-    smaller = train_task(task.spec, batch=8, signature=task.signature)
+    smaller = make_train_task(task.spec, batch=8, signature=task.signature)
     run_one(run, alone, smaller)
-    starts = [(row["samples"], row["batch"]) for row in rows(run, task, "start")]
+    starts = [(row["samples"], row["batch"]) for row in read_rows(run, task, "start")]
     assert starts == [(0, 16), (96, 8)]
     result = run.get_training(task.signature).read_result()
     assert result is not None
@@ -85,10 +96,10 @@ def test_a_relaunch_at_another_batch_goes_on(alone: Ranks, run: RunDir, name: st
 @each
 def test_a_method_is_not_the_plain_large_batch_and_learns(alone: Ranks, name: str) -> None:
     sections = job(name)
-    ours, steps = trained(spec(**sections), alone)
+    ours, steps = train_to_end(make_spec(**sections), alone)
     plain = {**sections, "train": {**sections["train"], "method": "lbt", "lr_scaling": "auto"}}
-    theirs, _ = trained(spec(**plain), alone)
-    assert not same(ours, theirs)
+    theirs, _ = train_to_end(make_spec(**plain), alone)
+    assert not are_equal(ours, theirs)
     assert float(steps[-1].loss) < 0.5 * float(steps[0].loss)
 
 
@@ -96,7 +107,7 @@ def test_a_method_is_not_the_plain_large_batch_and_learns(alone: Ranks, name: st
 def test_half_precision_and_clipping_train(alone: Ranks, name: str) -> None:
     sections = job(name)
     sections["train"] |= {"precision": "fp16", "max_grad_norm": 5.0}
-    state, steps = trained(spec(**sections), alone)
+    state, steps = train_to_end(make_spec(**sections), alone)
     assert float(steps[-1].loss) < 0.7 * float(steps[0].loss)
     assert all(bool(value.isfinite().all()) for value in state.values())
 
@@ -104,7 +115,7 @@ def test_half_precision_and_clipping_train(alone: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", ["lars", "lamb", "polo", "static", "ortho"])
 def test_a_probe_measures_it(alone: Ranks, run: RunDir, name: str) -> None:
     sections = job(name)
-    task = probe_task(spec(**sections), 16)
+    task = make_probe_task(make_spec(**sections), 16)
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
     result = run.read_result("probe-n001-l000016")
     assert isinstance(result, Measured)
@@ -117,10 +128,10 @@ def test_a_probe_measures_it(alone: Ranks, run: RunDir, name: str) -> None:
 
 
 def test_lars_and_lamb_take_over_the_optimizers_settings(alone: Ranks) -> None:
-    lars = trainer(spec(**job("lars")), alone).base
+    lars = make_trainer(make_spec(**job("lars")), alone).base
     assert isinstance(lars, Lars)
     assert {lars.defaults[name] for name in ("momentum", "weight_decay")} == {0.9, 5e-4}
-    lamb = trainer(spec(**job("lamb", optimizer={**ADAM, "args": {"betas": [0.8, 0.9]}})), alone).base
+    lamb = make_trainer(make_spec(**job("lamb", optimizer={**ADAM, "args": {"betas": [0.8, 0.9]}})), alone).base
     assert isinstance(lamb, Lamb)
     assert (lamb.defaults["betas"], lamb.defaults["weight_decay"]) == ((0.8, 0.9), 0.01)
 
@@ -143,7 +154,7 @@ def test_settings_that_do_not_fit_are_refused(
     alone: Ranks, method: str, optimizer: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SpecError, match=message):
-        trainer(spec(train={"method": method}, optimizer=optimizer), alone)
+        make_trainer(make_spec(train={"method": method}, optimizer=optimizer), alone)
 
 
 @pytest.mark.parametrize(
@@ -171,32 +182,32 @@ def test_settings_that_do_not_fit_are_refused(
 def test_what_does_nothing_is_reported(
     alone: Ranks, run: RunDir, sections: dict[str, Any], batch: int, message: str
 ) -> None:
-    task = train_task(spec(**sections), batch=batch)
+    task = make_train_task(make_spec(**sections), batch=batch)
     run_one(run, alone, task)
-    warnings = [row["message"] for row in rows(run, task, "warning")]
+    warnings = [row["message"] for row in read_rows(run, task, "warning")]
     assert len(warnings) == bool(message)
     assert all(message in text for text in warnings)
     json.dumps(warnings)
 
 
 def test_the_identity_is_reported_by_the_training_alone(alone: Ranks, run: RunDir) -> None:
-    job = spec(train={"method": "ags"})
-    task = train_task(job, batch=8)
+    job = make_spec(train={"method": "ags"})
+    task = make_train_task(job, batch=8)
     with python_warnings.catch_warnings():
         python_warnings.simplefilter("error")
         run_one(run, alone, task)
-        probed = probe_task(job, 8)
+        probed = make_probe_task(job, 8)
         run_probes(probed, run, alone, build_datasets(job), started_at=0.0)
-    assert len(list(rows(run, task, "warning"))) == 1
+    assert len(list(read_rows(run, task, "warning"))) == 1
 
 
 def test_polo_on_one_rank_is_the_large_batch_with_a_warm_up(alone: Ranks) -> None:
-    polo = trainer(spec(**job("polo")), alone)
+    polo = make_trainer(make_spec(**job("polo")), alone)
     for _ in worker_train_loop.run_steps(polo):
         pass
     sections = job("polo", schedule={"warmup_epochs": get_warmup_epochs(polo.spec)})
     sections["train"] |= {"method": "lbt"}
-    assert same(weights(polo), trained(spec(**sections), alone)[0])
+    assert are_equal(copy_weights(polo), train_to_end(make_spec(**sections), alone)[0])
 
 
 def test_ags_leaves_out_embeddings_unless_the_job_says_all() -> None:
@@ -229,10 +240,10 @@ def test_ags_leaves_out_embeddings_unless_the_job_says_all() -> None:
 
 def test_ags_leaves_out_what_the_job_names(alone: Ranks) -> None:
     sections = job("static", ags={"parameters": ["*", "!norms", "!biases"]})
-    subject = trainer(spec(**sections), alone)
+    subject = make_trainer(make_spec(**sections), alone)
     assert subject.ags is not None
     names = {p: name for name, p in subject.parallel.module.named_parameters()}
     remaining = {names[p] for p in names if p not in subject.ags.setup.excluded}
     assert remaining and all(name.endswith("weight") for name in remaining)
     with pytest.raises(SpecError, match=r"ags\.parameters"):
-        trainer(spec(**job("static", ags={"parameters": ["nothing.*"]})), alone)
+        make_trainer(make_spec(**job("static", ags={"parameters": ["nothing.*"]})), alone)

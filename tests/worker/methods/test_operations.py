@@ -8,8 +8,17 @@ import operations
 import pytest
 import torch
 import torchvision
-from operations import PLAIN, PRECISIONS, Seen, cases, count, kernels_of, sections, watched
-from worker_jobs import spec
+from operations import (
+    PLAIN_METHOD,
+    PRECISIONS,
+    OperationCounts,
+    count_kernels,
+    count_operations,
+    count_step,
+    list_cases,
+    make_sections,
+)
+from worker_jobs import make_spec
 
 from tula_cli.optim import Ortho, SmallBatch, TulaOptimizer
 from tula_cli.optim.layerwise import Lamb, Lars
@@ -24,13 +33,15 @@ BATCH = 16
 def job(case: str, precision: str = "fp32", **changes: Any) -> JobSpec:
     """Return a case with a network that has BatchNorm and dropout."""
     model = {"args": {"norm": True, "dropout": 0.3}}
-    return spec(**{"model": model, **sections(case, precision=precision, reference_batch=BATCH // 2), **changes})
+    return make_spec(
+        **{"model": model, **make_sections(case, precision=precision, reference_batch=BATCH // 2), **changes}
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list_cases())
 def test_a_step_does_not_wait_for_the_device(case: str, precision: str, alone: Ranks) -> None:
-    seen = count(job(case, precision), alone, batch=BATCH)
+    seen = count_step(job(case, precision), alone, batch=BATCH)
     assert seen.waits.total() <= (precision == "fp16"), seen.waits  # GradScaler asks whether to step at all
     assert all("grad_scaler" in place for place in seen.waits), seen.waits
     assert seen.operations.total() > 20
@@ -40,16 +51,16 @@ def test_a_step_does_not_wait_for_the_device(case: str, precision: str, alone: R
 def test_steps_that_overflow_are_not_those_that_are_counted(
     case: str, alone: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual, scaler = count(job(case, "fp16"), alone, batch=BATCH), torch.amp.GradScaler
+    usual, scaler = count_step(job(case, "fp16"), alone, batch=BATCH), torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, **kw: scaler(device, init_scale=2.0**40, **kw))
-    seen = count(job(case, "fp16"), alone, batch=BATCH)
+    seen = count_step(job(case, "fp16"), alone, batch=BATCH)
     assert seen.operations == usual.operations  # else without the update, or with a refresh that waits for its turn
     assert seen.waits.total() == 1
 
 
 def test_every_method_of_the_table_is_counted() -> None:
-    assert set(METHODS) <= set(cases())
-    assert {case.partition(",")[0] for case in cases()} == set(METHODS)
+    assert set(METHODS) <= set(list_cases())
+    assert {case.partition(",")[0] for case in list_cases()} == set(METHODS)
 
 
 WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -73,33 +84,33 @@ def test_a_planted_wait_is_seen(how: str, alone: Ranks, plant: Callable[..., Non
         def after_step(self, loop: Loop) -> None:
             WAITS[how](next(loop.parallel.parameters()).detach().sum())
 
-    plant(PLAIN, Waiting)
-    waits = count(job(PLAIN), alone, batch=BATCH).waits
+    plant(PLAIN_METHOD, Waiting)
+    waits = count_step(job(PLAIN_METHOD), alone, batch=BATCH).waits
     assert waits.total() == 1
     assert "test_operations.py" in next(iter(waits))
 
 
 def test_a_step_on_the_cpu_may_read_what_it_likes(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of the CPU has a branch on the host: without `as_on_gpu` the count would tell of another way."""
-    step = operations.step_of(job("ags"), alone, batch=BATCH)
-    with watched() as seen:
+    step = operations.make_step(job("ags"), alone, batch=BATCH)
+    with count_operations() as seen:
         step()
     assert seen.waits
 
 
 def test_operations_are_counted_without_views_and_lists_by_what_cuda_can_take() -> None:
-    with watched() as seen:
+    with count_operations() as seen:
         lists = [torch.ones(4).view(2, 2), torch.ones(3)]
         torch._foreach_mul_(lists, 2.0)
         torch._foreach_mul_(lists, [torch.ones(()), torch.ones(())])
     assert seen.operations == {"ones": 4, "_foreach_mul_": 2}
     rows, columns = torch.ones(2, 3), torch.ones(3, 2).T
-    assert kernels_of("_foreach_add_", ([rows, rows], [rows, rows])) == 1
-    assert kernels_of("_foreach_add_", ([rows, rows], [columns, rows])) == 2
-    assert kernels_of("_foreach_add_", ([rows, rows], [rows.double(), rows])) == 2
-    assert kernels_of("_foreach_mul_", ([rows, rows], torch.ones(()))) == 1
-    assert kernels_of("_foreach_mul_", ([rows, rows], torch.ones((), dtype=torch.float64))) == 2
-    assert kernels_of("add", (rows, rows)) == 1
+    assert count_kernels("_foreach_add_", ([rows, rows], [rows, rows])) == 1
+    assert count_kernels("_foreach_add_", ([rows, rows], [columns, rows])) == 2
+    assert count_kernels("_foreach_add_", ([rows, rows], [rows.double(), rows])) == 2
+    assert count_kernels("_foreach_mul_", ([rows, rows], torch.ones(()))) == 1
+    assert count_kernels("_foreach_mul_", ([rows, rows], torch.ones((), dtype=torch.float64))) == 2
+    assert count_kernels("add", (rows, rows)) == 1
 
 
 # --- how many: the shapes of whole networks, on a device that computes nothing and gives no value away
@@ -151,17 +162,17 @@ def test_a_step_has_few_operations_more_than_a_plain_one(network: str, method: s
     seen = second_step(optimizer, params)
     base = torch.optim.AdamW(params, lr=0.1, foreach=True) if "adamw" in method else None
     # AdamW's own operations are lbt's too; its number of steps, on the CPU, is read without waiting for a device
-    value = second_step(base, params) if base is not None else Seen(Counter(fused=1))
+    value = second_step(base, params) if base is not None else OperationCounts(Counter(fused=1))
     plain, more = PLAIN_STEP[network], seen.operations.total() - value.operations.total()
     assert (plain + more) / plain <= most, seen.operations
     assert seen.waits.total() == value.waits.total()
 
 
-def second_step(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> Seen:
+def second_step(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> OperationCounts:
     """Return what an optimizer's second step does: the first makes momenta."""
     for _ in range(2):
         for p in params:
             p.grad = torch.empty_like(p)
-        with watched() as seen:
+        with count_operations() as seen:
             optimizer.step()
     return seen

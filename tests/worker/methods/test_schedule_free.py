@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
-from worker_jobs import LeavesAt, rows, same, spec, train_task, trained, trainer, weights
+from worker_jobs import (
+    LeavesAt,
+    are_equal,
+    copy_weights,
+    make_spec,
+    make_train_task,
+    make_trainer,
+    read_rows,
+    train_to_end,
+)
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
@@ -28,32 +37,32 @@ LARGE: dict[str, Any] = {"dataset": {"args": {"size": 640}}}  # of which a tenth
 def test_it_takes_the_place_of_sgd_and_of_adamw_and_learns(
     alone: Ranks, optimizer: dict[str, Any], kind: type[torch.optim.Optimizer]
 ) -> None:
-    job = spec(train={**FREE, "epochs": 7}, optimizer=optimizer)
-    assert isinstance(trainer(job, alone).base, kind)
-    _, steps = trained(job, alone)
+    job = make_spec(train={**FREE, "epochs": 7}, optimizer=optimizer)
+    assert isinstance(make_trainer(job, alone).base, kind)
+    _, steps = train_to_end(job, alone)
     assert float(steps[-1].loss) < 0.5 * float(steps[0].loss)
 
 
 def test_the_averaged_weights_are_evaluated_and_saved_and_no_step_changes(alone: Ranks) -> None:
-    subject = trainer(spec(train=FREE), alone)
+    subject = make_trainer(make_spec(train=FREE), alone)
     stream = worker_train_loop.run_steps(subject)
     for _ in range(5):
         next(stream)
-    before = weights(subject)
+    before = copy_weights(subject)
     with subject.method.use_evaluated_weights(subject):
-        averaged = weights(subject)
-    assert not same(averaged, before)
+        averaged = copy_weights(subject)
+    assert not are_equal(averaged, before)
     state = checkpoint.make_checkpoint_state(subject, best={})
-    assert same(state["model"], averaged)
-    assert same(weights(subject), before)
-    fresh = trainer(spec(train=FREE), alone)
+    assert are_equal(state["model"], averaged)
+    assert are_equal(copy_weights(subject), before)
+    fresh = make_trainer(make_spec(train=FREE), alone)
     checkpoint.restore_checkpoint(fresh, state)
-    assert same(weights(fresh), before)
+    assert are_equal(copy_weights(fresh), before)
     stream.close()
 
 
 def after_steps(ranks: Ranks, count: int, **changes: dict[str, Any]) -> worker_train_loop.Trainer:
-    subject = trainer(spec(train=FREE, **changes), ranks)
+    subject = make_trainer(make_spec(train=FREE, **changes), ranks)
     for _ in itertools.islice(worker_train_loop.run_steps(subject), count):
         pass
     return subject
@@ -62,7 +71,7 @@ def after_steps(ranks: Ranks, count: int, **changes: dict[str, Any]) -> worker_t
 def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ranks) -> None:
     subject = after_steps(alone, 6, **NORM, **LARGE)
     conv, norm = subject.parallel.module[0], subject.parallel.module[1]
-    before = weights(subject)
+    before = copy_weights(subject)
     with subject.method.use_evaluated_weights(subject), torch.no_grad():
         seen = [
             conv(images) for images, _ in itertools.islice(worker_train_loop.list_upcoming_micro_batches(subject), 4)
@@ -75,10 +84,10 @@ def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ran
     torch.testing.assert_close(norm.running_var, variance)
     assert torch.equal(torch.get_rng_state(), random)
     assert norm.momentum == 0.1 and all(module.training for module in subject.parallel.modules())
-    after = weights(subject)
+    after = copy_weights(subject)
     assert all(torch.equal(after[name], value) for name, value in before.items() if not name.startswith("1."))
     again = evaluation.Evaluator(subject).evaluate()
-    assert again == result and same(weights(subject), after), "of the position alone"
+    assert again == result and are_equal(copy_weights(subject), after), "of the position alone"
     saved = checkpoint.make_checkpoint_state(subject, best={})["model"]
     assert all(torch.equal(saved[name], value) for name, value in after.items() if "running" in name)
 
@@ -119,8 +128,8 @@ def test_nothing_but_batchnorm_sees_those_batches(alone: Ranks, monkeypatch: pyt
 
 def test_a_run_that_left_while_statistics_were_taken_goes_on_as_if_it_had_not(alone: Ranks, tmp_path: Path) -> None:
     """The 20th question is after the first of two training batches, the 22nd after one of the evaluation's."""
-    job = spec(train=FREE, **NORM, dataset={"args": {"size": 320, "eval_size": 40}})
-    task, data = train_task(job), build_datasets(job)
+    job = make_spec(train=FREE, **NORM, dataset={"args": {"size": 320, "eval_size": 40}})
+    task, data = make_train_task(job), build_datasets(job)
 
     def end(name: str, *calls: int) -> tuple[dict[str, torch.Tensor], list[float]]:
         run = RunDir.create(tmp_path / name, job)
@@ -129,18 +138,18 @@ def test_a_run_that_left_while_statistics_were_taken_goes_on_as_if_it_had_not(al
             assert run.get_training(task.signature).find_newest_samples() == 320, "in the first epoch's evaluation"
         run_training(task, run, alone, data)
         state = torch.load(run.get_training(task.signature).path / "last", weights_only=True)["model"]
-        return state, [row["eval_loss"] for row in rows(run, task, "epoch")]
+        return state, [row["eval_loss"] for row in read_rows(run, task, "epoch")]
 
     whole, losses = end("whole")
     for call in range(20, 23):
         state, result = end(str(call), call)
-        assert same(state, whole) and result == losses
+        assert are_equal(state, whole) and result == losses
 
 
 @pytest.mark.parametrize("schedule", [{"kind": "cosine"}, {"kind": "multistep", "milestones": [1]}])
 def test_a_learning_rate_that_falls_is_refused(schedule: dict[str, Any]) -> None:
     with pytest.raises(SpecError) as error:
-        spec(train=FREE, schedule=schedule)
+        make_spec(train=FREE, schedule=schedule)
     assert (
         f"must be constant with train.method: schedule_free, which averages weights instead of decreasing the learning rate, got {schedule['kind']}"
         in str(error.value.problems or error.value)
@@ -150,5 +159,5 @@ def test_a_learning_rate_that_falls_is_refused(schedule: dict[str, Any]) -> None
 def test_a_missing_package_is_reported_with_the_line_to_type(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     with pytest.raises(SpecError, match="needs the package schedulefree") as error:
-        trainer(spec(train=FREE), alone)
+        make_trainer(make_spec(train=FREE), alone)
     assert error.value.hint == "pip install 'tula-cli[schedulefree]'"

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import Interrupted, final_weights, probe_task, rows, same, spec, train_task
+from worker_jobs import (
+    Interrupted,
+    are_equal,
+    load_final_weights,
+    make_probe_task,
+    make_spec,
+    make_train_task,
+    read_rows,
+)
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
@@ -43,21 +51,21 @@ def train(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
 
 def broken_off(run: RunDir, ranks: Ranks, name: str) -> TrainTask:
     """Train until the middle of the second epoch; return the task that goes on."""
-    task = train_task(spec(**sections(name)))
+    task = make_train_task(make_spec(**sections(name)))
     after = EPOCH + 40 if not get_training_method(name).is_self_tuning else EPOCH - 10  # its branches load samples too
-    ending = spec(**sections(name, dataset={"args": {"ends_after": after}}))
+    ending = make_spec(**sections(name, dataset={"args": {"ends_after": after}}))
     with pytest.raises(Interrupted):
-        train(run, ranks, train_task(ending, signature=task.signature))
+        train(run, ranks, make_train_task(ending, signature=task.signature))
     return task
 
 
 def check_that_it_resumes(name: str, ranks: Ranks, run: RunDir, whole: Path) -> None:
     task = broken_off(run, ranks, name)
     train(run, ranks, task)
-    assert len(list(rows(run, task, "start"))) > 1
+    assert len(list(read_rows(run, task, "start"))) > 1
     unbroken = RunDir.create(whole, task.spec)
     train(unbroken, ranks, task)
-    assert same(final_weights(run, task), final_weights(unbroken, task))
+    assert are_equal(load_final_weights(run, task), load_final_weights(unbroken, task))
 
 
 @each
@@ -68,7 +76,7 @@ def test_a_broken_run_ends_at_the_same_weights(name: str, alone: Ranks, run: Run
 @each
 def test_a_relaunch_at_another_batch_goes_on(name: str, alone: Ranks, run: RunDir) -> None:
     task = broken_off(run, alone, name)
-    train(run, alone, train_task(task.spec, batch=BATCH // 2, signature=task.signature))
+    train(run, alone, make_train_task(task.spec, batch=BATCH // 2, signature=task.signature))
     result = run.get_training(task.signature).read_result()
     assert result is not None
     assert (result.epochs, result.batch, result.samples) == (3, BATCH // 2, 3 * EPOCH)
@@ -76,8 +84,8 @@ def test_a_relaunch_at_another_batch_goes_on(name: str, alone: Ranks, run: RunDi
 
 @each
 def test_micro_batches_that_are_cut_teach_the_same(name: str, alone: Ranks, run: RunDir, tmp_path: Path) -> None:
-    job = spec(**sections(name, model={"args": {}}, ags={"delta": "inf"}))
-    whole, task = RunDir.create(tmp_path / "whole", job), train_task(job)
+    job = make_spec(**sections(name, model={"args": {}}, ags={"delta": "inf"}))
+    whole, task = RunDir.create(tmp_path / "whole", job), make_train_task(job)
     train(whole, alone, task)
     known = whole.get_training(task.signature).read_micro_batches()
     assert known is not None
@@ -85,24 +93,24 @@ def test_micro_batches_that_are_cut_teach_the_same(name: str, alone: Ranks, run:
     assert expected_value.into == {"ags": (2, 4)}.get(name, (2, 4, 8, 16)), expected_value.limit
     parts = expected_value.into[-1]
     train(run, alone, task.model_copy(update={"splits": parts}))
-    (start, *_) = rows(run, task, "start")
+    (start, *_) = read_rows(run, task, "start")
     assert start["micro_batch"] == expected_value.micro_batch // parts
     results = [place.get_training(task.signature).read_result() for place in (run, whole)]
     steps = 3 * STEPS + {"ramp": 1, "auto": STEPS}.get(
         name, 0
     )  # the first two have, or the first epoch has, half the batch
     assert [result and (result.samples, result.steps) for result in results] == [(3 * EPOCH, steps)] * 2
-    for key, value in final_weights(run, task).items():
-        torch.testing.assert_close(value, final_weights(whole, task)[key], rtol=1e-3, atol=1e-4)
+    for key, value in load_final_weights(run, task).items():
+        torch.testing.assert_close(value, load_final_weights(whole, task)[key], rtol=1e-3, atol=1e-4)
 
 
 @each
 def test_it_is_probed_and_estimated(name: str, alone: Ranks, run: RunDir) -> None:
-    job = spec(**sections(name))
+    job = make_spec(**sections(name))
     inspection = inspect_job(job)
     assert not inspection.estimate_error
     assert inspection.footprints[0].memory.peak > inspection.footprints[0].memory.parameters > 0
-    task = probe_task(job, BATCH)
+    task = make_probe_task(job, BATCH)
     run_probes(task, run, alone, build_datasets(job), started_at=0.0)
     result = run.read_result(f"probe-n001-l{BATCH:06d}")
     assert isinstance(result, Measured)
@@ -113,9 +121,9 @@ def test_it_is_probed_and_estimated(name: str, alone: Ranks, run: RunDir) -> Non
 def test_a_row_without_its_file_fails(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "lbt", TrainingMethod("lbt", "nowhere"))
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
-        inspect_job(spec(**sections("lbt")))
+        inspect_job(make_spec(**sections("lbt")))
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
-        train(run, alone, train_task(spec(**sections("lbt"))))
+        train(run, alone, make_train_task(make_spec(**sections("lbt"))))
 
 
 def test_a_method_that_forgets_a_part_of_its_state_fails(
@@ -134,11 +142,14 @@ def test_a_method_that_forgets_a_part_of_its_state_fails(
 
 
 def test_a_method_of_ones_own_trains_as_it_says(alone: Ranks, run: RunDir) -> None:
-    plain, value = train_task(spec(**sections("lbt"))), train_task(spec(**sections("own_method:METHOD")))
+    plain, value = (
+        make_train_task(make_spec(**sections("lbt"))),
+        make_train_task(make_spec(**sections("own_method:METHOD"))),
+    )
     for task in (plain, value):
         train(run, alone, task)
-    assert [row["lookahead"] for row in rows(run, value, "epoch")] == [6, 12, 18]
-    assert not same(final_weights(run, plain), final_weights(run, value))
+    assert [row["lookahead"] for row in read_rows(run, value, "epoch")] == [6, 12, 18]
+    assert not are_equal(load_final_weights(run, plain), load_final_weights(run, value))
 
 
 @pytest.mark.parametrize(
@@ -154,4 +165,4 @@ def test_a_method_of_ones_own_trains_as_it_says(alone: Ranks, run: RunDir) -> No
 )
 def test_what_is_no_method_is_refused_where_the_job_is_inspected(name: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        inspect_job(spec(**sections(name)))
+        inspect_job(make_spec(**sections(name)))

@@ -11,12 +11,12 @@ import pytest
 import shared_rank_cases
 import torch
 import torch.distributed as dist
-from shared_rank_cases import KINDS, TRAIN, whole
-from start_ranks import errors, start_ranks
+from shared_rank_cases import KINDS, TRAIN, gather_weights
+from start_ranks import read_errors, start_ranks
 from torch import nn
 from torch.distributed.checkpoint import metadata, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from worker_jobs import blocks, spec, trainer
+from worker_jobs import blocks, make_spec, make_trainer
 
 from tula_cli.errors import CannotWrite, SpecError, TulaError
 from tula_cli.optim import SmallBatch, TulaOptimizer
@@ -39,16 +39,16 @@ pytestmark = pytest.mark.torch
 def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the two ranks of shared_rank_cases leave behind."""
     folder = tmp_path_factory.mktemp("shares")
-    assert start_ranks(shared_rank_cases.__file__, folder, world=2), errors(folder, 2)
+    assert start_ranks(shared_rank_cases.__file__, folder, world=2), read_errors(folder, 2)
     return folder
 
 
-def facts(folder: Path, name: str) -> list[object]:
+def read_results(folder: Path, name: str) -> list[object]:
     return [json.loads((folder / f"{rank}.json").read_text())[name] for rank in range(2)]
 
 
 def test_shares_train_what_copies_do(shares: Path) -> None:
-    for fact in facts(shares, "trained_alike"):
+    for fact in read_results(shares, "compare_trainings"):
         assert isinstance(fact, dict) and fact.keys() == KINDS.keys()
         # torch's Muon multiplies in bfloat16, and shares in another order; clipping by the norm of all shares adds rounding;
         # orthogonalised steps add some that depends on the CPU (1.4e-5 on one of them)
@@ -58,7 +58,7 @@ def test_shares_train_what_copies_do(shares: Path) -> None:
 
 
 def test_a_rank_holds_its_share_of_parameters_gradients_and_states(shares: Path) -> None:
-    result = facts(shares, "held")
+    result = read_results(shares, "measure_shard_bytes")
     for kind, copies in {"parameters": 1, "gradients": 1, "states": 2}.items():
         kept = [rank[kind] for rank in result]  # type: ignore[index]
         total = copies * result[0]["whole"]  # type: ignore[index]
@@ -66,31 +66,34 @@ def test_a_rank_holds_its_share_of_parameters_gradients_and_states(shares: Path)
 
 
 def test_evaluation_is_of_every_sample_once_where_ranks_have_unequal_batches(shares: Path) -> None:
-    for fact in facts(shares, "evaluated"):
+    for fact in read_results(shares, "evaluate"):
         assert isinstance(fact, dict)
         for size in (17, 1):
             assert fact[f"{size} fsdp"] == pytest.approx(fact[f"{size} ddp"], abs=1e-5)
 
 
 def test_shares_start_from_the_file_that_rank_0_reads(shares: Path) -> None:
-    assert facts(shares, "begun") == [0.0, 0.0]
+    assert read_results(shares, "start_from_weights") == [0.0, 0.0]
 
 
 def test_an_interrupted_training_goes_on_exactly_and_a_damaged_folder_is_passed_over(shares: Path) -> None:
-    assert facts(shares, "left") == [["000000000064.dcp"]] * 2
+    assert read_results(shares, "leave_and_resume") == [["000000000064.dcp"]] * 2
     through, broken = (torch.load(shares / f"{name}.pt") for name in ("through", "broken"))
     assert all(torch.equal(through[name], broken[name]) for name in through)
-    for result, before in facts(shares, "damaged"):  # type: ignore[misc]
+    for result, before in read_results(shares, "damage_checkpoint"):  # type: ignore[misc]
         assert result == before
 
 
 def test_statistics_that_are_saved_are_rank_0s(shares: Path) -> None:
-    assert facts(shares, "statistics") == [[0.0] * 12] * 2
+    assert read_results(shares, "save_statistics") == [[0.0] * 12] * 2
 
 
 def test_every_rank_says_that_rank_0_cannot_write(shares: Path) -> None:
     places = (shares / "a-file" / "0.dcp", shares / "refused" / "1.dcp")
-    assert facts(shares, "refused") == [[f"cannot write {place}: Not a directory" for place in places]] * 2
+    assert (
+        read_results(shares, "save_without_access")
+        == [[f"cannot write {place}: Not a directory" for place in places]] * 2
+    )
 
 
 def test_folders_are_kept_as_files_are(shares: Path) -> None:
@@ -110,14 +113,14 @@ def test_folders_are_kept_as_files_are(shares: Path) -> None:
 
 def test_one_rank_goes_on_from_what_two_have_saved(shares: Path, alone: Ranks) -> None:
     run = RunDir(shares / "broken")
-    subject = trainer(TRAIN.spec, alone)
+    subject = make_trainer(TRAIN.spec, alone)
     content = checkpoint.load_newest_on_all_ranks(run, TRAIN.signature, alone)
     assert content is not None
     best = checkpoint.restore_checkpoint(subject, content)
     saved = torch.load(shares / "broken.pt")
     assert best["epoch"] == 3 or best["epoch"] == 2
     assert subject.position.samples == 288 and subject.position.epoch == 3
-    result = whole(subject)
+    result = gather_weights(subject)
     assert result.keys() == saved.keys() and all(torch.equal(result[name], saved[name]) for name in saved)
     momenta = [state["momentum_buffer"] for state in subject.base.state.values()]
     assert momenta and all(float(value.to_local().abs().max()) > 0 for value in momenta)
@@ -129,9 +132,9 @@ def test_a_training_goes_on_where_the_forward_pass_leaves_a_parameter_out(
     alone: Ranks, tmp_path: Path, kind: str
 ) -> None:
     def begun() -> worker_train_loop.Trainer:
-        return trainer(shared_rank_cases.job(kind, "fsdp").model_copy(update={"model": unused}), alone)
+        return make_trainer(shared_rank_cases.job(kind, "fsdp").model_copy(update={"model": unused}), alone)
 
-    unused = spec(model={"name": "worker_jobs:WithUnused"}).model
+    unused = make_spec(model={"name": "worker_jobs:WithUnused"}).model
     first, second = begun(), begun()
     next(worker_train_loop.run_steps(first))
     checkpoint.write_sharded(tmp_path / "1.dcp", first, best={})
@@ -143,13 +146,13 @@ def test_a_training_goes_on_where_the_forward_pass_leaves_a_parameter_out(
     assert [sorted(name for name in state if not state[name]) for state in states] == [
         ["unused.bias", "unused.weight"]
     ] * 2
-    assert all(torch.equal(whole(first)[name], value) for name, value in whole(second).items())
+    assert all(torch.equal(gather_weights(first)[name], value) for name, value in gather_weights(second).items())
 
 
 def test_a_checkpoint_of_another_model_is_refused(shares: Path, alone: Ranks) -> None:
     content = checkpoint.load_newest_on_all_ranks(RunDir(shares / "broken"), TRAIN.signature, alone)
     assert content is not None
-    other = trainer(spec(train={"parallel": "fsdp"}), alone)
+    other = make_trainer(make_spec(train={"parallel": "fsdp"}), alone)
     with pytest.raises(TulaError, match="does not fit the model"):
         checkpoint.restore_checkpoint(other, content)
 
@@ -164,7 +167,7 @@ def test_a_probe_tells_compute_memory_and_noise_of_shares(shares: Path) -> None:
 
 
 def test_the_noise_of_shares_is_that_of_all_ranks_batches_together(shares: Path) -> None:
-    first, second = facts(shares, "noisy")
+    first, second = read_results(shares, "compare_gradient_norms")
     assert first == second, "on every rank"
     copies, divided = (GradientStats.model_validate(stats) for stats in first)  # type: ignore[attr-defined]
     assert (divided.local_batch, divided.batch) == (2 * copies.local_batch, 2 * copies.batch)
@@ -196,21 +199,21 @@ def test_a_block_inside_another_is_counted_once() -> None:
 
 
 def test_factors_of_elements_are_refused_on_shares(alone: Ranks) -> None:
-    subject = trainer(TRAIN.spec, alone)
+    subject = make_trainer(TRAIN.spec, alone)
     with pytest.raises(ValueError, match="can only have factors per tensor"):
         TulaOptimizer(subject.base, model=subject.parallel, b_large=16, b_small=4, factors=SmallBatch("element"))
 
 
 def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
-    subject = trainer(shared_rank_cases.job("momentum", "fsdp"), alone)
+    subject = make_trainer(shared_rank_cases.job("momentum", "fsdp"), alone)
     stream = worker_train_loop.run_steps(subject)
     next(stream)
-    before = whole(subject)
+    before = gather_weights(subject)
     subject.synchronise, subject.lr_factor = False, lambda _: 0.0
     with subject.parallel.disable_communication():  # type: ignore[union-attr]
         next(stream)
     subject.synchronise = True
-    after = whole(subject)
+    after = gather_weights(subject)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(hasattr(p, "to_local") for p in subject.parallel.parameters())
 
@@ -220,8 +223,8 @@ def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_p
     saved = torch.load(shares / "broken.pt")
     weights = finetune.read_weights(str(path))
     assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
-    job = spec(model={**shared_rank_cases.BLOCKS, "weights": str(path)})
-    assert add_weights_digest("", job) != add_weights_digest("", spec())
+    job = make_spec(model={**shared_rank_cases.BLOCKS, "weights": str(path)})
+    assert add_weights_digest("", job) != add_weights_digest("", make_spec())
     damaged = tmp_path / "000000000288.dcp"
     shutil.copytree(path, damaged)
     (damaged / ".metadata").write_bytes(b"x")
@@ -269,19 +272,19 @@ def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: p
 def test_a_torch_without_shares_on_the_cpu_is_reported(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "Stream", object)
     with pytest.raises(SpecError, match="cannot run on the CPU under torch"):
-        trainer(TRAIN.spec, alone)
+        make_trainer(TRAIN.spec, alone)
 
 
 def test_a_group_that_adds_gradients_up_is_refused(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda mean, *_, **__: mean.fill_(2))
     with pytest.raises(SpecError, match="sum gradients instead of averaging them: gloo under torch"):
-        trainer(TRAIN.spec, alone)
+        make_trainer(TRAIN.spec, alone)
 
 
 def test_what_was_written_and_cannot_be_read_again_is_no_checkpoint(
     alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = trainer(TRAIN.spec, alone)
+    subject = make_trainer(TRAIN.spec, alone)
     place = tmp_path / "000000000016.dcp"
     with monkeypatch.context() as patched:
         patched.setattr(sharded_checkpoint, "_compute_file_checksum", lambda _: -1)
@@ -302,4 +305,4 @@ def test_a_full_disk_in_the_middle_of_a_share_is_reported(
 
     monkeypatch.setattr(state_dict_saver, "save", full)
     with pytest.raises(CannotWrite, match="dcp: PytorchStreamWriter failed\n"):
-        checkpoint.write_sharded(tmp_path / "000000000016.dcp", trainer(TRAIN.spec, alone), best={})
+        checkpoint.write_sharded(tmp_path / "000000000016.dcp", make_trainer(TRAIN.spec, alone), best={})

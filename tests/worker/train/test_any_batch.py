@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from token_jobs import Classifier, tokens
+from token_jobs import Classifier, make_token_job
 from torch import nn
-from worker_jobs import rows, same, train_task, trained, trainer
+from worker_jobs import are_equal, make_train_task, make_trainer, read_rows, train_to_end
 
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.run.directory import RunDir
@@ -46,42 +46,42 @@ def even(form: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("form", ["dict", "nested", "three"])
 def test_a_batch_of_any_form_trains_what_the_plain_one_does(alone: Ranks, form: str, method: str) -> None:
     train = {"method": method, "accumulate": 2}
-    plain, _ = trained(tokens(**even("pair", train=train)), alone)
-    result, _ = trained(tokens(**even(form, train=train)), alone)
-    assert same(result, plain)
+    plain, _ = train_to_end(make_token_job(**even("pair", train=train)), alone)
+    result, _ = train_to_end(make_token_job(**even(form, train=train)), alone)
+    assert are_equal(result, plain)
 
 
 @pytest.mark.parametrize("model", ["WithLoss", "Whole"])
 def test_a_model_may_take_its_loss_or_the_whole_dictionary_by_itself(alone: Ranks, model: str) -> None:
-    plain, steps = trained(tokens(), alone)
-    result, value = trained(tokens(model={"name": f"token_jobs:{model}"}), alone)
-    assert same(result, plain)
+    plain, steps = train_to_end(make_token_job(), alone)
+    result, value = train_to_end(make_token_job(model={"name": f"token_jobs:{model}"}), alone)
+    assert are_equal(result, plain)
     assert [float(step.loss) for step in value] == [float(step.loss) for step in steps]
     assert float(value[-1].loss) < float(value[0].loss)
 
 
 def test_evaluation_knows_classes_in_a_dictionary(alone: Ranks) -> None:
-    job = tokens(train={"epochs": 8})
-    subject = trainer(job, alone)
+    job = make_token_job(train={"epochs": 8})
+    subject = make_trainer(job, alone)
     list(worker_train_loop.run_steps(subject))
     result = Evaluator(subject).evaluate()
     assert result.samples == 10 and result.top1 > 80
-    value = trainer(tokens(model={"name": "token_jobs:WithLoss"}), alone)
+    value = make_trainer(make_token_job(model={"name": "token_jobs:WithLoss"}), alone)
     value.parallel.module.load_state_dict(subject.parallel.module.state_dict())
     assert Evaluator(value).evaluate() == result
 
 
 def test_a_language_model_is_reported_by_its_perplexity(alone: Ranks, run: RunDir) -> None:
     data = {"name": "python_source", "collate_fn": None, "args": {"length": 16, "size": 1024}}
-    job = tokens(model={"name": "token_jobs:OfBytes"}, dataset=data)
-    task = train_task(job, batch=8)
+    job = make_token_job(model={"name": "token_jobs:OfBytes"}, dataset=data)
+    task = make_train_task(job, batch=8)
     run_training(task, run, alone, build_datasets(job))
-    result, epochs = run.get_training(task.signature).read_result(), list(rows(run, task, "epoch"))
+    result, epochs = run.get_training(task.signature).read_result(), list(read_rows(run, task, "epoch"))
     assert result is not None and result.best_top1 is None and "top1" not in result.metrics
     assert result.metrics["perplexity"] == pytest.approx(math.exp(epochs[-1]["eval_loss"]))
     assert [row["perplexity"] for row in epochs] == pytest.approx([math.exp(row["eval_loss"]) for row in epochs])
     assert result.best_loss == min(row["eval_loss"] for row in epochs)
-    step = next(rows(run, task, "step"))
+    step = next(read_rows(run, task, "step"))
     assert step["tokens_per_second"] == pytest.approx(8 * 16 / step["step_time"])
 
 
@@ -125,20 +125,20 @@ def test_padding_is_distinguished_from_tokens_by_mask_and_labels(batch: Any, fou
 
 
 def test_a_training_tells_tokens_a_second_without_their_padding(alone: Ranks, run: RunDir) -> None:
-    job = tokens(train={"epochs": 1})
-    task = train_task(job, batch=8)
+    job = make_token_job(train={"epochs": 1})
+    task = make_train_task(job, batch=8)
     run_training(task, run, alone, build_datasets(job))
-    step = next(rows(run, task, "step"))
+    step = next(read_rows(run, task, "step"))
     assert 0 < step["padding"] < 0.6 and step["tokens_per_second"] < 8 * 9 / step["step_time"]
 
 
 def test_a_loss_of_the_whole_batch_has_no_accuracy(alone: Ranks) -> None:
-    job = tokens(
+    job = make_token_job(
         model={"name": "token_jobs:NextWord"},
         loss={"name": "token_jobs:next_word_loss"},
         train={"method": "ags", "epochs": 4},
     )
-    subject = trainer(job, alone)
+    subject = make_trainer(job, alone)
     losses = [float(step.loss) for step in worker_train_loop.run_steps(subject)]
     result = Evaluator(subject).evaluate()
     assert losses[-1] < losses[0] and result.loss == result.loss and result.top1 != result.top1
@@ -148,7 +148,7 @@ def test_a_loss_of_the_whole_batch_has_no_accuracy(alone: Ranks) -> None:
 def test_halves_of_a_dictionary_are_those_of_the_plain_batch(alone: Ranks) -> None:
     results = []
     for form in ("pair", "dict"):
-        subject = trainer(tokens(**even(form)), alone)
+        subject = make_trainer(make_token_job(**even(form)), alone)
         next(worker_train_loop.run_steps(subject))
         results.append(measure_half_batch_norms(subject))
     assert results[0] == results[1] and results[0][0] > 0
@@ -158,19 +158,19 @@ def test_halves_of_a_dictionary_are_those_of_the_plain_batch(alone: Ranks) -> No
 
 
 def test_check_tells_samples_of_different_lengths_and_estimates_the_longest() -> None:
-    result = inspect_job(tokens())
+    result = inspect_job(make_token_job())
     assert result.estimate_error == "" and result.footprints and result.classes == 3
     assert result.sample_shape == () and result.sample == "{ids: int64 (9), mask: bool (9), label: int}"
     assert len(result.warnings) == 1 and "largest of the 64 samples read ({ids: int64 (9)" in result.warnings[0]
-    assert inspect_job(tokens(**even("dict"))).warnings == ()
+    assert inspect_job(make_token_job(**even("dict"))).warnings == ()
 
 
 def test_keys_that_the_model_does_not_take_are_reported() -> None:
     result = inspect_job(
-        tokens(**even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "token_jobs:of_ids"}))
+        make_token_job(**even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "token_jobs:of_ids"}))
     )
     assert result.warnings == (), "the loss takes the whole batch"
-    (message,) = inspect_job(tokens(**even("dict", model={"name": "token_jobs:First"}))).warnings
+    (message,) = inspect_job(make_token_job(**even("dict", model={"name": "token_jobs:First"}))).warnings
     assert "unused entries of the batch: mask (neither token_jobs:First.forward" in message
 
 
@@ -187,13 +187,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "words"), REFUSED)
 def test_what_makes_no_batch_is_reported_with_its_shapes(changes: dict[str, Any], words: str) -> None:
     with pytest.raises((SpecError, JobFailed), match=words) as caught:
-        inspect_job(tokens(**changes))
+        inspect_job(make_token_job(**changes))
     assert "ToTensor" not in str(caught.value) + caught.value.hint
 
 
 def test_collate_fn_has_to_be_an_import_string() -> None:
     with pytest.raises(SpecError) as caught:
-        tokens(dataset={"collate_fn": "padded"})
+        make_token_job(dataset={"collate_fn": "padded"})
     assert "must be an import string package.module:attribute, got 'padded'" in caught.value.problems[0].message
 
 
@@ -273,7 +273,7 @@ def test_a_device_is_brought_every_tensor_of_a_batch() -> None:
 def test_gradients_are_not_looked_at_where_there_is_no_room_for_them(
     alone: Ranks, room: int | None, looked: bool
 ) -> None:
-    subject = trainer(tokens(**even("pair"), search={"nodes": [1]}), alone)
+    subject = make_trainer(make_token_job(**even("pair"), search={"nodes": [1]}), alone)
     stream = worker_train_loop.run_steps(subject)
     gradient_stats = probe._measure_gradient_stats(subject, stream, norms=3, free_bytes=room)
     assert (gradient_stats.steps > 0) is looked and gradient_stats.batch == 2 * gradient_stats.local_batch

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import same, spec, trainer, weights
+from worker_jobs import are_equal, copy_weights, make_spec, make_trainer
 
 from tula_cli.errors import TulaError
 from tula_cli.run.directory import RunDir
@@ -25,7 +25,7 @@ AGS = {"train": {"method": "ags"}, "ags": {"delta": "inf"}}
 
 
 def advanced(ranks: Ranks, *, steps: int = 8, batch: int = 16, **changes: Any) -> Trainer:
-    subject = trainer(spec(**changes), ranks, batch=batch)
+    subject = make_trainer(make_spec(**changes), ranks, batch=batch)
     for _ in islice(worker_train_loop.run_steps(subject), steps):
         pass
     return subject
@@ -43,9 +43,9 @@ def names(run: RunDir) -> list[int]:
 def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
     old = advanced(alone, **AGS)
     path = checkpoint.save_checkpoint(run, NAME, old, best={"top1": 3.5, "epoch": 1.0}, is_best=False)
-    new = trainer(spec(**AGS), alone)
+    new = make_trainer(make_spec(**AGS), alone)
     assert checkpoint.restore_checkpoint(new, torch.load(path, weights_only=True)) == {"top1": 3.5, "epoch": 1.0}
-    assert same(weights(new), weights(old))
+    assert are_equal(copy_weights(new), copy_weights(old))
     assert new.position == old.position == TrainingPosition(epoch=1, done=32, samples=128, steps=8)
     assert path == run.get_training(NAME).get_checkpoint_path(128)
     assert repr(new.optimizer.state_dict()) == repr(old.optimizer.state_dict())
@@ -54,7 +54,7 @@ def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
 def test_another_batch_keeps_momentum_and_drops_the_factors(alone: Ranks, run: RunDir) -> None:
     old = advanced(alone, batch=32, steps=5, **AGS)
     path = checkpoint.save_checkpoint(run, NAME, old, best={}, is_best=False)
-    new = trainer(spec(**AGS), alone, batch=16)
+    new = make_trainer(make_spec(**AGS), alone, batch=16)
     checkpoint.restore_checkpoint(new, torch.load(path, weights_only=True))
     assert old.ags is not None
     assert new.ags is not None
@@ -67,7 +67,7 @@ def test_another_batch_keeps_momentum_and_drops_the_factors(alone: Ranks, run: R
 
 
 def test_the_two_newest_and_the_best_are_kept(alone: Ranks, run: RunDir) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     for samples in (100, 200, 300, 400, 500):
         save(run, subject, samples, is_best=samples == 200)
     assert names(run) == [500, 400, 200]
@@ -77,7 +77,7 @@ def test_the_two_newest_and_the_best_are_kept(alone: Ranks, run: RunDir) -> None
     "the run directory", "the user has put files into the folder of checkpoints", "tula neither reads nor deletes them"
 )
 def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     copy = save(run, subject, 100).with_name("my-backup.pt")
     copy.write_bytes(b"of the user's")
     for samples in (200, 300, 400):
@@ -90,7 +90,7 @@ def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
 
 
 def test_links_are_relative_and_lead_to_a_checkpoint(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     save(run, subject, 100, is_best=True)
     save(run, subject, 200)
     folder = run.get_training(NAME).path
@@ -101,14 +101,14 @@ def test_links_are_relative_and_lead_to_a_checkpoint(alone: Ranks, run: RunDir, 
 
 
 def test_no_draft_is_left(alone: Ranks, run: RunDir) -> None:
-    save(run, trainer(spec(), alone), 100, is_best=True)
+    save(run, make_trainer(make_spec(), alone), 100, is_best=True)
     result = {path.name for path in run.get_training(NAME).path.rglob("*")}
     assert result == {"checkpoints", "000000000100.pt", "last", "best"}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])
 def test_a_truncated_checkpoint_is_passed_over(alone: Ranks, run: RunDir, share: float) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     older, newest = save(run, subject, 100), save(run, subject, 200)
     content = newest.read_bytes()
     newest.write_bytes(content[: int(share * len(content))])
@@ -119,7 +119,7 @@ def test_a_truncated_checkpoint_is_passed_over(alone: Ranks, run: RunDir, share:
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.8])
 def test_a_checkpoint_with_a_hole_is_passed_over(alone: Ranks, run: RunDir, place: float) -> None:
-    path = save(run, trainer(spec(), alone), 100)
+    path = save(run, make_trainer(make_spec(), alone), 100)
     content = bytearray(path.read_bytes())
     begin = int(place * len(content))
     content[begin : begin + 512] = bytes(512)
@@ -161,7 +161,7 @@ def plain_zip(path: Path) -> None:
 def test_what_holds_no_state_is_set_aside_with_a_word(
     alone: Ranks, run: RunDir, write: Callable[[Path], object]
 ) -> None:
-    older, newest = save(run, trainer(spec(), alone), 100), run.get_training(NAME).get_checkpoint_path(200)
+    older, newest = save(run, make_trainer(make_spec(), alone), 100), run.get_training(NAME).get_checkpoint_path(200)
     message: list[str] = []
     for name in ("damaged-000000000200.pt", "damaged-2-000000000200.pt"):
         write(newest)
@@ -179,7 +179,7 @@ def test_what_holds_no_state_is_set_aside_with_a_word(
 def test_a_checkpoint_that_the_memory_does_not_hold_is_not_called_damaged(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(run, trainer(spec(), alone), 100)
+    save(run, make_trainer(make_spec(), alone), 100)
 
     def load(*_: object, **__: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -195,7 +195,7 @@ def test_where_there_is_none_nothing_is_loaded(run: RunDir) -> None:
 
 
 def test_a_damaged_checkpoint_ahead_does_not_push_out_a_good_one(alone: Ranks, run: RunDir) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     save(run, subject, 100)
     save(run, subject, 300).write_bytes(b"")
     save(run, subject, 200)
@@ -203,8 +203,8 @@ def test_a_damaged_checkpoint_ahead_does_not_push_out_a_good_one(alone: Ranks, r
 
 
 def test_a_checkpoint_of_another_model_is_refused(alone: Ranks) -> None:
-    content = checkpoint.make_checkpoint_state(trainer(spec(), alone), best={})
-    other = trainer(spec(model={"args": {"width": 4}}), alone)
+    content = checkpoint.make_checkpoint_state(make_trainer(make_spec(), alone), best={})
+    other = make_trainer(make_spec(model={"args": {"width": 4}}), alone)
     with pytest.raises(TulaError, match="does not fit the model"):
         checkpoint.restore_checkpoint(other, content)
 
@@ -212,6 +212,6 @@ def test_a_checkpoint_of_another_model_is_refused(alone: Ranks) -> None:
 def test_the_scale_of_half_precision_is_kept(alone: Ranks, tmp_path: Path) -> None:
     old = advanced(alone, train={"precision": "fp16"})
     old.scaler.update(2.0**7)
-    new = trainer(spec(train={"precision": "fp16"}), alone)
+    new = make_trainer(make_spec(train={"precision": "fp16"}), alone)
     checkpoint.restore_checkpoint(new, checkpoint.make_checkpoint_state(old, best={}))
     assert new.scaler.get_scale() == 2.0**7

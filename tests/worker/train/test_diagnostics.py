@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worker_jobs import gradient, rows, same, spec, train_task, trainer
+from worker_jobs import are_equal, copy_gradient, make_spec, make_train_task, make_trainer, read_rows
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
@@ -51,13 +51,13 @@ def changes(squares: list[float]) -> list[float]:
     ids=["ags", "lbt", "clipped", "accumulated"],
 )
 def test_the_quantiles_are_those_of_the_averaged_gradients(alone: Ranks, job: dict[str, Any]) -> None:
-    subject = trainer(spec(**job), alone)
+    subject = make_trainer(make_spec(**job), alone)
     result = Diagnostics.attach(subject)
     assert result is not None
     on_gradient, squares, reports = subject.on_gradient, [], []
 
     def look(seen: worker_train_loop.Trainer) -> None:
-        squares.append(float(gradient(seen).square().sum()))
+        squares.append(float(copy_gradient(seen).square().sum()))
         if on_gradient:
             on_gradient(seen)
 
@@ -74,7 +74,9 @@ def test_the_quantiles_are_those_of_the_averaged_gradients(alone: Ranks, job: di
 
 
 def test_a_scaled_loss_and_a_skipped_step_leave_no_trace_in_the_norms(alone: Ranks) -> None:
-    plain, scaled = (trainer(spec(train={"method": "lbt", "diagnostics": ["gradient_norms"]}), alone) for _ in range(2))
+    plain, scaled = (
+        make_trainer(make_spec(train={"method": "lbt", "diagnostics": ["gradient_norms"]}), alone) for _ in range(2)
+    )
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     reports = []
     for subject in (plain, scaled):
@@ -93,7 +95,7 @@ def test_a_scaled_loss_and_a_skipped_step_leave_no_trace_in_the_norms(alone: Ran
 
 
 def test_a_step_that_grad_scaler_skips_is_not_counted_for_ags(alone: Ranks) -> None:
-    subject = trainer(spec(**AGS), alone)
+    subject = make_trainer(make_spec(**AGS), alone)
     result = Diagnostics.attach(subject)
     assert result is not None
     steps = worker_train_loop.run_steps(subject)
@@ -106,8 +108,12 @@ def test_a_step_that_grad_scaler_skips_is_not_counted_for_ags(alone: Ranks) -> N
 
 def test_only_who_asks_or_scales_has_diagnostics(alone: Ranks) -> None:
     jobs = [{}, {"train": {"diagnostics": ["gradient_norms"]}}, AGS]
-    assert [Diagnostics.attach(trainer(spec(**job), alone)) is not None for job in jobs] == [False, True, True]
-    idle = trainer(spec(**AGS), alone, batch=8)  # the reference batch: nothing is scaled
+    assert [Diagnostics.attach(make_trainer(make_spec(**job), alone)) is not None for job in jobs] == [
+        False,
+        True,
+        True,
+    ]
+    idle = make_trainer(make_spec(**AGS), alone, batch=8)  # the reference batch: nothing is scaled
     assert Diagnostics.attach(idle) is None
 
 
@@ -128,9 +134,9 @@ def test_large_and_several_factors_are_all_counted() -> None:
 
 
 def test_epoch_rows_hold_norms_changes_and_factors(alone: Ranks, run: RunDir) -> None:
-    task = train_task(spec(**{**AGS, "ags": {"delta": "inf"}}))
+    task = make_train_task(make_spec(**{**AGS, "ags": {"delta": "inf"}}))
     weights = run_job(run, alone, task)
-    first, second = (row["diagnostics"] for row in rows(run, task, "epoch"))
+    first, second = (row["diagnostics"] for row in read_rows(run, task, "epoch"))
     assert first["steps"] == second["steps"] == 6
     assert first["scaled"] < second["scaled"] == 1.0
     assert first["factors"]["edges"] == list(HISTOGRAM_EDGES)
@@ -143,21 +149,21 @@ def test_epoch_rows_hold_norms_changes_and_factors(alone: Ranks, run: RunDir) ->
 
 def test_without_scaling_there_is_no_share_and_no_factor(alone: Ranks, run: RunDir) -> None:
     plain, requested = (
-        train_task(spec()),
-        train_task(spec(train={"diagnostics": ["gradient_norms"]}), signature="asked"),
+        make_train_task(make_spec()),
+        make_train_task(make_spec(train={"diagnostics": ["gradient_norms"]}), signature="asked"),
     )
     for task in (plain, requested):
         run_job(run, alone, task)
-    assert [row["diagnostics"] for row in rows(run, plain, "epoch")] == [None, None]
-    diagnostics = next(rows(run, requested, "epoch"))["diagnostics"]
+    assert [row["diagnostics"] for row in read_rows(run, plain, "epoch")] == [None, None]
+    diagnostics = next(read_rows(run, requested, "epoch"))["diagnostics"]
     assert diagnostics["scaled"] is None and diagnostics["factors"] is None and diagnostics["steps"] == 6
 
 
 def test_curvature_rows_come_at_the_start_and_at_the_end_of_each_epoch(alone: Ranks, run: RunDir) -> None:
     settings = {"diagnostics": ["hessian"], "epochs": 2, "method": "ags"}
-    task = train_task(spec(train=settings, ags={"b_small": 4}))
+    task = make_train_task(make_spec(train=settings, ags={"b_small": 4}))
     run_job(run, alone, task)
-    result = list(rows(run, task, "hessian"))
+    result = list(read_rows(run, task, "hessian"))
     assert [(row["epoch"], row["samples"], row["batch"]) for row in result] == [
         (0, 0, 100),
         (1, 96, 100),
@@ -172,9 +178,9 @@ def test_curvature_rows_come_at_the_start_and_at_the_end_of_each_epoch(alone: Ra
 @pytest.mark.parametrize("method", ["lbt", "ags"])
 def test_looking_changes_no_weight(alone: Ranks, tmp_path: Path, method: str) -> None:
     network = {"model": {"args": {"norm": True, "dropout": 0.3}}}
-    plain = spec(**network, train={"method": method})
-    requested = spec(**network, train={"method": method, "diagnostics": ["hessian", "gradient_norms"]})
-    tasks = [train_task(job) for job in (plain, requested)]
+    plain = make_spec(**network, train={"method": method})
+    requested = make_spec(**network, train={"method": method, "diagnostics": ["hessian", "gradient_norms"]})
+    tasks = [make_train_task(job) for job in (plain, requested)]
     assert tasks[0].signature == tasks[1].signature
     results = [run_job(RunDir.create(tmp_path / str(n), task.spec), alone, task) for n, task in enumerate(tasks)]
-    assert same(*results)
+    assert are_equal(*results)

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 import torch
 from torch import nn
-from worker_jobs import spec, trainer
+from worker_jobs import make_spec, make_trainer
 
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import divergence
@@ -38,21 +38,21 @@ def followed(subject: Trainer, *, bad: tuple[int, ...] = (), steps: int = 5) -> 
 
 
 def test_the_first_step_whose_loss_is_no_number_is_reported(alone: Ranks) -> None:
-    watch = followed(trainer(spec(), alone), bad=(3, 5))
+    watch = followed(make_trainer(make_spec(), alone), bad=(3, 5))
     assert watch.describe_divergence() == "the loss is not finite at epoch 0.48, step 3, 48 samples"
     assert watch.describe_divergence() == "", "told once, and the weights were never touched"
     assert watch.describe_divergence(weights=True) == ""
 
 
 def test_every_rank_tells_the_earliest_step_of_all(alone: Ranks) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     watch = followed(subject, bad=(4,))
     subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-2.0, 0.0, 0.0, *divergence.NO_RISE))
     assert watch.describe_divergence() == "the loss is not finite at epoch 0.32, step 2, 32 samples"
 
 
 def test_what_another_rank_sees_in_its_weights_ends_this_one_too(alone: Ranks) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     watch = followed(subject)
     subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-math.inf, 1.0, 0.0, *divergence.NO_RISE))
     assert watch.describe_divergence().startswith("the weights are not finite at epoch 0.80, step 5, 80 samples")
@@ -60,7 +60,7 @@ def test_what_another_rank_sees_in_its_weights_ends_this_one_too(alone: Ranks) -
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_was_not_finite_is_in_the_weights(alone: Ranks, value: float) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     watch = followed(subject)
     assert watch.has_finite_weights()
     next(subject.parallel.parameters()).data.view(-1)[-1] = value
@@ -82,7 +82,7 @@ def test_only_what_is_trained_has_to_be_finite() -> None:
 
 
 def test_steps_that_fp16_skips_are_no_divergence_until_none_is_left(alone: Ranks) -> None:
-    subject = trainer(spec(**FP16), alone)
+    subject = make_trainer(make_spec(**FP16), alone)
     subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": 2.0**120})
     watch = followed(subject)
     assert subject.scaler.get_scale() == 2.0**115, "every step was skipped"
@@ -108,18 +108,18 @@ def blown_up(subject: Trainer, *, at: int) -> tuple[DivergenceDetector, int]:
 
 
 def test_a_finite_loss_that_stays_high_is_a_divergence_where_a_ramp_has_raised_the_learning_rate(alone: Ranks) -> None:
-    subject = trainer(spec(**RAMP), alone, batch=16)
+    subject = make_trainer(make_spec(**RAMP), alone, batch=16)
     watch, before = blown_up(subject, at=30)
     words = watch.describe_divergence()
     assert words.startswith("the loss rose from 0.100 and has not recovered: 5.00 at epoch 12.00, step "), words
     assert (subject.losses.lr_factor, subject.losses.sound) == (2.0, before)
-    for other in (spec(train={"epochs": 12}), spec(train={**RAMP["train"], "lr_scaling": "none"})):
-        assert blown_up(trainer(other, alone, batch=16), at=30)[0].describe_divergence() == ""
+    for other in (make_spec(train={"epochs": 12}), make_spec(train={**RAMP["train"], "lr_scaling": "none"})):
+        assert blown_up(make_trainer(other, alone, batch=16), at=30)[0].describe_divergence() == ""
 
 
 def test_a_loss_that_rises_with_the_batch_of_a_decay_is_a_divergence_too(alone: Ranks) -> None:
     decay = {"train": {"method": "lbt", "ramp": "decay", "epochs": 12}, "schedule": {"kind": "cosine"}}
-    subject = trainer(spec(**decay), alone, batch=16)
+    subject = make_trainer(make_spec(**decay), alone, batch=16)
     watch, _ = blown_up(subject, at=76)
     assert watch.describe_divergence().startswith(
         "the loss rose from 0.100 and has not recovered: 5.00 at epoch 12.00, step "

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
-from worker_jobs import same, spec, trainer, weights
+from worker_jobs import are_equal, copy_weights, make_spec, make_trainer
 
 from tula_cli.errors import SpecError
 from tula_cli.worker.build.batches import ModelCall
@@ -144,7 +144,7 @@ def test_a_flat_or_broken_surface_ends_the_iteration(value: float) -> None:
 
 
 def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropout(alone: Ranks) -> None:
-    subject = trainer(spec(**SMALL), alone)
+    subject = make_trainer(make_spec(**SMALL), alone)
     for _, _ in zip(worker_train_loop.run_steps(subject), range(3), strict=False):  # running statistics of its own
         pass
     subject.parallel.module.eval()
@@ -166,7 +166,7 @@ def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropo
 
 
 def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(alone: Ranks) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     inputs, targets = torch.randn(10, 1, 4, 4), torch.randint(3, (10,))
     parts = [(3, (inputs[:3], targets[:3])), (7, (inputs[3:], targets[3:]))]
     model = subject.parallel.module
@@ -179,7 +179,7 @@ def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(a
 
 
 def test_more_samples_than_there_are_is_all_of_them(alone: Ranks) -> None:
-    assert measure_curvature(trainer(spec(), alone), samples=1000).batch == 100
+    assert measure_curvature(make_trainer(make_spec(), alone), samples=1000).batch == 100
 
 
 class Linear(nn.Module):
@@ -272,8 +272,10 @@ def test_attention_has_a_second_derivative_where_fast_kernels_are_off(alone: Ran
 
 
 def test_recomputed_activations_change_nothing(alone: Ranks) -> None:
-    jobs = [spec(model={"name": "worker_jobs:blocks"}, train={"activation_checkpointing": on}) for on in (False, True)]
-    plain, again = (measure_curvature(trainer(job, alone), samples=20) for job in jobs)
+    jobs = [
+        make_spec(model={"name": "worker_jobs:blocks"}, train={"activation_checkpointing": on}) for on in (False, True)
+    ]
+    plain, again = (measure_curvature(make_trainer(job, alone), samples=20) for job in jobs)
     assert again.eigenvalue == pytest.approx(plain.eigenvalue, rel=1e-4)
     assert plain.converged
 
@@ -282,14 +284,14 @@ def test_recomputed_activations_change_nothing(alone: Ranks) -> None:
 
 
 def test_nothing_of_the_trainer_changes(alone: Ranks) -> None:
-    subject = trainer(spec(**SMALL), alone)
+    subject = make_trainer(make_spec(**SMALL), alone)
     steps = worker_train_loop.run_steps(subject)
     next(steps)
     subject.parallel.module[1].eval()  # a mode of its own, as a frozen normalisation has
-    before, state = weights(subject), torch.get_rng_state()
+    before, state = copy_weights(subject), torch.get_rng_state()
     modes = [module.training for module in subject.parallel.modules()]
     measure_curvature(subject, samples=20)
-    assert same(weights(subject), before)
+    assert are_equal(copy_weights(subject), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in subject.parallel.modules()] == modes
     assert all(p.grad is None for p in subject.parallel.parameters())
@@ -302,7 +304,7 @@ def test_it_repeats_itself_and_may_be_broken_off(alone: Ranks) -> None:
     def leave() -> None:
         raise Gone
 
-    subject = trainer(spec(**SMALL), alone)
+    subject = make_trainer(make_spec(**SMALL), alone)
     first, other = measure_curvature(subject, samples=30), measure_curvature(subject, samples=30)
     assert (first.eigenvalue, first.gradient_norm, first.loss) == (other.eigenvalue, other.gradient_norm, other.loss)
     with pytest.raises(Gone):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from worker_jobs import rows, spec, train_task, trainer
+from worker_jobs import make_spec, make_train_task, make_trainer, read_rows
 
 from tula_cli.errors import JobFailed, SpecError, TulaError
 from tula_cli.models.choice import early_stopping
@@ -25,14 +25,14 @@ HERE = __name__
 
 
 def train(run: RunDir, ranks: Ranks, **section: Any) -> TrainTask:
-    of = spec(train=section)
-    task = train_task(of)
+    of = make_spec(train=section)
+    task = make_train_task(of)
     run_training(task, run, ranks, build_datasets(of))
     return task
 
 
 def section(**keys: Any) -> Train:
-    return spec(train=keys).train
+    return make_spec(train=keys).train
 
 
 # --- metrics
@@ -66,15 +66,15 @@ def several(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def test_a_mean_counts_each_sample_once_also_those_of_a_smaller_last_batch(alone: Ranks) -> None:
-    of = spec(dataset={"args": {"eval_size": 37}}, train={"metrics": {**OWN, "size": f"{HERE}:whole"}})
-    result = Evaluator(trainer(of, alone)).evaluate()
+    of = make_spec(dataset={"args": {"eval_size": 37}}, train={"metrics": {**OWN, "size": f"{HERE}:whole"}})
+    result = Evaluator(make_trainer(of, alone)).evaluate()
     assert result.user_metrics["error"] == result.user_metrics["gathers"] == pytest.approx(100 - result.top1)
     assert result.user_metrics["size"] == pytest.approx((2 * 16 * 16 + 5 * 5) / 37)
 
 
 def test_an_object_is_built_with_arguments_and_may_take_the_whole_batch(alone: Ranks) -> None:
-    of = spec(train={"metrics": {"twice": {f"{HERE}:WithBatch": {"factor": 2}}}})
-    evaluator = Evaluator(trainer(of, alone))
+    of = make_spec(train={"metrics": {"twice": {f"{HERE}:WithBatch": {"factor": 2}}}})
+    evaluator = Evaluator(make_trainer(of, alone))
     assert [evaluator.evaluate().user_metrics["twice"] for _ in range(2)] == [20, 20]  # it is reset
 
 
@@ -87,7 +87,7 @@ def test_an_object_is_built_with_arguments_and_may_take_the_whole_batch(alone: R
 )
 def test_a_metric_that_fails_is_named(name: str, why: str, alone: Ranks) -> None:
     with pytest.raises(JobFailed, match=why):
-        Evaluator(trainer(spec(train={"metrics": {"own": f"{HERE}:{name}"}}), alone)).evaluate()
+        Evaluator(make_trainer(make_spec(train={"metrics": {"own": f"{HERE}:{name}"}}), alone)).evaluate()
 
 
 @pytest.mark.parametrize(
@@ -106,23 +106,23 @@ def test_what_cannot_be_a_metric_is_refused(entry: Any, why: str) -> None:
 
 def test_check_builds_the_metrics() -> None:
     with pytest.raises(TulaError, match="has no 'nothing'"):
-        inspect_job(spec(train={"metrics": {"own": f"{HERE}:nothing"}}))
+        inspect_job(make_spec(train={"metrics": {"own": f"{HERE}:nothing"}}))
 
 
 def test_check_tells_which_metrics_send_their_batches() -> None:
     metrics = {**OWN, "merges": "worker_jobs:MergedErrors", "own": f"{HERE}:WithBatch"}
-    several = inspect_job(spec(train={"metrics": metrics}, search={"nodes": [2], "min_batch": 16}))
+    several = inspect_job(make_spec(train={"metrics": metrics}, search={"nodes": [2], "min_batch": 16}))
     assert [(note.split()[0], "(and inputs)" in note) for note in several.notes] == [
         ("train.metrics.gathers", False),
         ("train.metrics.own", True),
     ]
-    assert inspect_job(spec(train={"metrics": metrics})).notes == ()
+    assert inspect_job(make_spec(train={"metrics": metrics})).notes == ()
 
 
 def test_metrics_are_reported_in_rows_and_result_and_by_the_best_epoch(alone: Ranks, run: RunDir) -> None:
     task = train(run, alone, epochs=4, metrics=OWN, best_checkpoint={"metric": "error", "mode": "min"})
     result = run.get_training(task.signature).read_result()
-    epochs = list(rows(run, task, "epoch"))
+    epochs = list(read_rows(run, task, "epoch"))
     errors = [row["metrics"]["error"] for row in epochs]
     assert errors == [pytest.approx(100 - row["top1"]) for row in epochs]
     assert result is not None and result.best is not None
@@ -142,7 +142,7 @@ def test_a_best_that_is_no_number_is_said_once_and_at_the_end(alone: Ranks, run:
     result = run.get_training(task.signature).read_result()
     assert result is not None and result.best is not None
     assert (result.best.metric, result.best.value, result.best_epoch) == ("never", None, 1)
-    (text,) = [row["message"] for row in rows(run, task, "warning")]
+    (text,) = [row["message"] for row in read_rows(run, task, "warning")]
     assert "never is not a finite number at epoch 1" in text
 
 
@@ -216,7 +216,7 @@ def test_a_training_ends_at_its_target_with_a_result_and_stays_ended(alone: Rank
     assert (result.epochs, result.samples) == (1, 96) and result.ended.startswith("loss is")
     assert run.get_training(task.signature).find_weights() is not None
     train(run, alone, epochs=50, **LOSS_BELOW_100)
-    assert len(list(rows(run, task, "start"))) == 1
+    assert len(list(read_rows(run, task, "start"))) == 1
 
 
 def test_a_training_killed_between_its_early_end_and_its_result_trains_no_more(alone: Ranks, run: RunDir) -> None:
@@ -262,8 +262,8 @@ def test_settings_that_cannot_be_meant_are_refused(keys: dict[str, Any], why: st
 
 
 def test_metrics_name_no_training_and_its_end_does() -> None:
-    plain, value = spec(), spec(train={"metrics": OWN, "best_checkpoint": {"metric": "error"}})
-    ends = spec(train={"early_stopping": {"patience": 2}})
+    plain, value = make_spec(), make_spec(train={"metrics": OWN, "best_checkpoint": {"metric": "error"}})
+    ends = make_spec(train={"early_stopping": {"patience": 2}})
     assert compute_train_signature(plain, nodes=1, batch=8) == compute_train_signature(value, nodes=1, batch=8)
     assert compute_train_signature(plain, nodes=1, batch=8) != compute_train_signature(ends, nodes=1, batch=8)
     assert (

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker_jobs import Interrupted, final_weights, prediction, rows, same, spec, train_task, trainer, weights
+from worker_jobs import (
+    Interrupted,
+    are_equal,
+    copy_weights,
+    load_final_weights,
+    make_prediction,
+    make_spec,
+    make_train_task,
+    make_trainer,
+    read_rows,
+)
 
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp import Ramp, Stage
@@ -34,7 +44,7 @@ def job(method: str = "lrs", *, ramp: Any = RAMP, ends_after: int | None = None,
     train = {"method": method, "ramp": ramp, "epochs": 4, "checkpoint_every": 1e-9, **sections.pop("train", {})}
     model = {"args": {"norm": True, "dropout": 0.3}}
     dataset = {"args": {"ends_after": ends_after}}
-    return spec(**{"model": model, "dataset": dataset, "train": train, **sections})
+    return make_spec(**{"model": model, "dataset": dataset, "train": train, **sections})
 
 
 def train(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
@@ -49,25 +59,25 @@ def steps_of(subject: worker_train_loop.Trainer) -> list[worker_train_loop.Step]
 
 
 def test_stages_end_with_the_first_step_at_or_beyond_their_end(alone: Ranks) -> None:
-    steps = steps_of(trainer(job(), alone, batch=32))
+    steps = steps_of(make_trainer(job(), alone, batch=32))
     # 40 + 3 x 16 = 88 of 100; the second stage ends at 165 passed: 88 -> 100, and 5 x 16 = 180 of the second epoch
     assert [step.batch for step in steps] == [8] * 5 + [16] * 3 + [16] * 5 + [32] * 6
     assert [number for number, step in enumerate(steps, 1) if step.epoch_ended] == [8, 13, 16, 19]
 
 
 def test_the_learning_rate_follows_the_batch_in_use_and_may_be_capped(alone: Ranks) -> None:
-    rates = {step.batch: step.lr for step in steps_of(trainer(job(), alone, batch=32))}
+    rates = {step.batch: step.lr for step in steps_of(make_trainer(job(), alone, batch=32))}
     assert rates == pytest.approx({8: 0.1, 16: 0.2, 32: 0.4})  # without a warm-up beside
-    plain = {step.batch: step.lr for step in steps_of(trainer(job("lbt"), alone, batch=32))}
+    plain = {step.batch: step.lr for step in steps_of(make_trainer(job("lbt"), alone, batch=32))}
     assert set(plain.values()) == {0.1}
     capped = job(train={"max_lr_factor": 3})
-    assert {step.batch: step.lr for step in steps_of(trainer(capped, alone, batch=32))}[32] == pytest.approx(0.3)
+    assert {step.batch: step.lr for step in steps_of(make_trainer(capped, alone, batch=32))}[32] == pytest.approx(0.3)
 
 
 def test_adam_has_the_root_and_its_second_moment_lasts_as_many_samples(alone: Ranks) -> None:
-    by_muon = trainer(job("ramp", optimizer={"name": "Muon", "momentum": None}), alone, batch=32)
+    by_muon = make_trainer(job("ramp", optimizer={"name": "Muon", "momentum": None}), alone, batch=32)
     assert by_muon.optimizer is by_muon.base, "Muon orthogonalises by itself"
-    subject = trainer(job("ramp", optimizer=ADAM, schedule={"kind": "constant"}), alone, batch=32)
+    subject = make_trainer(job("ramp", optimizer=ADAM, schedule={"kind": "constant"}), alone, batch=32)
     assert isinstance(subject.optimizer, Ortho), "its steps are orthogonalised"
     seen = {}
     for step in worker_train_loop.run_steps(subject):
@@ -85,17 +95,17 @@ def test_beta1_of_a_ramp_follows_the_batch_that_it_comes_to(
     monkeypatch.setattr("tula_cli.worker.entry._run_method", lambda task, context: seen.append(task))
     monkeypatch.setattr("tula_cli.worker.entry.TrainingEnergy.save", lambda self: None)
     spec = job("ramp", ramp="auto", optimizer=optimizer, train={"reference_batch": 8})
-    train(RunDir.create(tmp_path, spec), alone, train_task(spec, batch=batch))
-    built = trainer(seen[0].spec, alone, batch=64).base
+    train(RunDir.create(tmp_path, spec), alone, make_train_task(spec, batch=batch))
+    built = make_trainer(seen[0].spec, alone, batch=64).base
     assert [group["betas"][0] for group in built.param_groups] == [beta1]
 
 
 def test_method_ramp_at_the_reference_batch_is_ortho(alone: Ranks) -> None:
     at_once = {"schedule": {"warmup_epochs": 0}, "train": {"reference_batch": 16, "max_grad_norm": None}}
-    plain, ramped = (trainer(job(name, ramp=None, **at_once), alone, batch=16) for name in ("ortho", "ramp"))
+    plain, ramped = (make_trainer(job(name, ramp=None, **at_once), alone, batch=16) for name in ("ortho", "ramp"))
     steps_of(plain), steps_of(ramped)
-    assert same(weights(plain), weights(ramped))
-    assert not same(weights(plain), weights(trainer(plain.spec, alone, batch=16)))
+    assert are_equal(copy_weights(plain), copy_weights(ramped))
+    assert not are_equal(copy_weights(plain), copy_weights(make_trainer(plain.spec, alone, batch=16)))
 
 
 COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=4, unique=True)
@@ -136,20 +146,20 @@ def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[
 @pytest.mark.parametrize("method", ["ramp", "ags", "static"])
 def test_kills_around_the_changes_change_no_bit(method: str, alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     value = {"ags": {"delta": "inf"}} if method == "ags" else {}
-    task = train_task(job(method, **value), batch=32)
+    task = make_train_task(job(method, **value), batch=32)
     rng, loaded = random.Random(method), 0
     # changes come after 40 samples and after 168, an epoch's end after 88, 168, 264
     for at in (40, 88, 168):
         after = at + rng.choice([0, 8, 16, 24, 40]) - loaded
         with pytest.raises(Interrupted):
             ending = job(method, ends_after=after, **value)
-            train(run, alone, train_task(ending, batch=32, signature=task.signature))
+            train(run, alone, make_train_task(ending, batch=32, signature=task.signature))
         loaded = max(int(path.stem) for path in run.get_training(task.signature).list_checkpoints())
     train(run, alone, task)
-    assert len(list(rows(run, task, "start"))) == 4
+    assert len(list(read_rows(run, task, "start"))) == 4
     unbroken = RunDir.create(tmp_path / "whole", task.spec)
     train(unbroken, alone, task)
-    assert same(final_weights(run, task), final_weights(unbroken, task))
+    assert are_equal(load_final_weights(run, task), load_final_weights(unbroken, task))
     assert loss(run, task) == loss(unbroken, task)
 
 
@@ -161,7 +171,7 @@ def loss(run: RunDir, task: TrainTask) -> float:
 
 def test_a_change_in_the_process_is_that_of_a_resumed_one(alone: Ranks) -> None:
     """AGS's state of another batch is void, and the first step at the new one refreshes."""
-    subject = trainer(job("ags", ags={"delta": "inf"}), alone, batch=32)
+    subject = make_trainer(job("ags", ags={"delta": "inf"}), alone, batch=32)
     stream, refreshes = worker_train_loop.run_steps(subject), []
     for step in stream:
         assert subject.ags is not None
@@ -188,14 +198,14 @@ def spent(optimizer: dict[str, Any] | None = None, *, ends_after: int | None = N
 
 def test_a_decay_is_spent_as_batch(alone: Ranks) -> None:
     for optimizer, root in (({}, 1), (ADAM, 0.5)):
-        subject = trainer(spent(optimizer), alone, batch=32)
+        subject = make_trainer(spent(optimizer), alone, batch=32)
         seen = [(step.batch, step.lr) for step in steps_of(subject)]
         # 12 steps of 8 an epoch, which leave 4 samples out; in the third 67 samples from 200 on are 5 steps of 16
         assert [batch for batch, _ in seen] == [8] * 24 + [16] * 5 + [32] * 3
         rate, base = dict(reversed(seen)), subject.spec.optimizer.lr
         assert rate[8] == pytest.approx(base)
         assert rate[16] == pytest.approx(base / 2 * 2**root), "half of the rate, and what twice the batch is worth"
-        plain = trainer(job("lbt", ramp=None, optimizer=optimizer), alone, batch=8)
+        plain = make_trainer(job("lbt", ramp=None, optimizer=optimizer), alone, batch=8)
         assert len(seen) < 0.7 * len(steps_of(plain))
 
 
@@ -204,26 +214,26 @@ def test_a_decay_that_is_killed_anywhere_changes_no_bit(
     optimizer: dict[str, Any], alone: Ranks, run: RunDir, tmp_path: Path
 ) -> None:
     more = {"accumulate": 2, "max_grad_norm": 1.0}
-    task, loaded = train_task(spent(optimizer, **more), batch=32), 0
+    task, loaded = make_train_task(spent(optimizer, **more), batch=32), 0
     for at in (96, 192, 272):  # within a stage, at its end and in the next one
         with pytest.raises(Interrupted):
             ending = spent(optimizer, ends_after=at + 16 - loaded, **more)
-            train(run, alone, train_task(ending, batch=32, signature=task.signature))
+            train(run, alone, make_train_task(ending, batch=32, signature=task.signature))
         loaded = max(int(path.stem) for path in run.get_training(task.signature).list_checkpoints())
     train(run, alone, task)
-    assert len(list(rows(run, task, "start"))) == 4
+    assert len(list(read_rows(run, task, "start"))) == 4
     unbroken = RunDir.create(tmp_path / "whole", task.spec)
     train(unbroken, alone, task)
-    assert same(final_weights(run, task), final_weights(unbroken, task))
+    assert are_equal(load_final_weights(run, task), load_final_weights(unbroken, task))
 
 
 def test_a_decay_goes_on_at_a_smaller_batch(alone: Ranks, run: RunDir) -> None:
-    task = train_task(spent(), batch=32)
+    task = make_train_task(spent(), batch=32)
     with pytest.raises(Interrupted):
-        train(run, alone, train_task(spent(ends_after=240), batch=32, signature=task.signature))
-    train(run, alone, train_task(task.spec, batch=16, signature=task.signature))
-    assert {row["batch"] for row in rows(run, task, "step")} == {8, 16}
-    last = list(rows(run, task, "step"))[-1]
+        train(run, alone, make_train_task(spent(ends_after=240), batch=32, signature=task.signature))
+    train(run, alone, make_train_task(task.spec, batch=16, signature=task.signature))
+    assert {row["batch"] for row in read_rows(run, task, "step")} == {8, 16}
+    last = list(read_rows(run, task, "step"))[-1]
     assert last["lr"] < 0.02, "the rest of the decay is the learning rate's"
 
 
@@ -231,26 +241,26 @@ def test_a_decay_goes_on_at_a_smaller_batch(alone: Ranks, run: RunDir) -> None:
 
 
 def test_a_smaller_batch_keeps_the_stages_below_it(alone: Ranks, run: RunDir) -> None:
-    task = train_task(job(), batch=32)
+    task = make_train_task(job(), batch=32)
     with pytest.raises(Interrupted):
-        train(run, alone, train_task(job(ends_after=56), batch=32, signature=task.signature))
-    train(run, alone, train_task(task.spec, batch=16, signature=task.signature))
-    steps = {(row["samples"], row["batch"]) for row in rows(run, task, "epoch")}
+        train(run, alone, make_train_task(job(ends_after=56), batch=32, signature=task.signature))
+    train(run, alone, make_train_task(task.spec, batch=16, signature=task.signature))
+    steps = {(row["samples"], row["batch"]) for row in read_rows(run, task, "epoch")}
     assert steps == {(88, 16), (184, 16), (280, 16), (376, 16)}
-    assert [row["batch"] for row in rows(run, task, "stage")] == [8, 16, 16]
+    assert [row["batch"] for row in read_rows(run, task, "stage")] == [8, 16, 16]
 
 
 def test_parts_of_micro_batches_are_those_that_the_stage_needs(alone: Ranks) -> None:
-    task = train_task(job(), batch=32).model_copy(update={"splits": 4})
+    task = make_train_task(job(), batch=32).model_copy(update={"splits": 4})
     subject = worker_train_loop.build_trainer(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)
     assert subject.sizes.splits == {8: 1, 16: 2, 32: 4}
     cut = steps_of(subject)
-    assert [step.batch for step in cut] == [step.batch for step in steps_of(trainer(task.spec, alone, batch=32))]
+    assert [step.batch for step in cut] == [step.batch for step in steps_of(make_trainer(task.spec, alone, batch=32))]
 
 
 def test_a_stage_that_does_not_divide_is_refused(alone: Ranks) -> None:
     with pytest.raises(SpecError, match="batch 9 is not divisible by 2"):
-        trainer(job(ramp=[{"epochs": 1, "batch": 9}], train={"accumulate": 2}), alone, batch=32)
+        make_trainer(job(ramp=[{"epochs": 1, "batch": 9}], train={"accumulate": 2}), alone, batch=32)
 
 
 # --- what is told
@@ -259,7 +269,7 @@ def test_a_stage_that_does_not_divide_is_refused(alone: Ranks) -> None:
 def test_rows_know_the_stage_and_are_held_against_what_is_predicted_for_it(
     alone: Ranks, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    value = prediction(step_time=4.0, low=3.0, high=5.0).model_copy(
+    value = make_prediction(step_time=4.0, low=3.0, high=5.0).model_copy(
         update={
             "batch": 32,
             "stages": (
@@ -268,27 +278,27 @@ def test_rows_know_the_stage_and_are_held_against_what_is_predicted_for_it(
             ),
         }
     )
-    task = train_task(job(), batch=32).model_copy(update={"ladder": (Rung(batch=32, prediction=value),)})
+    task = make_train_task(job(), batch=32).model_copy(update={"ladder": (Rung(batch=32, prediction=value),)})
     train(run, alone, task)
-    stages = [(row["batch"], row["stage"], row["stages"], row["samples"]) for row in rows(run, task, "stage")]
+    stages = [(row["batch"], row["stage"], row["stages"], row["samples"]) for row in read_rows(run, task, "stage")]
     assert stages == [(8, 1, 3, 0), (16, 2, 3, 40), (32, 3, 3, 168)]
-    assert [row["predicted_step"] for row in rows(run, task, "epoch")] == [2.0, 2.0, 4.0, 4.0]
-    assert all(row["lr"] == pytest.approx(row["batch"] / 80) for row in rows(run, task, "step"))
+    assert [row["predicted_step"] for row in read_rows(run, task, "epoch")] == [2.0, 2.0, 4.0, 4.0]
+    assert all(row["lr"] == pytest.approx(row["batch"] / 80) for row in read_rows(run, task, "step"))
     counts: dict[int, int] = {}
-    for row in rows(run, task, "step"):
+    for row in read_rows(run, task, "step"):
         counts[row["batch"]] = counts.get(row["batch"], 0) + row["count"]
     assert counts == {8: 5, 16: 8, 32: 6}
     # the first row is of one step of 8: four more of them, eight of 16 and six of 32 are left
-    first = next(rows(run, task, "step"))
+    first = next(read_rows(run, task, "step"))
     expected = first["step_time"] * (5 - first["count"] + 2 * 8 + 4 * 6)
     assert first["eta"] == pytest.approx(expected, rel=0.2, abs=0.05)
     assert "batch 16 from epoch 0.4 on, sample 40: stage 2 of 3, lr 0.2" in capsys.readouterr().out
 
 
 def test_batch_norm_over_few_samples_is_reported(alone: Ranks, run: RunDir) -> None:
-    task = train_task(job(ramp=[{"epochs": 1, "batch": 4}], train={"epochs": 2}), batch=32)
+    task = make_train_task(job(ramp=[{"epochs": 1, "batch": 4}], train={"epochs": 2}), batch=32)
     train(run, alone, task)
-    (message,) = [row["message"] for row in rows(run, task, "warning")]
+    (message,) = [row["message"] for row in read_rows(run, task, "warning")]
     assert "statistics over few samples in the first stages of train.ramp: 4 samples at batch 4" in message
 
 
@@ -306,15 +316,15 @@ def test_steps_of_another_batch_are_watched_by_themselves(
         begun.append((watch.trainer.batch, watch.trainer.position.samples))
 
     monkeypatch.setattr(StepWatch, "restart", begin_anew)
-    train(run, alone, train_task(job(), batch=32))
+    train(run, alone, make_train_task(job(), batch=32))
     assert begun == [(16, 40), (32, 168)]
 
 
 def test_the_gradient_noise_is_measured_at_the_batch_in_use(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     """In the first epoch's end the micro-batches that follow have 16 samples, and later ones 32."""
-    task = train_task(job(train={"diagnostics": ["gradient_noise"]}), batch=32)
+    task = make_train_task(job(train={"diagnostics": ["gradient_noise"]}), batch=32)
     train(run, alone, task)
-    assert [row["stats"]["local_batch"] for row in rows(run, task, "noise")] == [16, 32, 32, 32]
+    assert [row["stats"]["local_batch"] for row in read_rows(run, task, "noise")] == [16, 32, 32, 32]
     unbroken = RunDir.create(tmp_path / "without", job())
-    train(unbroken, alone, train_task(job(), batch=32, signature=task.signature))
-    assert same(final_weights(run, task), final_weights(unbroken, task))
+    train(unbroken, alone, make_train_task(job(), batch=32, signature=task.signature))
+    assert are_equal(load_final_weights(run, task), load_final_weights(unbroken, task))

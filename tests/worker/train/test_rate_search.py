@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from worker_jobs import spec
+from worker_jobs import make_spec
 
 from tula_cli.errors import Diverged
 from tula_cli.models import rate_search
@@ -20,7 +20,7 @@ LONG = {"method": "lrs", "epochs": 40}
 
 def search(run: RunDir, ranks: Ranks, *batches: int, **changes: Any) -> RateSearch:
     """Search to the end; return the record."""
-    job = spec(**{"train": LONG, **changes})
+    job = make_spec(**{"train": LONG, **changes})
     task = RateSearchTask(id="rates-0", job="rates-0", spec=job, workdir=".", nodes=1, key="0", batches=batches)
     run_rate_search(task, run, ranks, build_datasets(job))
     assert run.is_finished(task)
@@ -35,7 +35,7 @@ def without_times(branches: tuple[RateBranch, ...]) -> list[RateBranch]:
 
 def test_each_learning_rate_is_trained_from_the_same_checkpoint(alone: Ranks, run: RunDir) -> None:
     record = search(run, alone, 32)
-    plan = rate_search.plan_search(spec(train=LONG), (32,), dataset_size=100)
+    plan = rate_search.plan_search(make_spec(train=LONG), (32,), dataset_size=100)
     assert [(b.batch, b.rule, b.lr) for b in record.branches] == [
         (32, "none", 0.1), (32, "sqrt", 0.2), (32, "linear", 0.4),
     ]  # fmt: skip

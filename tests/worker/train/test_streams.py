@@ -9,10 +9,10 @@ import make_runs
 import pytest
 import token_jobs
 import torch
-from token_jobs import tokens
+from token_jobs import make_token_job
 from torch._utils import ExceptionWrapper
 from torch.utils.data import WeightedRandomSampler
-from worker_jobs import same, trained, trainer, weights
+from worker_jobs import are_equal, copy_weights, make_trainer, train_to_end
 
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp import Ramp
@@ -32,7 +32,7 @@ from tula_cli.worker.train.training_log import list_ineffective_settings
 def stream(name: str = "Stream", *, train: dict[str, Any] | None = None, **dataset: Any) -> JobSpec:
     """Return a job of a stream of 36 samples an epoch."""
     settings = {"collate_fn": None, "length": 36, "eval_length": 10, **dataset}
-    return tokens(
+    return make_token_job(
         model={"name": "token_jobs:linear"},
         dataset={"name": f"token_jobs:{name}", **settings},
         optimizer={"lr": 1e-4},
@@ -78,19 +78,19 @@ def test_a_stream_is_shared_among_ranks_and_goes_on_at_the_exact_sample(shuffled
 
 def test_a_resumed_stream_trains_the_same_weights_and_tells_what_it_passes_over(alone: Ranks) -> None:
     job = stream(train={"method": "ags"})
-    whole, _ = trained(job, alone, batch=12)
-    subject = trainer(job, alone, batch=12)
+    whole, _ = train_to_end(job, alone, batch=12)
+    subject = make_trainer(job, alone, batch=12)
     steps = worker_train_loop.run_steps(subject)
     next(steps), next(steps)
-    later = trainer(job, alone, batch=12)
-    later.parallel.module.load_state_dict(weights(subject))
+    later = make_trainer(job, alone, batch=12)
+    later.parallel.module.load_state_dict(copy_weights(subject))
     later.optimizer.load_state_dict(subject.optimizer.state_dict())
     later.position = subject.position
     assert messages.stream_read_again(samples=24) in list_ineffective_settings(later)
-    warnings = list_ineffective_settings(trainer(job, alone, batch=12))
+    warnings = list_ineffective_settings(make_trainer(job, alone, batch=12))
     assert "stream-read-again" not in [warning.code for warning in warnings]
     list(worker_train_loop.run_steps(later))
-    assert same(weights(later), whole)
+    assert are_equal(copy_weights(later), whole)
 
 
 def test_a_stream_is_evaluated_once_over_all_ranks(alone: Ranks) -> None:
@@ -102,7 +102,7 @@ def test_a_stream_is_evaluated_once_over_all_ranks(alone: Ranks) -> None:
         assert len(loader) == len(batches)
         results += [number for values, _ in batches for number in values[:, 0].tolist()]
     assert sorted(number % 100 for number in results) == list(range(10))
-    assert Evaluator(trainer(job, alone, batch=12)).evaluate().samples == 10
+    assert Evaluator(make_trainer(job, alone, batch=12)).evaluate().samples == 10
 
 
 def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.M
 
 def test_a_stream_that_ends_early_is_reported(alone: Ranks) -> None:
     with pytest.raises(SpecError, match="dataset Stream ended after 40 samples instead of 60"):
-        trained(stream(length=60), alone, batch=12)
+        train_to_end(stream(length=60), alone, batch=12)
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ def test_failure_of_a_rank_has_message_and_hint_of_the_original_error(
             "train.method auto selects samples by index, which is not possible with an iterable dataset",
         ),
         (
-            tokens(dataset={"sampler": "token_jobs:padded"}, train={"method": "auto"}),
+            make_token_job(dataset={"sampler": "token_jobs:padded"}, train={"method": "auto"}),
             "not possible with dataset.sampler",
         ),
         (stream(train={"diagnostics": ["hessian"]}), "train.diagnostics: hessian selects samples by index"),
-        (tokens(dataset={"length": 7}), "are only for iterable datasets"),
-        (tokens(dataset={"eval_length": 7}), "is only for iterable datasets"),
-        (tokens(dataset={"sampler": "token_jobs:padded"}), "sampler"),
-        (tokens(dataset={"sampler": "token_jobs:nosuch"}), "nosuch"),
+        (make_token_job(dataset={"length": 7}), "are only for iterable datasets"),
+        (make_token_job(dataset={"eval_length": 7}), "is only for iterable datasets"),
+        (make_token_job(dataset={"sampler": "token_jobs:padded"}), "sampler"),
+        (make_token_job(dataset={"sampler": "token_jobs:nosuch"}), "nosuch"),
     ],
 )
 def test_what_a_stream_and_a_sampler_cannot_do_is_refused(job: JobSpec, words: str) -> None:
@@ -202,7 +202,7 @@ def test_check_knows_the_length_that_is_stated() -> None:
 
 
 def test_a_sampler_gives_the_order_of_every_epoch() -> None:
-    job = tokens(dataset={"sampler": {"token_jobs:rare_first": {"times": 2}}})
+    job = make_token_job(dataset={"sampler": {"token_jobs:rare_first": {"times": 2}}})
     train = build_datasets(job).train
     for epoch in range(2):
         expected = token_jobs.rare_first(train.samples, epoch, 3, times=2)
@@ -217,7 +217,7 @@ def sixteen(samples: Any) -> WeightedRandomSampler:
 
 
 def test_a_sampler_of_torchs_is_drawn_anew_for_each_epoch_and_alike_on_each_rank() -> None:
-    job = tokens(dataset={"sampler": f"{__name__}:sixteen"})
+    job = make_token_job(dataset={"sampler": f"{__name__}:sixteen"})
     first, other = build_datasets(job).train, build_datasets(job).train
     assert len(first) == 16
     orders = [first.make_epoch_order(epoch) for epoch in (0, 1, 0)]

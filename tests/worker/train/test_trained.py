@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import Blobs, spec, train_task
+from worker_jobs import Blobs, make_spec, make_train_task
 
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.run.directory import RunDir
@@ -37,13 +37,13 @@ class FourClasses(Blobs):
 
 def trained(run: RunDir, ranks: Ranks, job: JobSpec) -> Path:
     """Train; return the last checkpoint."""
-    task = train_task(job)
+    task = make_train_task(job)
     run_training(task, run, ranks, build_datasets(job))
     return (run.get_training(task.signature).path / "last").resolve()
 
 
 def evaluated(run: RunDir, ranks: Ranks, job: JobSpec, path: Path, **changes: Any) -> EvaluationRecord:
-    name = train_task(job).signature
+    name = make_train_task(job).signature
     settings = {"key": "k", "weights": "last", "path": str(path), "samples": 192, "local_batch": 16, **changes}
     task = EvaluateTask(id="e", job="e", spec=job, workdir=".", nodes=1, signature=name, **settings)
     evaluate_checkpoint(task, run, ranks, build_datasets(job))
@@ -64,7 +64,7 @@ def evaluated(run: RunDir, ranks: Ranks, job: JobSpec, path: Path, **changes: An
 def test_the_last_weights_come_to_what_the_training_has_told_of_its_last_epoch(
     train: dict[str, Any], alone: Ranks, run: RunDir
 ) -> None:
-    job = spec(model=NORM, dataset={"args": {"eval_size": 37}}, train=train)
+    job = make_spec(model=NORM, dataset={"args": {"eval_size": 37}}, train=train)
     path = trained(run, alone, job)
     outcome = evaluated(run, alone, job, path)
     result = run.get_training(outcome.signature).read_result()
@@ -76,8 +76,8 @@ def test_the_last_weights_come_to_what_the_training_has_told_of_its_last_epoch(
 
 
 def test_a_test_set_of_its_own_is_evaluated_whole(alone: Ranks, run: RunDir) -> None:
-    job = spec(dataset={"test": {"name": f"{HERE}:OtherBlobs"}})
-    path = trained(run, alone, spec())
+    job = make_spec(dataset={"test": {"name": f"{HERE}:OtherBlobs"}})
+    path = trained(run, alone, make_spec())
     result = evaluated(run, alone, job, path)
     assert (result.size, result.test, result.dataset) == (37, True, f"{HERE}:OtherBlobs")
     assert result.metrics["top1"] > 90
@@ -85,20 +85,20 @@ def test_a_test_set_of_its_own_is_evaluated_whole(alone: Ranks, run: RunDir) -> 
 
 
 def test_a_second_start_evaluates_nothing(alone: Ranks, run: RunDir) -> None:
-    path = trained(run, alone, spec())
-    result = evaluated(run, alone, spec(), path)
+    path = trained(run, alone, make_spec())
+    result = evaluated(run, alone, make_spec(), path)
     path.unlink()
-    assert evaluated(run, alone, spec(), path) == result
+    assert evaluated(run, alone, make_spec(), path) == result
 
 
 def test_a_checkpoint_that_is_gone_and_weights_of_another_model_are_reported(
     alone: Ranks, run: RunDir, tmp_path: Path
 ) -> None:
     with pytest.raises(JobFailed, match=r"5\.pt no longer exists: the training has saved newer checkpoints"):
-        evaluated(run, alone, spec(), tmp_path / "5.pt")
+        evaluated(run, alone, make_spec(), tmp_path / "5.pt")
     torch.save({"0.weight": torch.ones(3)}, tmp_path / "a.pt")
     with pytest.raises(SpecError, match=r"^--weights: .*a.pt does not fit model worker_jobs:net: missing: ") as caught:
-        evaluated(run, alone, spec(), tmp_path / "a.pt", samples=None)
+        evaluated(run, alone, make_spec(), tmp_path / "a.pt", samples=None)
     assert "strict" not in str(caught.value)
 
 
@@ -119,7 +119,7 @@ def test_the_test_set_of_an_image_folder_is_another_folder_with_all_of_its_image
     picture_folders(tmp_path / "data" / "val", cat=1, dog=1)
     picture_folders(tmp_path / "test", cat=2, dog=3)
     section = {"name": "ImageFolder", "root": str(tmp_path / "data"), "test": {"root": str(tmp_path / "test")}}
-    job = spec(dataset=section)
+    job = make_spec(dataset=section)
     test_dataset = build_test_dataset(job, build_datasets(job))
     assert [test_dataset[index][1] for index in range(len(test_dataset))] == [0, 0, 1, 1, 1]  # type: ignore[index]
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "hen")
@@ -137,6 +137,6 @@ def test_the_test_set_of_an_image_folder_is_another_folder_with_all_of_its_image
     ],
 )
 def test_a_test_set_that_cannot_be_meant_is_refused(test: dict[str, Any], why: str) -> None:
-    job = spec(dataset={"test": test})
+    job = make_spec(dataset={"test": test})
     with pytest.raises(SpecError, match=why):
         build_test_dataset(job, build_datasets(job))

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import Blobs, Interrupted, LeavesAt, final_weights, rows, same, spec, train_task, weights
+from worker_jobs import (
+    Blobs,
+    Interrupted,
+    LeavesAt,
+    are_equal,
+    copy_weights,
+    load_final_weights,
+    make_spec,
+    make_train_task,
+    read_rows,
+)
 
 from tula_cli.errors import SpecError
 from tula_cli.models import self_tuning
@@ -26,7 +36,7 @@ from tula_cli.worker.train import loop as worker_train_loop
 
 WILD = {"name": "wild", "lr_factor": 1e30}
 FAST = {"name": "fast", "lr_factor": 1.5}
-BEGUN = spec(train={"method": "lbt", "epochs": 4, "max_grad_norm": 1.0, "ramp": [{"epochs": 1, "batch": 8}]})
+BEGUN = make_spec(train={"method": "lbt", "epochs": 4, "max_grad_norm": 1.0, "ramp": [{"epochs": 1, "batch": 8}]})
 RAMPS = ({"name": "ramp", "method": "ramp"},)
 SCALED = {"name": "scaled", "method": "ags"}
 
@@ -34,7 +44,7 @@ SCALED = {"name": "scaled", "method": "ags"}
 def job(*arms: dict[str, Any], dataset: dict[str, Any] | None = None, **auto: Any) -> JobSpec:
     changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"arms": list(arms), "branch_epochs": 1, **auto}}
     ags = {"granularity": "tensor", "delta": "inf"}
-    return spec(**changes, ags=ags, dataset={"args": dataset or {}})
+    return make_spec(**changes, ags=ags, dataset={"args": dataset or {}})
 
 
 def train(run: RunDir, ranks: Ranks, task: TrainTask, preemption: PreemptionHandler | None = None) -> None:
@@ -43,7 +53,7 @@ def train(run: RunDir, ranks: Ranks, task: TrainTask, preemption: PreemptionHand
 
 def tuned(run: RunDir, ranks: Ranks, *arms: dict[str, Any], **auto: Any) -> tuple[TrainTask, Tuning]:
     """Train a job to its end; return its task and what tuning found."""
-    task = train_task(job(*arms, **auto))
+    task = make_train_task(job(*arms, **auto))
     train(run, ranks, task)
     return task, record(run, task)
 
@@ -63,8 +73,8 @@ def record(run: RunDir, task: TrainTask) -> Tuning:
 
 def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batch: int = 16) -> TrainTask:
     """Train until some samples are loaded, branches counted; return the task that goes on."""
-    task = train_task(job(*arms), batch=batch)
-    ending = train_task(job(*arms, dataset={"ends_after": after}), batch=batch, signature=task.signature)
+    task = make_train_task(job(*arms), batch=batch)
+    ending = make_train_task(job(*arms, dataset={"ends_after": after}), batch=batch, signature=task.signature)
     with pytest.raises(Interrupted):
         train(run, ranks, ending)
     return task
@@ -73,7 +83,9 @@ def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batc
 def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     """Return the weights of a training that goes on as an arm after an epoch of batch 8, without any tuning."""
     data = build_datasets(job())
-    plain, value = (auto_tune.ArmChoice(a, 1.0).make_task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
+    plain, value = (
+        auto_tune.ArmChoice(a, 1.0).make_task(make_train_task(job()), size=100) for a in (Arm(name="lbt"), arm)
+    )
     first = worker_train_loop.build_trainer(plain, ranks, data, batch=16, workers=0, refresh=True)
     list(itertools.islice(worker_train_loop.run_steps(first), 12))
     then = worker_train_loop.build_trainer(value, ranks, data, batch=16, workers=0, refresh=True)
@@ -84,7 +96,7 @@ def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     then.move_to(first.position)
     then.lr_factor = lambda epoch: self_tuning.compute_lr_factor(arm, epoch, start=1)
     list(worker_train_loop.run_steps(then))
-    return weights(then)
+    return copy_weights(then)
 
 
 # --- what is left behind
@@ -96,10 +108,10 @@ def test_branches_leave_a_record_and_rows_but_no_checkpoints(two_arms: tuple[Run
     assert (outcome.start, outcome.epoch, outcome.batch) == (96, 1, 16)
     assert [branch.samples for branch in outcome.branches] == [80] * 3
     assert all(branch.epochs == pytest.approx(branch.samples / 90) for branch in outcome.branches)
-    branches = list(rows(run, task, "branch"))
+    branches = list(read_rows(run, task, "branch"))
     assert [(row["arm"], row["top1"]) for row in branches] == [(branch.arm, branch.top1) for branch in outcome.branches]
     assert all(row["samples"] == 96 and row["eta"] > 0 for row in branches)
-    assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
+    assert [row["samples"] for row in read_rows(run, task, "epoch")] == [96, 192, 288, 384]
     result = run.get_training(task.signature).read_result()
     assert result is not None
     assert (result.samples, result.tuning) == (384, outcome)
@@ -121,9 +133,9 @@ def test_where_nothing_beats_the_large_batch_the_training_is_that_of_lbt_after_a
 ) -> None:
     task, result = tuned(run, alone, WILD)
     assert result.chosen == Arm(name="lbt")
-    plain = train_task(BEGUN)
+    plain = make_train_task(BEGUN)
     train(run, alone, plain)
-    assert same(final_weights(run, task), final_weights(run, plain))
+    assert are_equal(load_final_weights(run, task), load_final_weights(run, plain))
 
 
 @pytest.mark.parametrize("arm", [FAST, SCALED], ids=["fast", "scaled"])
@@ -134,13 +146,13 @@ def test_the_training_goes_on_as_if_it_had_been_told_the_winner(
     task, result = tuned(run, alone, arm)
     assert result.chosen is not None
     assert result.chosen.name == arm["name"]
-    assert same(final_weights(run, task), by_hand(alone, result.chosen))
-    messages = [row["lr"] for row in rows(run, task, "epoch")]
+    assert are_equal(load_final_weights(run, task), by_hand(alone, result.chosen))
+    messages = [row["lr"] for row in read_rows(run, task, "epoch")]
     assert messages == pytest.approx([0.1, *[0.1 * result.chosen.lr_factor] * 3])
 
 
 def test_at_the_reference_batch_there_is_nothing_to_tune(alone: Ranks, run: RunDir) -> None:
-    task = train_task(job(), batch=8)
+    task = make_train_task(job(), batch=8)
     train(run, alone, task)
     assert (record(run, task).branches, record(run, task).chosen) == ((), Arm(name="lbt"))
 
@@ -230,25 +242,25 @@ def test_an_arm_above_linear_scaling_is_trained_as_it_was_tried(
 ) -> None:
     monkeypatch.setattr(self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task, _ = tuned(run, alone, {"name": "bold", "lr_factor": 3.0})
-    assert [row["lr"] for row in rows(run, task, "epoch")] == pytest.approx([0.1, 0.3, 0.3, 0.3])
+    assert [row["lr"] for row in read_rows(run, task, "epoch")] == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
 
 def test_the_held_out_part_is_seen_through_the_transforms_of_an_evaluation() -> None:
     turned = {"train": [{"RandomRotation": {"degrees": [90, 90]}}, "ToTensor"], "eval": ["ToTensor"]}
-    subject = spec(train={"method": "auto"}, dataset={"name": "digits"}, transforms=turned)
+    subject = make_spec(train={"method": "auto"}, dataset={"name": "digits"}, transforms=turned)
     data = build_datasets(subject)
     kept = auto_tune.hold_out_samples(subject, data, batch=16).eval
     index = kept.samples.indices[0]  # type: ignore[attr-defined]
-    straight, label = build_datasets(spec(dataset={"name": "digits"})).train[0, index]
+    straight, label = build_datasets(make_spec(dataset={"name": "digits"})).train[0, index]
     assert torch.equal(kept[0][0], straight)
     assert kept[0][1] == label
     assert not torch.equal(data.train[0, index][0], straight)
 
 
 def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: Ranks) -> None:
-    subject = spec(model={"args": {"norm": True}})
+    subject = make_spec(model={"args": {"norm": True}})
     data = build_datasets(subject)
-    trainer = worker_train_loop.build_trainer(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
+    trainer = worker_train_loop.build_trainer(make_train_task(subject), alone, data, batch=16, workers=0, refresh=True)
     conv, norm = trainer.parallel.module[0], trainer.parallel.module[1]
     norm.running_mean.fill_(99.0)
     evaluation.recompute_batch_norm_statistics(
@@ -297,7 +309,7 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
     arms = (Arm(name="lbt"), Arm(name="decayed", decay_factor=4.0))
     monkeypatch.setattr(self_tuning, "list_arms_of_training", lambda _spec, _batch: arms)
     changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"branch_epochs": 1}}
-    subject = spec(**changes, optimizer={"weight_decay": 0.01})
+    subject = make_spec(**changes, optimizer={"weight_decay": 0.01})
     seen: list[tuple[int, float]] = []
     step = worker_train_loop._take_step
 
@@ -306,7 +318,7 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
         return step(trainer, *args, **how)
 
     monkeypatch.setattr(worker_train_loop, "_take_step", spied)
-    task = train_task(subject)
+    task = make_train_task(subject)
     train(run, alone, task, LeavesAt(alone, 45))
     train(run, alone, task)
     assert record(run, task).chosen == arms[1]
@@ -316,9 +328,9 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
 
 
 def test_a_ramp_goes_through_its_stages_in_a_branch_and_in_the_training(alone: Ranks, run: RunDir) -> None:
-    task = train_task(job(*RAMPS), batch=48)
+    task = make_train_task(job(*RAMPS), batch=48)
     train(run, alone, task)
-    steps = [(row["samples"], row["batch"]) for row in rows(run, task, "step")]
+    steps = [(row["samples"], row["batch"]) for row in read_rows(run, task, "step")]
     assert {batch for _, batch in steps} <= {8, 16, 32, 48}
     result = record(run, task)
     by_arm = {branch.arm: branch.samples for branch in result.branches}
@@ -339,11 +351,11 @@ def test_a_branch_broken_off_is_the_only_one_trained_again(
     train(run, alone, task)
     result = record(run, task)
     assert result.branches[:2] == first.branches
-    assert len(list(rows(run, task, "branch"))) == len(result.branches) == 3
+    assert len(list(read_rows(run, task, "branch"))) == len(result.branches) == 3
     other, whole, expected = two_arms
     assert result.chosen == expected.chosen
     assert [branch.loss for branch in result.branches] == [branch.loss for branch in expected.branches]
-    assert same(final_weights(run, task), final_weights(other, whole))
+    assert are_equal(load_final_weights(run, task), load_final_weights(other, whole))
 
 
 def test_a_training_broken_off_after_the_choice_keeps_it(
@@ -356,13 +368,13 @@ def test_a_training_broken_off_after_the_choice_keeps_it(
     assert run.get_training(task.signature).find_newest_samples() == 192
     train(run, alone, task)
     assert record(run, task) == first
-    assert same(final_weights(run, task), by_hand(alone, first.chosen))
+    assert are_equal(load_final_weights(run, task), by_hand(alone, first.chosen))
 
 
 def test_at_another_batch_an_open_comparison_begins_anew(alone: Ranks, run: RunDir) -> None:
     first = interrupt(run, alone, FAST, after=96 + 88 + 80 + 40, batch=16)
     assert len(record(run, first).branches) == 1
-    task = train_task(first.spec, batch=12, signature=first.signature)
+    task = make_train_task(first.spec, batch=12, signature=first.signature)
     train(run, alone, task)
     result = record(run, task)
     assert (result.batch, result.start, len(result.branches)) == (12, 96, 2)
@@ -370,10 +382,10 @@ def test_at_another_batch_an_open_comparison_begins_anew(alone: Ranks, run: RunD
 
 
 def test_at_another_batch_a_choice_stays_with_at_most_linear_scaling(alone: Ranks, run: RunDir) -> None:
-    first = train_task(job(FAST))
+    first = make_train_task(job(FAST))
     chosen = Arm(name="x2", lr_factor=2)
     run.write_tuning(Tuning(signature=first.signature, batch=16, start=96, epoch=1, arms=(chosen,), chosen=chosen))
-    task = train_task(first.spec, batch=12, signature=first.signature)
+    task = make_train_task(first.spec, batch=12, signature=first.signature)
     choice = auto_tune.load_choice(task, run, alone)
     assert choice is not None
     assert choice.arm.lr_factor == 1.5, "12 / 8"
@@ -391,12 +403,12 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
     assert outcome.broken == ("fast", "scaled")
     assert outcome.chosen == Arm(name="lbt")
     assert outcome.lost == 2 * (384 - 96)
-    plain = train_task(BEGUN)
+    plain = make_train_task(BEGUN)
     train(run, alone, plain)
-    assert same(final_weights(run, task), final_weights(run, plain))
-    assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
+    assert are_equal(load_final_weights(run, task), load_final_weights(run, plain))
+    assert [row["samples"] for row in read_rows(run, task, "epoch")] == [96, 192, 288, 384]
     *_, message = [
-        row["message"] for row in rows(run, task, "warning") if row.get("code") == "arm-diverged-after-choice"
+        row["message"] for row in read_rows(run, task, "warning") if row.get("code") == "arm-diverged-after-choice"
     ]
     assert message == "The training diverged with fast, scaled. It continues with lbt."
     result = run.get_training(task.signature).read_result()
@@ -429,19 +441,19 @@ def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
 
 
 def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, run: RunDir) -> None:
-    task = train_task(job(FAST))
+    task = make_train_task(job(FAST))
     train(run, alone, task, LeavesAt(alone, 35))
     assert run.read_stop_reason(task.id, 1) == "time_limit"
     assert len(record(run, task).branches) == 1
     assert [int(path.stem) for path in run.get_training(task.signature).list_checkpoints()] == [96]
     train(run, alone, task)
     assert run.get_training(task.signature).read_result() is not None
-    assert len(list(rows(run, task, "branch"))) == 2
+    assert len(list(read_rows(run, task, "branch"))) == 2
 
 
 def test_arms_may_part_where_less_than_a_batch_is_left_of_an_epoch(alone: Ranks, run: RunDir) -> None:
     first = interrupt(run, alone, FAST, after=40, batch=32)
-    task = train_task(first.spec, batch=32, signature=first.signature)
+    task = make_train_task(first.spec, batch=32, signature=first.signature)
     trainer = worker_train_loop.build_trainer(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)
     trainer.position = worker_train_loop.TrainingPosition(epoch=0, done=95, samples=95, steps=3)
     checkpoint.save_checkpoint(run, task.signature, trainer, best={}, is_best=False)

@@ -7,7 +7,7 @@ from typing import Any
 import make_runs as make
 import numpy as np
 import pytest
-from make_results import Truth, measured, of_a_script
+from make_results import Truth, as_script_probe, make_probe
 
 import tula_cli as tula
 from tula_cli.errors import SpecError
@@ -31,9 +31,9 @@ def add(
     clock = own.pop("clock", 1980)
     state = GpuState(sm_mhz=clock, watts=300, held_down=("power cap",) if clock < 1500 else ())
     for index, (nodes, local) in enumerate(places):
-        probe = measured(truth, nodes, local, rng=np.random.default_rng(100 * seed + index), gpus=(state, state))
+        probe = make_probe(truth, nodes, local, rng=np.random.default_rng(100 * seed + index), gpus=(state, state))
         probe = probe.model_copy(update={"environment": probe.environment.model_copy(update=own)})
-        run.write_result(of_a_script(probe) if script else probe)
+        run.write_result(as_script_probe(probe) if script else probe)
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_times_that_no_step_takes_are_not_compared(runs, times):
     first, other = runs("a"), runs("b")
     add(first)
     add(other)
-    other.write_result(measured(BEFORE, 1, 64, step_times=times))
+    other.write_result(make_probe(BEFORE, 1, 64, step_times=times))
     result = compare_runs(open_run(first), open_run(other))
     assert len(result.steps.rows) == 5 and "probe-n001-l000064" in result.warnings[0].text
 

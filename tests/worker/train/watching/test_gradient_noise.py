@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from worker_jobs import final_weights, rows, same, spec, train_task, trainer, weights
+from worker_jobs import are_equal, copy_weights, load_final_weights, make_spec, make_train_task, make_trainer, read_rows
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats
@@ -14,7 +14,7 @@ from tula_cli.worker.train import loop as worker_train_loop
 
 
 def test_it_is_that_of_explicit_gradients(alone: Ranks) -> None:
-    subject = trainer(spec(), alone)
+    subject = make_trainer(make_spec(), alone)
     stats = GradientStats.model_validate(gradient_noise.measure_gradient_noise(subject, batches=8)["stats"])
     assert (stats.local_batch, stats.batch, stats.steps) == (16, 32, 4)
     stream = worker_train_loop.list_upcoming_micro_batches(subject)
@@ -30,24 +30,24 @@ def test_it_is_that_of_explicit_gradients(alone: Ranks) -> None:
 
 
 def test_nothing_of_the_trainer_changes(alone: Ranks) -> None:
-    subject = trainer(spec(model={"args": {"norm": True, "dropout": 0.5}}), alone)
+    subject = make_trainer(make_spec(model={"args": {"norm": True, "dropout": 0.5}}), alone)
     next(worker_train_loop.run_steps(subject))
-    before, batch = weights(subject), subject.last_batch
+    before, batch = copy_weights(subject), subject.last_batch
     gradient_noise.measure_gradient_noise(subject, batches=8)
-    assert same(weights(subject), before), "BatchNorm's statistics among them"
+    assert are_equal(copy_weights(subject), before), "BatchNorm's statistics among them"
     assert subject.last_batch is batch and subject.parallel.module.training
     assert all(p.grad is None for p in subject.parallel.parameters())
 
 
 def test_what_two_epochs_do_not_hold_is_not_asked_for(alone: Ranks) -> None:
-    subject = trainer(spec(dataset={"args": {"size": 80}}), alone)  # 5 batches an epoch
+    subject = make_trainer(make_spec(dataset={"args": {"size": 80}}), alone)  # 5 batches an epoch
     result = gradient_noise.measure_gradient_noise(subject, batches=64)
     stats = result["stats"]
     assert (stats["steps"], stats["batch"]) == (5, 32), "10 batches in groups of 2, all of one size"
     assert (
-        gradient_noise.measure_gradient_noise(trainer(spec(dataset={"args": {"size": 16}}), alone), batches=64)[
-            "stats"
-        ]["steps"]
+        gradient_noise.measure_gradient_noise(
+            make_trainer(make_spec(dataset={"args": {"size": 16}}), alone), batches=64
+        )["stats"]["steps"]
         == 1
     )
 
@@ -55,15 +55,15 @@ def test_what_two_epochs_do_not_hold_is_not_asked_for(alone: Ranks) -> None:
 def test_a_training_that_measures_it_ends_with_the_same_weights_and_tells_each_time(run: RunDir, alone: Ranks) -> None:
     results = []
     for requested in (False, True):
-        job = spec(
+        job = make_spec(
             train={"epochs": 4, "diagnostics": ["gradient_noise"] if requested else []},
             model={"args": {"norm": True, "dropout": 0.5}},
         )
-        task = train_task(job, signature=f"{bool(requested):08d}")
+        task = make_train_task(job, signature=f"{bool(requested):08d}")
         run_training(task, run, alone, build_datasets(job))
-        results.append(final_weights(run, task))
-    assert same(*results)
-    answer = list(rows(run, task, "noise"))
+        results.append(load_final_weights(run, task))
+    assert are_equal(*results)
+    answer = list(read_rows(run, task, "noise"))
     assert [(row["epoch"], row["batch"], row["stats"]["steps"]) for row in answer] == [
         (float(epoch), 16, 4) for epoch in (1, 2, 3, 4)
     ]
@@ -72,10 +72,10 @@ def test_a_training_that_measures_it_ends_with_the_same_weights_and_tells_each_t
 def test_a_training_ends_after_the_epochs_that_until_names_by_the_schedule_of_all(run: RunDir, alone: Ranks) -> None:
     rates = []
     for until in (None, {"epochs": 2}):
-        job = spec(train={"epochs": 4, "early_stopping": until}, schedule={"kind": "cosine"})
-        task = train_task(job)
+        job = make_spec(train={"epochs": 4, "early_stopping": until}, schedule={"kind": "cosine"})
+        task = make_train_task(job)
         run_training(task, run, alone, build_datasets(job))
-        rates.append([row["lr"] for row in rows(run, task, "epoch")])
+        rates.append([row["lr"] for row in read_rows(run, task, "epoch")])
     assert len(rates[0]) == 4 and rates[1] == rates[0][:2]
     result = run.get_training(task.signature).read_result()
     assert result is not None and (result.epochs, result.ended) == (2, "train.early_stopping.epochs is 2")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_jobs import Interrupted, LeavesAt, rows, spec, train_task, trainer
+from worker_jobs import Interrupted, LeavesAt, make_spec, make_train_task, make_trainer, read_rows
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
@@ -26,7 +26,7 @@ PLAIN = {"method": "lbt", "diagnostics": ["gradient_norms"]}
 
 def job(method: dict[str, Any], *, ends_after: int | None = None) -> Any:
     train = {"epochs": 3, "checkpoint_every": 1e-9, **method}
-    return spec(dataset={"args": {"ends_after": ends_after}}, train=train, ags={"delta": 0.4})
+    return make_spec(dataset={"args": {"ends_after": ends_after}}, train=train, ags={"delta": 0.4})
 
 
 def steps(count: int, *, start: int = 0) -> list[StepRow]:
@@ -42,15 +42,15 @@ def steps(count: int, *, start: int = 0) -> list[StepRow]:
 def test_a_broken_training_has_the_rows_of_a_whole_one(
     method: dict[str, Any], alone: Ranks, run: RunDir, tmp_path: Path
 ) -> None:
-    task = train_task(job(method))
+    task = make_train_task(job(method))
     ending = job(method, ends_after=EPOCH + 40)
     with pytest.raises(Interrupted):
-        run_training(train_task(ending, signature=task.signature), run, alone, build_datasets(ending))
+        run_training(make_train_task(ending, signature=task.signature), run, alone, build_datasets(ending))
     whole = RunDir.create(tmp_path / "whole", task.spec)
     for place in (run, whole):
         run_training(task, place, alone, build_datasets(task.spec))
     broken, unbroken = (place.get_training(task.signature).read_steps() for place in (run, whole))
-    assert len(list(rows(run, task, "start"))) == 2
+    assert len(list(read_rows(run, task, "start"))) == 2
     assert broken == unbroken
     assert broken.samples == [BATCH * (at + 1) for at in range(3 * STEPS)]
     assert all(value is not None for value in (*broken.norm, *broken.delta[1:])) and broken.delta[0] is None
@@ -60,10 +60,10 @@ def test_a_broken_training_has_the_rows_of_a_whole_one(
 
 
 def test_the_change_after_another_batch_is_unknown(alone: Ranks, run: RunDir) -> None:
-    first, second = train_task(job(PLAIN)), train_task(job(PLAIN), batch=BATCH // 2)
+    first, second = make_train_task(job(PLAIN)), make_train_task(job(PLAIN), batch=BATCH // 2)
     context = job(PLAIN, ends_after=EPOCH + 40)
     with pytest.raises(Interrupted):
-        run_training(train_task(context, signature=first.signature), run, alone, build_datasets(context))
+        run_training(make_train_task(context, signature=first.signature), run, alone, build_datasets(context))
     relaunched = second.model_copy(update={"signature": first.signature})
     run_training(relaunched, run, alone, build_datasets(second.spec))
     result = run.get_training(first.signature).read_steps()
@@ -72,14 +72,14 @@ def test_the_change_after_another_batch_is_unknown(alone: Ranks, run: RunDir) ->
 
 
 def test_who_neither_scales_nor_asks_keeps_no_steps(alone: Ranks, run: RunDir) -> None:
-    task = train_task(spec())
+    task = make_train_task(make_spec())
     run_training(task, run, alone, build_datasets(task.spec))
     training = run.get_training(task.signature)
     assert not training.steps_path.exists() and training.read_steps().samples == []
 
 
 def test_a_training_that_leaves_keeps_what_it_has_done(alone: Ranks, run: RunDir) -> None:
-    task = train_task(job(PLAIN | {"checkpoint_every": 3600}))
+    task = make_train_task(job(PLAIN | {"checkpoint_every": 3600}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tula_cli.worker.entry.PreemptionHandler", lambda ranks, **_: LeavesAt(ranks, 5))
         run_training(task, run, alone, build_datasets(task.spec))
@@ -93,18 +93,18 @@ def test_a_training_that_leaves_keeps_what_it_has_done(alone: Ranks, run: RunDir
 
 @pytest.mark.parametrize("method", [PLAIN, {"method": "ags"}, {"method": "static"}], ids=["lbt", "ags", "static"])
 def test_following_a_step_does_not_wait_for_the_device(method: dict[str, Any], alone: Ranks) -> None:
-    from operations import as_on_gpu, watched
+    from operations import count_operations, simulate_gpu
 
-    with as_on_gpu():
-        subject = trainer(job(method), alone)
+    with simulate_gpu():
+        subject = make_trainer(job(method), alone)
         result = Diagnostics.attach(subject)
         assert result is not None
         stream = worker_train_loop.run_steps(subject)
         done = [next(stream) for _ in range(STEPS + 1)]  # factors are there
-        with watched() as seen:
+        with count_operations() as seen:
             result.record_step(subject, done[-1])
         assert not seen.waits
-        with watched() as seen:
+        with count_operations() as seen:
             result.pop_rows()
         assert seen.waits  # there they are read
 
@@ -152,7 +152,7 @@ def test_a_line_that_a_kill_has_cut_is_dropped_before_others_follow(tmp_path: Pa
 
 
 def test_metrics_cut_the_rows_also_where_nobody_adds_any(alone: Ranks, run: RunDir) -> None:
-    task = train_task(spec())
+    task = make_train_task(make_spec())
     StepRecordFile(run.get_training(task.signature)).add(steps(5), close=True)
     with training_log.MetricsFile(run, task, is_first=True, samples=16):
         assert run.get_training(task.signature).read_steps().samples == [8, 16]
@@ -162,9 +162,9 @@ def test_a_training_that_is_thinned_out_goes_on_where_it_was(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_log, "StepRecordFile", functools.partial(StepRecordFile, max_rows=4))
-    task, ending = train_task(job(PLAIN)), job(PLAIN, ends_after=EPOCH + 40)
+    task, ending = make_train_task(job(PLAIN)), job(PLAIN, ends_after=EPOCH + 40)
     with pytest.raises(Interrupted):
-        run_training(train_task(ending, signature=task.signature), run, alone, build_datasets(ending))
+        run_training(make_train_task(ending, signature=task.signature), run, alone, build_datasets(ending))
     run_training(task, run, alone, build_datasets(task.spec))
     result = run.get_training(task.signature).read_steps()
     assert sum(result.steps) == 3 * STEPS and result.samples[-1] == 3 * EPOCH

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import rows, spec, train_task
+from worker_jobs import make_spec, make_train_task, read_rows
 
 from tula_cli.models.time.changes import describe_step_change
 from tula_cli.run.directory import RunDir
@@ -55,10 +55,10 @@ class Whole(torch.nn.Linear):
 def hogged(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A training of 220 steps, beside which a CPU hog was started and ended."""
     monkeypatch.setattr(loop, "Clock", HoggedClock)
-    job = spec(
+    job = make_spec(
         train={"epochs": 2}, dataset={"args": {"size": STEPS * 4}}, search={"min_batch": 8}, pricing={"price": 2.0}
     )
-    task = train_task(job, batch=8)
+    task = make_train_task(job, batch=8)
     run_training(task, run, alone, build_datasets(task.spec), preemption=MeetsEachStep(alone))
     yield SimpleNamespace(run=run, task=task)
 
@@ -76,7 +76,7 @@ def test_a_hog_is_reported_once_when_it_comes_and_once_when_it_goes(
     remaining = [change.seconds_left / change.seconds_left_before for change in (slower, faster)]
     assert remaining == pytest.approx([1.6, 1 / 1.6], rel=0.1)
     assert slower.cost_more > 0 > faster.cost_more
-    assert not list(rows(hogged.run, hogged.task, "warning"))
+    assert not list(read_rows(hogged.run, hogged.task, "warning"))
 
 
 def test_it_is_said_in_words(hogged: Any) -> None:
@@ -91,7 +91,7 @@ def fake(world: int = 2, *, others: tuple[float, float, float] = (0.0, 0.0, -9.0
     def maxima(values: list[float]) -> list[float]:
         return [max(pair) for pair in zip(values, others, strict=False)]
 
-    job = spec(train={"compile": False})
+    job = make_spec(train={"compile": False})
     return SimpleNamespace(
         ranks=SimpleNamespace(world=world, is_first=True, elementwise_max=maxima), clock=Clock(torch.device("cpu")), spec=job,
         position=SimpleNamespace(samples=0), epoch=0.0, local_sgd=False, parallel=Whole(1, 1), on_backward=None,

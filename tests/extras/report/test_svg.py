@@ -74,7 +74,7 @@ def test_every_word_stands_in_the_drawing_and_inside_it(figure: Figure) -> None:
 def test_a_figure_is_the_same_each_time_and_in_each_process() -> None:
     here = svg.render_svg(documents.make_time_figure())
     assert here == svg.render_svg(documents.make_time_figure())
-    code = "import sys; sys.path.insert(0, 'tests/helpers'); import documents; from tula_cli.extras.report.svg import render_svg; print(render_svg(documents.of_time()), end='')"
+    code = "import sys; sys.path.insert(0, 'tests/helpers'); import documents; from tula_cli.extras.report.svg import render_svg; print(render_svg(documents.make_time_figure()), end='')"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert there.stdout == here and not there.stderr
     assert "20" + "26-" not in here

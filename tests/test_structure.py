@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,14 @@ def test_device_code_is_in_one_module() -> None:
 
 def test_nobody_asks_which_method_it_is() -> None:
     assert branches(ROOT) == []
+
+
+def test_pytest_enters_every_folder_with_tests(request: pytest.FixtureRequest) -> None:
+    """By default it leaves out folders named build, dist or venv."""
+    tests = Path(__file__).parent
+    names = {name for path in tests.rglob("test_*.py") for name in path.relative_to(tests).parent.parts}
+    pairs = [(name, pattern) for name in names for pattern in request.config.getini("norecursedirs")]
+    assert not [name for name, pattern in pairs if fnmatch(name, pattern)]
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

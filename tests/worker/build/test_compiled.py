@@ -116,13 +116,13 @@ def test_recomputed_blocks_write_their_statistics_once(
 def test_nothing_is_compiled_in_what_a_probe_times(
     alone: Ranks, compiler: Compiler, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warm, settled = [], MemoryMeter.restart_after_warmup
+    compiled_before_timing, restart = [], MemoryMeter.restart_after_warmup
 
-    def after_the_warm_up(meter: MemoryMeter) -> None:
-        warm.append(len(compiler.seen))
-        settled(meter)
+    def restart_and_record(meter: MemoryMeter) -> None:
+        compiled_before_timing.append(list(compiler.seen))
+        restart(meter)
 
-    monkeypatch.setattr(MemoryMeter, "restart_after_warmup", after_the_warm_up)
+    monkeypatch.setattr(MemoryMeter, "restart_after_warmup", restart_and_record)
     requested = {
         "ags": {"delta": "inf", "b_small": 4},
         "search": {"min_steps": 5},
@@ -130,9 +130,8 @@ def test_nothing_is_compiled_in_what_a_probe_times(
     }
     subject = job(compile=True, **{**AGS, **requested})
     run_probes(make_probe_task(subject, 16), run, alone, build_datasets(subject), started_at=0.0)
-    (count,) = warm
-    assert count > 0
-    assert compiler.seen[count:] == [False], "evaluation, whose first pass is not timed either"
+    assert compiled_before_timing == [[True, False]], "a step and an evaluation"
+    assert compiler.seen == [True, False], "nothing is compiled while the probe is timed"
 
 
 @pytest.mark.proof

@@ -14,7 +14,7 @@ RANK = """if True:
     import re, sys, time
     from torch.utils.data import Dataset
     from tula_cli.host import devices
-    from tula_cli.worker.build.data import build_fixed_loader
+    from tula_cli.worker.build.loaders import build_fixed_loader
 
     class Slow(Dataset):  # a batch takes minutes
         def __len__(self):

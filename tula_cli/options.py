@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
-from tula_cli.errors import SpecError, TulaError
+from tula_cli.errors import JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.words import split_outside_brackets
 
 MAX_COUNT = 2**31 - 1
@@ -107,9 +107,9 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
             try:
                 return function(arguments(*args, **kwargs))
             except TulaError as error:
-                error.message, error.hint = (
-                    _replace_flags(text, argument_by_flag) for text in (error.message, error.hint)
-                )
+                if not isinstance(error, JobFailed | SchedulerError):  # these quote other programs, whose flags remain
+                    error.message = _replace_flags(error.message, argument_by_flag)
+                error.hint = _replace_flags(error.hint, argument_by_flag)
                 raise
 
         argument_by_flag = dict(_list_flags(arguments))
@@ -131,7 +131,9 @@ def _list_flags(arguments: Callable[..., object]) -> Iterator[tuple[str, str]]:
             yield negative, f"{field.name}=False"
 
 
-_FLAGS = re.compile(r"(?P<command>tula [a-z]+[^,;:]*)|(?P<set>--set \S*[^\s,;:](?: --set \S*[^\s,;:])*)|--[a-z][a-z-]*")
+_FLAGS = re.compile(
+    r"(?P<command>tula [a-z]+[^,;:]*)|(?P<set>--set \S*[^\s,;:](?: --set \S*[^\s,;:])*)|--[a-z][a-z-]*(?!\w)"
+)
 
 
 def _replace_flags(text: str, argument_by_flag: Mapping[str, str]) -> str:

@@ -20,8 +20,8 @@ import tula_cli as tula
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.launcher import delay_interrupts
 from tula_cli.diagnostics import DiagnosticWarning
-from tula_cli.errors import CannotWrite, Interruption, SchedulerError, SpecError
-from tula_cli.options import _list_flags, _replace_flags
+from tula_cli.errors import CannotWrite, Interruption, JobFailed, SchedulerError, SpecError
+from tula_cli.options import _list_flags, _replace_flags, with_arguments
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import find_config_drift
 from tula_cli.run.records.inspections import Inspection
@@ -167,6 +167,22 @@ def test_errors_of_functions_name_values_of_switches(cluster: AtOnce) -> None:
     assert _replace_flags("raise it: --set a.b=[1,2] --set c=3, or run tula check --set a=1", names) == (
         "raise it: overrides=['a.b=[1,2]', 'c=3'], or run tula check --set a=1"
     )
+    assert (
+        _replace_flags("add --batch_size {local_batch}, not --batch", names)
+        == "add --batch_size {local_batch}, not batch"
+    )
+
+
+@pytest.mark.parametrize("error", [JobFailed, SchedulerError])
+def test_errors_that_quote_a_program_keep_its_flags(error: type[tula.TulaError]) -> None:
+    @with_arguments(TrainArguments)
+    def fail(arguments: TrainArguments) -> None:
+        raise error("train.py: error: unrecognized arguments: --batch 64", "start again with --batch 32")
+
+    with pytest.raises(error) as caught:
+        fail(make.SPEC)
+    assert caught.value.message == "train.py: error: unrecognized arguments: --batch 64"
+    assert caught.value.hint == "start again with batch 32"
 
 
 def test_a_job_goes_to_a_recommendation_and_prints_nothing(cluster: AtOnce, capfd: pytest.CaptureFixture[str]) -> None:

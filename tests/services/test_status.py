@@ -393,6 +393,11 @@ def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_att
     now = services_status.get_run_status(value, make.FakeLauncher({job: "pending"}), now=START + 99_000)
     assert (now.training.spent.hours, now.training.spent.node_hours) == (1.5, 2 + 0.5 * 9)
     assert (now.jobs[0].elapsed, now.jobs[0].node_hours) == (5400, 2 + 0.5 * 9)
+    value.write_task(
+        on_eight.model_copy(update={"sizes": tuple(sizes[1:])})
+    )  # a range with one possible number of nodes
+    now = services_status.get_run_status(value, make.FakeLauncher({job: "pending"}), now=START + 99_000)
+    assert (now.training.spent.hours, now.training.spent.node_hours) == (1.5, 2 + 0.5 * 9)
     assert (
         line.startswith("so far 60.0 min, 2.00 node-h") and " on 2 nodes or " in line and line.endswith(" on 8 nodes")
     )

@@ -165,27 +165,33 @@ def get_training_status(
     )
     if not newest.sizes:
         return status
-    return dataclasses.replace(status, spent=_compute_spent_and_remaining_cost(files_snapshot, newest, status, now=now))
+    until = now if is_running and result is None else None
+    return dataclasses.replace(
+        status, spent=_compute_spent_and_remaining_cost(files_snapshot, newest, status, until=until)
+    )
 
 
 def _compute_spent_and_remaining_cost(
-    files_snapshot: Snapshot, newest: TrainTask, status: TrainingStatus, *, now: float
+    files_snapshot: Snapshot, newest: TrainTask, status: TrainingStatus, *, until: float | None
 ) -> SpentAndRemainingCost:
-    """Return time and cost so far, and the remaining ones by the pace of the running job, else as predicted for each size."""
+    """Return time and cost so far, and the remaining ones by the pace of the running job, else as predicted for each size.
+
+    Args:
+        until: time to which a running attempt is counted; None if the job does not run.
+    """
     tasks = {task.id: task for task in files_snapshot.list_tasks_of_job(newest.job) if isinstance(task, TrainTask)}
     attempts = [
         attempt
         for attempt in files_snapshot.adjust_to_file_clock(files_snapshot.list_attempts_of_job(newest.job))
         if attempt.task in tasks
     ]
-    end = None if status.finished or status.possible_nodes else now
-    if end is None:
+    if until is None:
         attempts = files_snapshot.end_lost_attempts(attempts)
-    seconds = [(tasks[attempt.task], attempt, attempt.count_seconds(end)) for attempt in attempts]
+    seconds = [(tasks[attempt.task], attempt, attempt.count_seconds(until)) for attempt in attempts]
     return SpentAndRemainingCost(
         hours=sum(elapsed for _, _, elapsed in seconds) / 3600,
         node_hours=sum((task.nodes + attempt.idle_nodes) * elapsed for task, attempt, elapsed in seconds) / 3600,
-        cost=sum(compute_attempt_cost(task, attempt, task.prediction, end) for task, attempt, _ in seconds),
+        cost=sum(compute_attempt_cost(task, attempt, task.prediction, until) for task, attempt, _ in seconds),
         rest=() if status.finished else tuple(_list_remaining_costs(newest, status)),
         currency=newest.spec.pricing.currency,
     )

@@ -80,12 +80,14 @@ def render_long_table(
     above = list(zip(*heads, strict=True))
     widths = [max(map(cell_len, cells)) for cells in zip(*above, *rows, strict=True)]
     gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= width else " "
-    words = set(left)
+    text_columns = set(left)
 
     def line(cells: Sequence[str]) -> str:
-        blanks = [" " * (width - cell_len(cell)) for width, cell in zip(widths, cells, strict=True)]
+        blanks = [" " * (column_width - cell_len(cell)) for column_width, cell in zip(widths, cells, strict=True)]
         both = enumerate(zip(cells, blanks, strict=True))
-        return gap.join(cell + blank if index in words else blank + cell for index, (cell, blank) in both).rstrip()
+        return gap.join(
+            cell + blank if index in text_columns else blank + cell for index, (cell, blank) in both
+        ).rstrip()
 
     rule = "─" * (sum(widths) + len(gap) * (len(widths) - 1))
     yield Text("\n".join(map(line, above)), "bold", no_wrap=True)

@@ -678,7 +678,7 @@ class _LinearisedFit:
 
     @cached_property
     def regression(self) -> "RegressionResultsWrapper":
-        """Generalised least squares of the linearised model by statsmodels; `Overlap.coordinates` names its parameters.
+        """Generalised least squares of the linearised model by statsmodels; `OverlapFit.coordinates` names its parameters.
 
         The priors are further rows, one per coordinate.
         """

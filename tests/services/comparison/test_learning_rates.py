@@ -313,6 +313,10 @@ def test_the_search_is_confirmed_submitted_and_reported(run: RunDir) -> None:
     earlier = FILE.model_copy(update={"overrides": ("train.epochs=60", "train.lr_scaling=sqrt")})
     command = learning_rates.read_report(prepare(run)[0], earlier).command
     assert command.endswith(" --set train.epochs=60 --set train.lr_scaling=linear"), "with the settings of the search"
+    spaced = learning_rates.read_report(
+        prepare(run)[0], FILE.model_copy(update={"path": str(Path("my job.yaml").absolute())})
+    )
+    assert spaced.command.startswith("tula train 'my job.yaml' --nodes 1 ")
     again, events = search(run, launcher)
     assert again == result
     assert [type(event) for event in events] == [Note]

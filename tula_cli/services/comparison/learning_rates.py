@@ -26,7 +26,7 @@ from tula_cli.services.plans import LearningRateSearchPlan
 from tula_cli.services.waiting import DetachedJobs, Submission, describe_exceeded_cap, explain_interruption
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_digest, compute_train_signature
-from tula_cli.words import format_count, format_number, join_words, make_relative_path
+from tula_cli.words import format_count, format_number, join_words, quote_path
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -355,7 +355,7 @@ def _make_train_command(run: RunDir, task: RateSearchTask, overrides: Sequence[s
     """Return the command that trains with the settings of the search and `overrides`."""
     keys = {override.partition("=")[0] for override in overrides}
     earlier = [] if file is None else [text for text in file.overrides if text.partition("=")[0] not in keys]
-    where = f"--run {make_relative_path(run.path)}" if file is None else make_relative_path(Path(file.path))
+    where = f"--run {quote_path(run.path)}" if file is None else quote_path(Path(file.path))
     settings = "".join(f" --set {shlex.quote(override)}" for override in (*earlier, *overrides))
     return f"tula train {where} --nodes {task.nodes} --batch {task.batches[0]}{settings}"
 

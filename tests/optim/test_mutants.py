@@ -189,13 +189,13 @@ MUTANTS = {
     "this rank's norm alone": ("ddp_hook", "        dist.all_reduce(local_squares)\n", ""),
     "both norms from before the reduction": (
         "ddp_hook",
-        "seen.averaged = _compute_squares(grads)",
+        "seen.averaged = _compute_squared_norms(grads)",
         "seen.averaged = seen.local.clone()",
     ),
     "both norms from after the reduction": (
         "ddp_hook",
-        "seen.averaged = _compute_squares(grads)",
-        "seen.averaged = seen.local = _compute_squares(grads)",
+        "seen.averaged = _compute_squared_norms(grads)",
+        "seen.averaged = seen.local = _compute_squared_norms(grads)",
     ),
     "norms in place of their squares": (
         "ddp_hook",

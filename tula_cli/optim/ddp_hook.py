@@ -118,10 +118,10 @@ class NormListener:
         if not self._wanted() or bucket.buffer().is_sparse:
             return None
         grads = bucket.gradients()
-        seen = self._buckets[bucket.index()] = _PendingBucketNorms(bucket.parameters(), _compute_squares(grads))
+        seen = self._buckets[bucket.index()] = _PendingBucketNorms(bucket.parameters(), _compute_squared_norms(grads))
 
         def after() -> None:
-            seen.averaged = _compute_squares(grads)
+            seen.averaged = _compute_squared_norms(grads)
 
         return after
 
@@ -149,7 +149,7 @@ class NormListener:
         return params, local_squares / dist.get_world_size(), averaged
 
 
-def _compute_squares(grads: list[Tensor]) -> Tensor:
+def _compute_squared_norms(grads: list[Tensor]) -> Tensor:
     return torch.stack(compute_norms(grads)).square()
 
 

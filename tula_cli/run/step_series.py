@@ -169,7 +169,7 @@ def _group_rows_of_line(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
 
 
 def _make_line(rows: Sequence[StepRow]) -> dict[str, Any]:
-    """Return the line of rows; columns that all readers know are left out."""
+    """Return several rows as one line of the file, without columns that readers can derive."""
     first_row = rows[0]
     line: dict[str, Any] = {
         "samples": first_row.samples,

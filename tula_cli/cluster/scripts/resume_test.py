@@ -230,7 +230,7 @@ class ResumeTest(ScriptProgram):
     def _choose_first_length(self) -> Length:
         """Return the length of the first start: shortened if the command takes a length and saves early."""
         script = self.script
-        if not self._is_length_known:
+        if not self._has_length_placeholder:
             return script.length
         if script.length.epochs is not None:
             return Length(epochs=min(EPOCHS, script.length.epochs))
@@ -242,7 +242,7 @@ class ResumeTest(ScriptProgram):
         )
 
     @property
-    def _is_length_known(self) -> bool:
+    def _has_length_placeholder(self) -> bool:
         return bool({"epochs", "steps", "samples"} & set(find_placeholders(self.script.command)))
 
     def _repeat_beginning(self, begins: Sequence[ObservedStart], remaining: float) -> tuple[Length, int] | None:
@@ -261,7 +261,7 @@ class ResumeTest(ScriptProgram):
     def _fit_length(self, begin: ObservedStart) -> Length | None:
         """Return 1.5 times the length up to the first checkpoint if the whole is more than twice as long, or None."""
         saved = begin.saved_samples
-        if not (self._is_length_known and saved and begin.length.epochs is None and begin.whole):
+        if not (self._has_length_placeholder and saved and begin.length.epochs is None and begin.whole):
             return None
         return Length(samples=math.ceil(1.5 * saved)) if begin.whole > 2 * saved else None
 

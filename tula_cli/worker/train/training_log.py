@@ -511,7 +511,7 @@ class TrainingLog:
             self.warn(messages.evaluation_loss_not_finite(epoch=epoch))
 
     def _warn_inactive_ags(self, ags: Mapping[str, float] | None) -> None:
-        """Warn once per way in which AGS hardly acts, over at least MIN_STEPS_JUDGED steps: an epoch may have two."""
+        """Warn once about each way in which AGS has little effect, over at least MIN_STEPS_JUDGED steps (several short epochs)."""
         if not ags or not ags["factors"]:
             return
         self.unjudged.append(ags)

@@ -82,7 +82,7 @@ def test_an_object_is_built_with_arguments_and_may_take_the_whole_batch(alone: R
     ("name", "why"),
     [
         ("fails", "train.metrics.own fails: KeyError: 'labels'"),
-        ("several", "train.metrics.own is a Tensor, not one number"),
+        ("several", "train.metrics.own returned a Tensor, not one number"),
     ],
 )
 def test_a_metric_that_fails_is_named(name: str, why: str, alone: Ranks) -> None:

@@ -25,10 +25,10 @@ from tula_cli.worker.train import training, training_log
 folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-spec = worker_jobs.spec(
+spec = worker_jobs.make_spec(
     dataset={"args": {"size": 3200}}, train={"epochs": 1, "method": sys.argv[4], "checkpoint_every": 3600}
 )
-task = worker_jobs.train_task(spec)
+task = worker_jobs.make_train_task(spec)
 training_log.TrainingLog.write_steps_when_due = lambda *_, **__: None
 whole = training.worker_train_loop.run_steps
 seen, stat, watched = [], os.stat, False

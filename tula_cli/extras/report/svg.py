@@ -414,8 +414,8 @@ def _set_axes(axes: "Axes", figure: Figure) -> None:
     length = _LINE_LENGTH // max(len(figure.categories), 1)
     every = -(-len(figure.categories) // 25) or 1
     is_slanted = any(len(word) > length for text in figure.categories for word in text.split())
-    shortest = {"length": 22, "most": 1} if is_slanted else {"length": length, "most": 3}
-    labels = [wrap_text(text, **shortest) for text in figure.categories[::every]]
+    limits = {"length": 22, "max_lines": 1} if is_slanted else {"length": length, "max_lines": 3}
+    labels = [wrap_text(text, **limits) for text in figure.categories[::every]]
     _set_ticks(axes.xaxis, range(0, len(figure.categories), every), labels)
     if is_slanted:
         for word in axes.get_xticklabels():

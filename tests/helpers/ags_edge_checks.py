@@ -84,7 +84,7 @@ def read_small_pass_seed(opt: Any, *, step: int, rank: int = 0) -> int:
     combined = small._average_over_ranks
     small._average_over_ranks = lambda grads, *_: grads
     try:
-        setup.compute_small_batch_gradients(loss, params, turn=rank, step=step, scaler=None)
+        setup.compute_small_batch_gradients(loss, params, refresh_index=rank, step=step, scaler=None)
     finally:
         small._average_over_ranks = combined
     return seen[0]

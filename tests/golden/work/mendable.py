@@ -1,4 +1,4 @@
-"""A model that fails in the middle of a training until a file `mended` exists."""
+"""A model that fails in the middle of a training until a file is there that mends it."""
 
 from pathlib import Path
 from typing import Any

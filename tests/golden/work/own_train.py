@@ -1,4 +1,4 @@
-"""A training script without support for tula: one process, one checkpoint per epoch."""
+"""A training script that knows nothing of tula: one process, a checkpoint each epoch."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Models, data and a metric of the golden jobs: small, without random numbers, and with known step times."""
+"""Models, data and a metric of the golden jobs: small, without random numbers of their own, and slow in a known way."""
 
 import os
 import time
@@ -9,10 +9,10 @@ from torch import nn
 
 
 class Blobs(torch.utils.data.Dataset[Any]):
-    """Vectors of 16 numbers around the mean of their class; there are three classes.
+    """Vectors of 16 numbers around the mean of their class, of three.
 
     Args:
-        train: the training set, or the evaluation set.
+        train: the training set, or the one that is evaluated.
         size: samples of the training set.
         test: a third set, for `tula evaluate`.
     """
@@ -39,12 +39,12 @@ def net(num_classes: int = 3, norm: bool = False) -> nn.Module:
 
 
 class Slow(nn.Module):
-    """A model that takes 2 ms per step, 0.1 ms per sample, and 1 ms for each rank after the first.
+    """Takes 2 ms a step, 0.1 ms a sample, and 1 ms for each rank beside the first.
 
     Args:
         num_classes: of the data.
-        fits: largest number of samples; more are out of memory.
-        fails_at: number of the training forward pass that raises an error; 0 for none.
+        fits: samples at a time; more of them are out of memory.
+        fails_at: the forward pass of training that raises an error; 0 for none.
     """
 
     def __init__(self, num_classes: int = 3, fits: int = 10**6, fails_at: int = 0) -> None:
@@ -64,5 +64,5 @@ class Slow(nn.Module):
 
 
 def confidence(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Return the mean probability of the most likely class."""
+    """Return the mean share that the likeliest class is given."""
     return outputs.softmax(1).amax(1).mean()

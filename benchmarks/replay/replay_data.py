@@ -45,7 +45,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a search knows before it measures: its candidates."""
+    """The candidates of a search, which are known before it measures."""
 
     candidates: tuple[Where, ...]  # by size, then local batch
     batches: Mapping[Where, int] = field(repr=False)  # nominal global batches

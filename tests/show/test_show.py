@@ -16,6 +16,7 @@ from tula_cli.models import efficiency
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.time import changes
+from tula_cli.models.time.step_time import PARAMETERS, Priors
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.failures import Failure, Recovery, Requeue
@@ -219,6 +220,11 @@ def test_refreshing_the_factors_is_reported_where_it_is_more_than_a_hundredth(sh
     choice = make.prediction(2, 256, refresh_share=share)
     text = explained(make.recommendation(choice=choice))
     assert shown in text and ("scaling factors of AGS" in text) == bool(shown)
+
+
+def test_explain_describes_every_parameter_of_the_step_time_model() -> None:
+    parameters = {field.name for field in dataclasses.fields(Priors)[:PARAMETERS]}
+    assert set(recommend._COEFFICIENT_NAMES) == parameters
 
 
 def test_accuracy_time_has_a_table_of_its_own():

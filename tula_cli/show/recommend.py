@@ -121,14 +121,14 @@ _COEFFICIENT_NAMES = {
     "floor": "minimum compute per step",
     "level": "sync time",
     "growth": "sync time: growth with nodes",
-    "inside": "sync time within a node",
+    "log_sync_within_node": "sync time within a node",
     "forward": "forward pass: share of compute",
     "exposed": "sync never overlapped: share",
     "shared": "sync time: growth with GPUs per node",
     "inner": "sync time within a node: growth with GPUs",
-    "crowded": "minimum compute: growth with GPUs per node",
+    "floor_growth_with_gpus": "minimum compute: growth with GPUs per node",
 }
-"""Names of the step-time model's parameters that a reader understands."""
+"""What the parameters of the step-time model (`Priors`) are called on the screen."""
 
 
 def _make_coefficients_table(regression: "RegressionSummary") -> "Table":

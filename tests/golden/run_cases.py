@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,7 @@ class Commands:
         folder = self.folder / case.name / "work"
         if again:
             return self._outcome(case, folder, make_environment(folder))
+        shutil.rmtree(folder.parent, ignore_errors=True)  # of a first attempt, if the test is repeated
         folder.mkdir(parents=True)
         recorded_runs.copy_jobs(folder)
         if case.run:

@@ -53,6 +53,23 @@ def test_what_is_the_same_is_no_difference() -> None:
     assert len(changed(lambda answer: None, stderr="two other words")) == 3
 
 
+@pytest.mark.parametrize(
+    ("expected", "actual", "equal"),
+    [
+        ("batch,step_s\n32,0.00868401059762568\n", "batch,step_s\n32,0.008684010597625682\n", True),
+        ("0.5 s", "0.49999999999999994 s", True),
+        ("-1.2345678901e-05", "-1.2345678902e-05", True),
+        ("0.00868401059762568 s", "0.00868401069762568 s", False),
+        ("step 8.68 ms", "step 8.69 ms", False),
+        ("32,0.125", "64,0.125", False),
+        ("a 0.123456789012 b", "a 0.123456789012 c", False),
+        ("0.123456789012", "0.123456789012 0.123456789012", False),
+    ],
+)
+def test_unrounded_numbers_in_texts_agree_to_nine_digits(expected: str, actual: str, equal: bool) -> None:
+    assert golden.are_equal(expected, actual) is golden.are_equal(actual, expected) is equal
+
+
 def test_a_sentence_is_no_part_of_the_data() -> None:
     before, after = Outcome.of(ANSWER), Outcome.of(ANSWER | {"reason": "other words"})
     assert before.data == after.data and before.sentences != after.sentences

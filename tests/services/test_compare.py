@@ -135,7 +135,9 @@ def test_a_row_may_keep_the_half_life_of_the_second_moment_which_a_script_has_fo
     made = services_compare.make_job_of_cell(adam, "sqrt-beta2", 5)
     assert (made.train.method, made.train.lr_scaling, made.optimizer.beta2_half_life) == ("lrs", "sqrt", "auto")
     assert services_compare.make_job_of_cell(adam, "sqrt", 5).optimizer.beta2_half_life is None
-    assert "which only the script can set" in services_compare.explain_unsupported_method(script_job(), "sqrt-beta2")
+    assert "cannot change the optimizer or schedule of a script" in services_compare.explain_unsupported_method(
+        script_job(), "sqrt-beta2"
+    )
 
 
 def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run: RunDir) -> None:

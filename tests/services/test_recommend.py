@@ -109,7 +109,8 @@ def test_the_answer_is_stored(run: RunDir) -> None:
 
 def test_how_sure_the_knee_is_is_reported_in_shares_of_the_curves_that_may_be(run: RunDir) -> None:
     answer = re.findall(r"given the uncertainty of the probes, the knee is ([^;]*)", ask(run, "knee").reason)
-    shares = {int(batch): int(share) for batch, share in re.findall(r"(\d+) in (\d+) %", answer[0])}
+    likeliest = re.findall(r"at batch (\d+) with a probability of (\d+) %", answer[0])
+    shares = {int(batch): int(share) for batch, share in likeliest + re.findall(r"(\d+): (\d+) %", answer[0])}
     assert 0 < sum(shares.values()) <= 101 and shares.keys() <= {row.batch for row in ask(run, "knee").rows}
     assert "given the uncertainty of the probes" not in ask(run, "time").reason
 

@@ -104,7 +104,7 @@ def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = 
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (make_runs.spec(), "needs a job with section script"),
+        (make_runs.spec(), "only jobs with a section script"),
         (spec(resume=None), "script.resume is missing"),
         (spec(resume={"args": "", "checkpoint": "/mine/x.pth"}), "must not overwrite your files"),
     ],
@@ -164,7 +164,7 @@ def test_python_has_what_the_command_finds(run: RunDir) -> None:
     keep(run, "epoch")
     result = tula.rehearse(spec(), root=run.path.parent, on_event=lambda _: None)
     assert (result.kept, result.resumes) == (True, "epoch")
-    with pytest.raises(SpecError, match="needs a job with section script"):
+    with pytest.raises(SpecError, match="only jobs with a section script"):
         tula.rehearse(make_runs.spec(), root=run.path.parent)
 
 

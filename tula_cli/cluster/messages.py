@@ -8,10 +8,10 @@ from tula_cli.diagnostics import diagnostic
 @diagnostic
 def cpus_per_task_not_set(*, workers: int | None, needed: int | None) -> str:
     loaders = "its data loader" if workers is None else f"its {workers} data-loader processes"
-    value = "the cores of a node divided by its GPUs" if needed is None else str(needed)
-    return f"cluster.slurm.cpus_per_task is not set. SLURM may then assign a single core to a rank and {loaders}, so that loading data slows the GPUs down. Set cluster.slurm.cpus_per_task to {value}."
+    value = "the number of cores of a node divided by its number of GPUs" if needed is None else str(needed)
+    return f"cluster.slurm.cpus_per_task is not set. SLURM may then assign a single core to a rank and {loaders}, so data loading slows the GPUs down. Set cluster.slurm.cpus_per_task to {value}."
 
 
 @diagnostic
 def too_few_cpus_per_task(*, cpus_per_task: int, workers: int) -> str:
-    return f"cluster.slurm.cpus_per_task: {cpus_per_task} is too small, so loading data slows the GPUs down: a rank and its {workers} data-loader processes need {workers + 1} cores."
+    return f"cluster.slurm.cpus_per_task: {cpus_per_task} is too small, so data loading slows the GPUs down: a rank and its {workers} data-loader processes need {workers + 1} cores."

@@ -146,7 +146,7 @@ class MemoryModel:
         if not self.by_component:
             raise BadMeasurements(
                 "the probes recorded only their peak memory, not its components",
-                "nothing to do: tula recommend uses only the peak",
+                "you need not do anything: tula recommend uses only the peak",
             )
         micro_batch = local_batch / self.accumulate
         memory = Components(

@@ -528,7 +528,8 @@ def assign_nodes_to_stages(
         for later, stage_nodes in zip(stages[index:], counts[index:], strict=True):
             if stage_nodes < count:
                 raise SpecError(
-                    f"train.ramp: batch {later.batch} has {format_count(stage_nodes)}, fewer than the {count} of batch {stage.batch} before it"
+                    f"train.ramp: batch {later.batch} would run on {format_count(stage_nodes)}, but batch {stage.batch} before it on {count}",
+                    "give each stage at least as many nodes as the stage before it",
                 )
             divisor = compute_batch_divisor(spec, count)
             if later.batch % divisor:

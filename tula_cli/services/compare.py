@@ -120,7 +120,10 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
         if variant.schedule:
             content["schedule"] = {**content.get("schedule", {}), **variant.schedule}
     elif own_settings := (*variant.optimizer, *variant.schedule):
-        raise SpecError(f"{method} sets {', '.join(own_settings)} of the optimizer, which only the script can set")
+        raise SpecError(
+            f"{method} sets {', '.join(own_settings)}, but tula cannot change the optimizer or schedule of a script",
+            f"remove {method} from --methods",
+        )
     elif variant.lr != 1.0:
         content["script"] = scale_lr_of_script(content["script"], spec.script, factor=variant.lr)
     if variant.preset:

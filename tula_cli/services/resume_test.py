@@ -227,7 +227,7 @@ def get_resume_settings(spec: JobSpec) -> Resume:
     """
     if spec.script is None:
         raise SpecError(
-            "a resume test needs a job with section script",
+            "only jobs with a section script have a resume test",
             "run tula check without --rehearse: tula's own loop always resumes with the same samples",
         )
     if spec.script.resume is None:

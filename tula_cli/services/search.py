@@ -278,9 +278,9 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
         return Infeasible(
             f"no batch {search.min_batch} x 2^k up to {largest} is divisible by {min(search.nodes)} nodes x"
             f" {spec.cluster.gpus_per_node} GPUs x {spec.train.accumulate} accumulation steps",
-            f"set search.min_batch to a multiple of {step}, or search fewer nodes"
+            f"set search.min_batch to a multiple of {step}, or add a smaller number to search.nodes"
             if step <= largest
-            else "search fewer nodes",
+            else "add a smaller number to search.nodes",
         )
     least = min(config.local_batch(spec.cluster.gpus_per_node) for config in divisible)
     return Infeasible(

@@ -195,7 +195,7 @@ def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[st
     if others:
         yield f"then with the chosen rule at batch {' and '.join(map(str, others))}"
     yield (
-        f"each branch trains {plan.length} samples, from a checkpoint after {plan.start} samples at batch"
+        f"each branch trains on {plan.length} samples, starting from a checkpoint taken after {plan.start} samples at batch"
         f" {spec.train.reference_batch}"
     )
     share = f"{plan.samples} samples in total: {100 * plan.share:.1f} % of a training"

@@ -65,8 +65,8 @@ def test_the_baseline_is_the_reference_batch_on_the_fewest_nodes(tmp_path: Path)
     assert line.cost.after == choice.cost and line.cost.before == today.cost
     assert line.compute_speed_up(choice) == line.time.ratio and line.compute_speed_up(today) == 1.0
     assert line.text.startswith(f"{choice.nodes} nodes, batch {choice.batch}: ") and "x faster (" in line.text
-    assert "today's 2 nodes, batch 64: train.reference_batch on the fewest nodes" in line.comparison
-    assert not line.baseline_predicted and "(predicted)" not in line.comparison
+    assert "configuration, 2 nodes, batch 64 (train.reference_batch on the fewest nodes)" in line.comparison
+    assert not line.baseline_predicted and "which is predicted" not in line.comparison
     assert ("the choice is predicted" in line.comparison) == (not choice.measured)
 
 
@@ -101,7 +101,8 @@ def test_rows_of_an_older_recommendation_are_not_compared(tmp_path: Path) -> Non
 def test_the_job_names_another_baseline(tmp_path: Path) -> None:
     line = headline(run_with(tmp_path, baseline={"nodes": 4, "batch": 128}))
     assert (line.nodes, line.batch, line.baseline_predicted) == (4, 128, True)
-    assert "today's 4 nodes, batch 128 (predicted)" in line.comparison and "baseline.batch" in line.comparison
+    assert "4 nodes, batch 128 (baseline.batch on baseline.nodes)" in line.comparison
+    assert "predicted" in line.comparison
     line = headline(run_with(tmp_path / "nodes", baseline={"nodes": 8}))
     assert (line.nodes, line.batch) == (8, 64)
 
@@ -147,7 +148,7 @@ def test_a_baseline_that_cannot_run_is_named_with_the_reason(tmp_path: Path, bas
     results = [*make_probes(Truth(noise=0.0), SWEEP), make_out_of_memory(2, 512)]
     line = headline(run_with(tmp_path, noise=None, results=results, baseline=baseline))
     assert line.baseline is None and line.time is None and problem in line.problem
-    assert line.comparison.startswith("Not compared with today's ") and problem in line.comparison
+    assert line.comparison.startswith("Not compared with today's configuration, ") and problem in line.comparison
     assert "USD" in line.text and "accuracy risk" in line.text
 
 
@@ -323,7 +324,7 @@ def test_a_training_ends_with_what_it_gained(tmp_path: Path) -> None:
     assert last == gain.text and "of type" not in gain.text
     of_type = line.model_copy(update={"baseline": line.baseline.model_copy(update={"type": "a100"})})
     gain_of_type = compute_gain(of_type, summary, length=line.length)
-    assert gain_of_type is not None and f"today's {line.nodes} nodes of type a100, batch" in gain_of_type.text
+    assert gain_of_type is not None and f"configuration, {line.nodes} nodes of type a100, batch" in gain_of_type.text
     assert compute_gain(line, summary.model_copy(update={"ended": "after 3 epochs"}), length=line.length) is None
     assert line.length == "10 epochs" and compute_gain(line, summary, length="20 epochs") is None
     assert compute_gain(None, summary, length="") is None

@@ -292,18 +292,20 @@ def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, 
     if is_baseline:
         return f"Today's configuration is {batch} on {nodes}."
     if baseline.prediction is None:
-        return f"Not compared with today's {baseline.place} ({batch} on {nodes}): {baseline.problem}."
-    predicted = " (predicted)" * (not baseline.prediction.measured)
+        return f"Not compared with today's configuration, {baseline.place} ({batch} on {nodes}): {baseline.problem}."
+    predicted = ", which is predicted" * (not baseline.prediction.measured)
     if not chosen.measured:
-        predicted = " (measured; the choice is predicted)" if baseline.prediction.measured else " (both are predicted)"
-    return f"Compared with today's {baseline.place}{predicted}: {batch} on {nodes}."
+        predicted = (
+            ", which is measured; the choice is predicted" if baseline.prediction.measured else "; both are predicted"
+        )
+    return f"Compared with today's configuration, {baseline.place} ({batch} on {nodes}){predicted}."
 
 
 def _describe_interval(row: Prediction) -> str:
     if row.hours_low is None or row.hours_high is None:
         return ""
     width_warning = ", too uncertain for a decision" * is_interval_too_wide(row.hours_low, row.hours_high)
-    return f"90 % interval: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{width_warning}."
+    return f"90 % interval of the time: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{width_warning}."
 
 
 def _describe_preference(
@@ -365,5 +367,6 @@ def compute_gain(headline: Headline | None, summary: Summary, *, length: str) ->
         _describe_time_change(time),
         *([_describe_cost_change(cost, summary.currency)] if cost else []),
     ]
-    text = f"Compared with today's {_describe_nodes_and_batch(baseline)}: {', '.join(changes)}; predicted -> measured."
+    place = _describe_nodes_and_batch(baseline)
+    text = f"Compared with today's configuration, {place}: {', '.join(changes)}; predicted -> measured."
     return BaselineSaving(headline.nodes, headline.batch, time, cost, text)

@@ -242,10 +242,16 @@ def describe_knee_shares(steps: StepTimeFit, line: Candidates, *, gpus_per_node:
     share_by_batch = count_knee_shares(
         line["batch"], sampled + np.log(line[quantity.column]) - np.log(line["step_time"])
     )
-    shares_in_words = ", ".join(
-        f"{batch} in {100 * share:.0f} %" for batch, share in share_by_batch.items() if share >= _MIN_SHARE_NAMED
+    likely = sorted(
+        (batch for batch, share in share_by_batch.items() if share >= _MIN_SHARE_NAMED),
+        key=lambda batch: (-share_by_batch[batch], batch),
     )
-    return f"; given the uncertainty of the probes, the knee is {shares_in_words}" if shares_in_words else ""
+    if not likely:
+        return ""
+    first, *others = (f"{100 * share_by_batch[batch]:.0f} %" for batch in likely)
+    alternatives = ", ".join(f"{batch}: {share}" for batch, share in zip(likely[1:], others, strict=True))
+    probability = f"the knee is at batch {likely[0]} with a probability of {first}"
+    return f"; given the uncertainty of the probes, {probability}" + f" ({alternatives})" * bool(alternatives)
 
 
 def _sort_rows(rows: Candidates, quantity: Quantity) -> Ints:

@@ -82,7 +82,7 @@ class TrainingOutcome:
         if self.loss is None or best.loss is None:
             return f"no {self.metric} to compare" if self.metric else "diverged"
         if self.loss == best.loss:
-            return f"{self.metric} equals that of {best.cell.method}, with a larger loss"
+            return f"{self.metric} equals that of {best.cell.method}, but the loss is higher"
         return f"{self.metric} is {format_number(self.loss - best.loss)} worse than that of {best.cell.method}"
 
 

@@ -208,7 +208,7 @@ class _TrainingCommandFinder:
             if pipeline[0] is before and is_program_start(after.program):
                 raise SpecError(
                     f"{self._describe_line(pipeline)}{self._get_raw_text([before])!r} provides the input of the command, but tula starts the command without input",
-                    "let the script read a file that an option names",
+                    "change the script so that it reads its input from a file, and pass the file with an option",
                 )
             if before.operator == "||" or after.program[0].name != "tee":
                 raise SpecError(
@@ -218,7 +218,7 @@ class _TrainingCommandFinder:
         if redirection := next((each for each in first.redirections if re.match(r"\d*<(?!\s*/dev/null$)", each)), ""):
             raise SpecError(
                 f"{self._describe_line(pipeline)}{redirection!r} redirects the input, but tula starts the command without input",
-                "let the script read a file that an option names",
+                "change the script so that it reads its input from a file, and pass the file with an option",
             )
         self.left_out += [*words_outside, *(["&"] if pipeline[-1].operator == "&" else [])]
 

@@ -85,6 +85,12 @@ def join_words(words: Iterable[object]) -> str:
     return ", ".join(map(str, words))
 
 
+def join_first(words: Sequence[object], count: int) -> str:
+    """Return the first `count` words separated by commas, and the number of the others: "a, b and 3 more"."""
+    hidden = len(words) - count
+    return join_words(words[:count]) + (f" and {hidden} more" if hidden > 0 else "")
+
+
 def start_sentence(text: str) -> str:
     """Return a text with a capital first letter."""
     return text[:1].upper() + text[1:]

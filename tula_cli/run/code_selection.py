@@ -15,6 +15,7 @@ from tula_cli.run import messages
 from tula_cli.run.imports import find_source_file, is_foreign_folder, list_files_of_imports, list_import_roots
 from tula_cli.run.secrets import is_key_file, is_private_file
 from tula_cli.spec.job import JobSpec
+from tula_cli.words import join_first
 
 # --- Git
 
@@ -246,5 +247,4 @@ def list_selection_warnings(selection: Selection) -> tuple[Diagnostic, ...]:
 
 
 def describe_paths(paths: Sequence[Path], base: Path) -> str:
-    names = [str(path.relative_to(base)) for path in paths]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return join_first([path.relative_to(base) for path in paths], 3)

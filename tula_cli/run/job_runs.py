@@ -19,7 +19,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.merge import apply_overrides, flatten_mapping
 from tula_cli.spec.signature import compute_measurement_signature
-from tula_cli.words import describe_node_type, make_relative_path
+from tula_cli.words import describe_node_type, join_first, make_relative_path
 
 _HARDWARE_SECTIONS = ("name", "cluster", "pricing", "search", "baseline", "export")
 """Sections of a job in which runs of one job may differ."""
@@ -238,11 +238,9 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     first = runs[0]
     for other in runs[1:]:
         if keys := _list_differences(first, other):
-            hidden = len(keys) - _MAX_KEYS_SHOWN
-            listed = ", ".join(keys[:_MAX_KEYS_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
             raise SpecError(
                 f"{make_relative_path(first.path)} and {make_relative_path(other.path)} are runs of different jobs:"
-                f" {listed} {'differs' if len(keys) == 1 else 'differ'}",
+                f" {join_first(keys, _MAX_KEYS_SHOWN)} {'differs' if len(keys) == 1 else 'differ'}",
                 "give runs of one job on different hardware, or plan several jobs together with tula recommend and --trainings N after each --run",
             )
     if len({run.type for run in runs}) < len(runs):

@@ -49,9 +49,8 @@ MAX_ROWS_LISTED = 40
 
 def describe_configuration(row: Prediction, currency: str) -> str:
     """Return nodes, batch, duration and cost of a configuration in words."""
-    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return (
-        f"{format_count(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {format_duration(3600 * row.hours)},"
+        f"{format_count(row.nodes)}{row.kind_text}, batch {row.batch} (local batch {row.local_batch}): {format_duration(3600 * row.hours)},"
         f" {row.cost:.4g} {currency}"
     )
 

@@ -17,6 +17,7 @@ from tula_cli.words import (
     format_moment,
     format_number,
     format_size,
+    join_first,
     make_relative_path,
 )
 
@@ -305,15 +306,13 @@ def render_resume_test(resume_finding: "ResumeTestFinding") -> Iterator["Rendera
 
 def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
     """Describe how a job file differs from its run (both values), and the command that applies the file."""
-    name, more = make_relative_path(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
+    name = make_relative_path(Path(config_drift.file.path))
     if config_drift.problem:
         return f"{name} can no longer be used, so the settings of the run are used: {config_drift.problem}"
     changes = [
-        f"{key} {_shorten_text(now)} (run: {_shorten_text(then)})"
-        for key, (then, now) in list(config_drift.changes.items())[:_MAX_CHANGES_SHOWN]
+        f"{key} {_shorten_text(now)} (run: {_shorten_text(then)})" for key, (then, now) in config_drift.changes.items()
     ]
-    words = ", ".join(changes) + (f" and {more} more" if more > 0 else "")
-    return f"{name} differs from this run: {words}. To use the file: {describe_file_use(config_drift, command)}"
+    return f"{name} differs from this run: {join_first(changes, _MAX_CHANGES_SHOWN)}. To use the file: {describe_file_use(config_drift, command)}"
 
 
 def _shorten_text(value: Any) -> str:

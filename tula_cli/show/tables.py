@@ -180,8 +180,7 @@ def list_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> An
 
 def describe_row(row: "Prediction") -> str:
     """Describe a configuration, with node type and market if they matter."""
-    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
-    return describe_configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)
+    return describe_configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{row.kind_text},", 1)
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:

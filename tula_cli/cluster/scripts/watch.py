@@ -23,6 +23,7 @@ from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.scripts import Heartbeat, ScriptFailure
 from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.words import join_first
 
 # --- Files that a probe writes outside its folder
 
@@ -136,18 +137,13 @@ def _describe_moved(moved: Sequence[str], remaining: Sequence[str], folder: Path
     sentences = []
     if moved:
         sentences.append(
-            f"the script wrote files outside of {{out}}: {_list_names(moved)}; tula moved these files to {folder}, so that no training starts from them"
+            f"the script wrote files outside of {{out}}: {join_first(moved, MAX_FILES_NAMED)}; tula moved these files to {folder}, so that no training starts from them"
         )
     if remaining:
         sentences.append(
-            f"the script changed {_list_names(remaining)}, and tula could not restore the earlier content: check these files before a training starts from them"
+            f"the script changed {join_first(remaining, MAX_FILES_NAMED)}, and tula could not restore the earlier content: check these files before a training starts from them"
         )
     return "; ".join(sentences)
-
-
-def _list_names(names: Sequence[str]) -> str:
-    hidden = len(names) - MAX_FILES_NAMED
-    return ", ".join(names[:MAX_FILES_NAMED]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 # --- The log

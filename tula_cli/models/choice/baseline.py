@@ -281,8 +281,7 @@ def _explain_noise(change: Change) -> str:
 
 
 def _describe_nodes_and_batch(row: Prediction) -> str:
-    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
-    return f"{format_count(row.nodes)}{kind}, batch {row.batch}"
+    return f"{format_count(row.nodes)}{row.kind_text}, batch {row.batch}"
 
 
 def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, *, is_baseline: bool) -> str:

@@ -148,6 +148,11 @@ class Prediction(Record):
     )
 
     @property
+    def kind_text(self) -> str:
+        """The node type and market, to follow a number of nodes; empty if neither matters."""
+        return f" of type {self.type}" * bool(self.type) + " on spot" * (self.market == "spot")
+
+    @property
     def source(self) -> str:
         """Where the step time comes from, in a word, and whether the configuration was trained, with the duration."""
         duration = "" if self.trained_hours is None else f" ({format_duration(3600 * self.trained_hours)})"

@@ -27,7 +27,7 @@ from tula_cli.plugins import suggest_nearest
 from tula_cli.run import files
 from tula_cli.run.files import is_regular_file
 from tula_cli.spec.sections import Model, Optimizer
-from tula_cli.words import format_count, format_number
+from tula_cli.words import format_count, format_number, join_first
 
 # --- Patterns of parameter names
 
@@ -355,7 +355,7 @@ class WeightFit:
             "not in the model": self.unexpected,
             "with another shape": self.other_shape,
         }
-        return "; ".join(f"{kind}: {_list_names(names)}" for kind, names in mismatches.items() if names)
+        return "; ".join(f"{kind}: {join_first(names, MAX_NAMES_SHOWN)}" for kind, names in mismatches.items() if names)
 
 
 def read_weights(path: str, *, key: str = WEIGHTS_KEY) -> dict[str, Any]:
@@ -556,8 +556,3 @@ def _strip_wrapper_prefixes(state: Mapping[str, Any], model_state: Mapping[str, 
 
 def _get_shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def _list_names(names: tuple[str, ...]) -> str:
-    hidden = len(names) - MAX_NAMES_SHOWN
-    return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")

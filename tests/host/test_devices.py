@@ -139,7 +139,9 @@ def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: P
 
 def test_a_supervisor_that_was_started_under_a_mark_does_not_kill_itself(tmp_path: Path) -> None:
     mark = make_process_mark(tmp_path, "train-s-1", "", 0)
-    program = "import sys; from tula_cli.host.leftovers import kill_leftovers; print(kill_leftovers(sys.argv[1]))"
+    program = (
+        "import sys; from tula_cli.host.leftovers import kill_leftovers; print(kill_leftovers(sys.argv[1], spare=[]))"
+    )
     command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", program, mark]
     ended = subprocess.run(command, env={**os.environ, MARK_VARIABLE: mark}, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr

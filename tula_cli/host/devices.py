@@ -41,9 +41,8 @@ def list_visible_gpus() -> list[str]:
     nvidia = [path for path in DEVICE_FOLDER.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     amd = [path for path in KFD_FOLDER.glob("*/gpu_id") if path.read_text(encoding="ascii").strip() not in ("", "0")]
     gpu_total = len(nvidia) or len(amd)
-    gpus = (
-        [str(number) for number in range(gpu_total)] if gpu_total else None
-    )  # None: the driver lists no GPUs, as under WSL
+    # None: the driver lists no GPUs, as under WSL.
+    gpus = [str(number) for number in range(gpu_total)] if gpu_total else None
     for name in _list_visibility_variables(nvidia=bool(nvidia)):
         gpus = _select_gpus(os.environ[name], gpus)
     return ["0"] if gpus is None else gpus
@@ -60,10 +59,9 @@ def list_lock_names(ranks: int) -> list[str]:
         return []
     rows = [row for row in _run_nvidia_smi("--query-gpu=index,uuid,name") if len(row) == 3]
     mixed = len({row[2] for row in rows}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+    # CUDA numbers GPUs by speed, nvidia-smi by bus: a number may mean any of them.
     if mixed and any(gpu.isdecimal() for gpu in gpus):
-        return [
-            uuid for _, uuid, _ in rows
-        ]  # CUDA numbers GPUs by speed, nvidia-smi by bus: a number may mean any of them
+        return [uuid for _, uuid, _ in rows]
     uuids = {index: uuid for index, uuid, _ in rows}
     used = dict.fromkeys(gpus[rank % len(gpus)] for rank in range(ranks))
     return [uuids.get(gpu) or next((uuid for uuid in uuids.values() if uuid.startswith(gpu)), gpu) for gpu in used]
@@ -107,9 +105,8 @@ def find_device_holders() -> dict[int, str]:
     for process in (entry for entry in PROC_FOLDER.iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError):  # the process belongs to another user or has exited
             if any(_is_device(link) for link in (process / "fd").iterdir()):
-                names_by_pid[int(process.name)] = (
-                    (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
-                )
+                name = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+                names_by_pid[int(process.name)] = name
     return names_by_pid
 
 

@@ -124,15 +124,13 @@ def find_signal(text: str, exit_code: int | None = None) -> str:
     if number in _SIGNAL_NAMES:
         return _SIGNAL_NAMES[number]
     named = [name for name in _SIGNAL_NAME.findall(text) if name in _SIGNAL_NAMES.values()]
-    return find_kill_signal(text) or next((name for name in (*_list_signals(text), *named)), "")
+    return find_kill_signal(text) or next(iter([*_list_signals(text), *named]), "")
 
 
 def _list_signals(text: str) -> list[str]:
     numbers = [int(number) for pattern in _SIGNAL_BY_NUMBER for number in re.findall(pattern, text)]
-    numbers += [
-        _SIGNAL_BY_DESCRIPTION[description] for description in re.findall(_DESCRIBED_SIGNAL, text, re.MULTILINE)
-    ]
-    numbers += [int(match_text[-3:]) - 128 for match_text in re.findall(_SIGNAL_IN_SHELL_STATUS, text)]
+    numbers += [_SIGNAL_BY_DESCRIPTION[words] for words in re.findall(_DESCRIBED_SIGNAL, text, re.MULTILINE)]
+    numbers += [int(status[-3:]) - 128 for status in re.findall(_SIGNAL_IN_SHELL_STATUS, text)]
     return [_SIGNAL_NAMES[number] for number in numbers if number in _SIGNAL_NAMES]
 
 
@@ -314,7 +312,7 @@ FAILURE_PATTERNS = (
     ),
     _make_pattern(
         "storage",
-        r"\A(?=[\s\S]*^Traceback)(?![\s\S]*(?:\bsocket\.py|\bssl\.py|\bhttp/client|\burllib|\.connect\())[\s\S]*^(?:TimeoutError|OSError): \[Errno 110\]",
+        r"\A(?=[\s\S]*^  File )(?![\s\S]*(?:\bsocket\.py|\bssl\.py|\bhttp/client|\burllib|\.connect\())[\s\S]*^(?:TimeoutError|OSError): \[Errno 110\]",
         scope="traceback",
     ),
     _make_pattern(
@@ -601,12 +599,13 @@ def _find_last_lines(text: str) -> str:
 
 
 def find_line_of_failure(text: str) -> str:
-    """Return the line of a text that shows the failure, for classes for which a single line does; empty for others."""
-    row = _find_first_match(_RANK_PREFIX.sub("", text))
-    if row is None or row[0] not in _SINGLE_LINE_CLASSES:
+    """Return the line that shows the failure; empty if nothing matches, or no single line shows a failure of its class."""
+    outcome, match = _find_first_match(_RANK_PREFIX.sub("", text)) or (None, None)
+    if match is None or outcome not in _SINGLE_LINE_CLASSES:
         return ""
-    matched_text, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
-    return matched_text[matched_text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
+    # A pattern that begins with \A examines the text up to the line.
+    at = match.end() if r"\A" in match.re.pattern else match.start()
+    return match.string[match.string.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
 
 
 def _find_deciding_chain(text: str, exit_code: int | None = None) -> list[_TracebackException]:

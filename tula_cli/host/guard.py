@@ -17,6 +17,8 @@ import psutil
 from tula_cli.host.processes import adopt_orphans
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+MAX_KILL_SECONDS = 10.0
+"""Seconds after which processes that cannot be killed (waiting for a dead file server) are left behind."""
 
 
 def main(command: Sequence[str]) -> int:
@@ -45,13 +47,9 @@ def _ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def kill_descendants(patience: float = 10.0) -> None:
-    """Kill all descendants of this process; descendants that lose their parent become its children.
-
-    Args:
-        patience: seconds after which processes that cannot be killed (waiting for a dead file server) are left behind.
-    """
-    this_process, deadline = psutil.Process(), time.monotonic() + patience
+def kill_descendants() -> None:
+    """Kill all descendants of this process; descendants that lose their parent become its children."""
+    this_process, deadline = psutil.Process(), time.monotonic() + MAX_KILL_SECONDS
     while (children := this_process.children()) and time.monotonic() < deadline:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

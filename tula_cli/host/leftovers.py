@@ -38,7 +38,7 @@ def make_process_mark(run: Path, task: str, allocation: str, index: int) -> str:
     return "|".join((str(run.resolve()), task, allocation, str(index)))
 
 
-def kill_leftovers(mark: str, *, spare: Collection[int] = ()) -> list[int]:
+def kill_leftovers(mark: str, *, spare: Collection[int]) -> list[int]:
     """Kill processes left behind by earlier attempts on this node; return their ids.
 
     Only processes of this user with the mark of the same run and task are killed: those of this supervisor, and those

@@ -59,23 +59,18 @@ def make_interface_variables(interface: str | None) -> dict[str, str]:
 def find_named_address() -> str | None:
     """Return the address to which this node's name resolves; None if it is another node's or others cannot reach it."""
     with suppress(OSError):
-        addresses = [
-            str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        ]
-        ipv4_first = sorted(addresses, key=lambda address: ":" in address)
+        entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        ipv4_first = sorted((str(entry[4][0]) for entry in entries), key=lambda address: ":" in address)
         return next((address for address in ipv4_first if _is_reachable_address(address)), None)
     return None
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of the interface that has an address; None if there is none."""
+    """Return the name of the network interface with the given IP address; None for another node's, or no IP address."""
     with suppress(ValueError):
         parsed = ipaddress.ip_address(address)
         for name in list_interfaces():
-            if any(
-                ipaddress.ip_address(interface_address) == parsed
-                for interface_address in _list_interface_addresses(name)
-            ):
+            if parsed in map(ipaddress.ip_address, _list_interface_addresses(name)):
                 return name
     return None
 

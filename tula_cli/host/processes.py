@@ -136,15 +136,15 @@ def adopt_orphans() -> Iterator[None]:
     Raises:
         OSError: the system does not support this.
     """
-    _start_adopting(True)
+    _set_child_subreaper(True)
     try:
         yield
     finally:
-        _start_adopting(False)
+        _set_child_subreaper(False)
 
 
-def _start_adopting(orphans: bool) -> None:
-    if platform.system() != "Linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0):
+def _set_child_subreaper(enabled: bool) -> None:
+    if platform.system() != "Linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0):
         raise OSError("this system cannot assign orphaned processes to another parent")
 
 
@@ -153,7 +153,7 @@ class _TaggedStream(io.RawIOBase):
 
     def __init__(self, stream: TextIO, tag: bytes) -> None:
         self.stream = stream  # keep a reference: the stream closes its file when it is collected
-        self.file, self.tag, self.begun = stream.buffer, tag, False
+        self.file, self.tag, self.is_inside_line = stream.buffer, tag, False
 
     def writable(self) -> bool:
         return True
@@ -162,12 +162,13 @@ class _TaggedStream(io.RawIOBase):
         return self.file.fileno()
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        data_bytes = bytes(data)
-        tagged = (b"" if self.begun else self.tag) + data_bytes[:-1].replace(b"\n", b"\n" + self.tag) + data_bytes[-1:]
-        self.file.write(tagged if data_bytes else b"")
+        tagged = b""
+        for line in io.BytesIO(data):  # not splitlines(), which also splits at the "\r" of progress bars
+            tagged += line if self.is_inside_line else self.tag + line
+            self.is_inside_line = not line.endswith(b"\n")
+        self.file.write(tagged)
         self.file.flush()
-        self.begun = data_bytes[-1:] != b"\n" if data_bytes else self.begun
-        return len(data_bytes)
+        return memoryview(data).nbytes
 
 
 def tag_lines(rank: int) -> None:

@@ -29,6 +29,7 @@ from tula_cli.cluster.relaunch import make_next_attempt
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import DeviceFault, DiskFull, JobFailed, SchedulerError, TulaError
 from tula_cli.host.network import get_node_name
@@ -99,11 +100,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     result = Cluster()
     monkeypatch.setattr(scheduler, "find_outcome", result.find_end_reason)
     monkeypatch.setattr(scheduler, "cancel_jobs", result.cancel)
-    for order, name in (
-        ("delay", "delay_job"), ("end_delay", "end_delay"), ("exclude", "exclude_nodes"),
-        ("hold", "hold_jobs"), ("release", "release_jobs"), ("query_states", "query_states"),
-    ):  # fmt: skip
-        monkeypatch.setattr(scheduler, name, getattr(result, order))
+    for order in ("delay", "end_delay", "exclude", "hold", "release", "query_states"):
+        monkeypatch.setattr(SlurmScheduler, order, getattr(result, order))
     monkeypatch.setattr(scheduler, "find_end_time", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(cluster_supervise, "FIRST_PAUSE", 0.0)

@@ -28,6 +28,7 @@ from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import scheduler as slurm_scheduler
 from tula_cli.cluster.slurm import site
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import CannotWrite, SchedulerError
@@ -141,7 +142,7 @@ def test_the_job_calls_the_supervisor_with_its_run_and_task(slurm, run):
         call = pickle.loads((run.submitit_dir / f"{id_}_submitted.pkl").read_bytes())
         assert (call.function, call.args) == (
             cluster_local.run_supervisor,
-            (str(run.path.resolve()), f"train-{SIGNATURE}-1", None),
+            (str(run.path.resolve()), f"train-{SIGNATURE}-1"),
         )
 
 
@@ -191,7 +192,7 @@ def test_fifty_links_wait_for_one_job_each(slurm, run):
     [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, MAX_CHAINED_JOBS)],
 )
 def test_the_chain_is_as_long_as_the_prediction_wants(run, hours, links):
-    assert chains.count_chain_jobs(training(run, hours=hours)) == links
+    assert len(chains.list_chain_tasks(training(run, hours=hours))) == links
 
 
 def growing(run, *, hours, steps):
@@ -229,14 +230,15 @@ def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
 def test_only_a_training_on_slurm_is_a_chain(run):
     task = training(run)
     here = task.model_copy(update={"spec": make.spec()})
-    assert (chains.count_chain_jobs(here), chains.count_chain_jobs(probes(run))) == (1, 1)
+    assert (len(chains.list_chain_tasks(here)), len(chains.list_chain_tasks(probes(run)))) == (1, 1)
 
 
 def test_a_chain_has_two_links_at_least(run):
     task = training(run)
     settings = task.spec.train.model_copy(update={"max_attempts": 1})
     assert (
-        chains.count_chain_jobs(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
+        len(chains.list_chain_tasks(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})))
+        == 2
     )
 
 
@@ -736,8 +738,8 @@ def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeyp
 def test_a_job_that_has_started_cannot_be_kept_off_a_node(slurm, run):
     job = submitted(run, training(run))
     slurm.set(job.links[1], "RUNNING")
-    assert "no longer pending" in scheduler.exclude_nodes(job.links[1:], "gpu7")
-    assert scheduler.exclude_nodes([], "gpu7") == ""
+    assert "no longer pending" in SlurmScheduler().exclude(job.links[1:], "gpu7")
+    assert SlurmScheduler().exclude([], "gpu7") == ""
 
 
 def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):

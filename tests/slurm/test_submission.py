@@ -11,6 +11,7 @@ import pytest
 from cluster import SlurmCluster
 
 from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher, estimate_start
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.jobs import Job
@@ -138,7 +139,7 @@ def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
     first, second = sorted(set(completed.stdout.split()))[:2]
     until(lambda: scheduler.query_states([long])[long].state == "running")
     for nodes in (first, f"{first},{second}"):
-        assert scheduler.exclude_nodes(waiting, nodes) == ""
+        assert SlurmScheduler().exclude(waiting, nodes) == ""
         for job in waiting:
             command = ["scontrol", "--oneliner", "show", "job", job]
             shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -147,7 +148,7 @@ def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
                 ["scontrol", "show", "hostnames", excluded], capture_output=True, text=True, check=True
             )
             assert expanded.stdout.split() == nodes.split(",")
-    assert scheduler.exclude_nodes(["999999"], first) != ""
+    assert SlurmScheduler().exclude(["999999"], first) != ""
     scheduler.cancel_jobs([*waiting, long])
 
 
@@ -156,13 +157,13 @@ def test_waiting_jobs_are_held_and_released(on_slurm: SlurmCluster) -> None:
     second = sbatch(f"--dependency=afterany:{first}", "--wrap=true")
     third = sbatch(f"--dependency=afterany:{first}:{second}", "--wrap=true")
     until(lambda: scheduler.query_states([first])[first].state == "running")
-    assert scheduler.hold_jobs([second, third]) == ""
+    assert SlurmScheduler().hold([second, third]) == ""
     scheduler.cancel_jobs([first])
     until(lambda: scheduler.find_outcome(first) == "cancelled")
     until(lambda: all(state.on_hold for state in scheduler.query_states([second, third]).values()))
-    assert scheduler.release_jobs([second, third]) == ""
+    assert SlurmScheduler().release([second, third]) == ""
     until(lambda: scheduler.query_states([third])[third].state == "ended")
-    assert scheduler.hold_jobs(["999999"]) != ""
+    assert SlurmScheduler().hold(["999999"]) != ""
 
 
 def test_a_requeued_job_lives_and_its_earlier_run_was_taken_away(on_slurm: SlurmCluster) -> None:

@@ -65,9 +65,7 @@ class BatchLauncher:
         submitted_at = min((_get_script_write_time(job) for job in queued.values()), default=time.time())
         files.prepare_folders(run.path, *task.folders)
         new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_jobs(names, queued) :]
-        ids += self._submit_jobs_of_chain(
-            run, new, after=self.select_jobs_to_name(ids), preceding=_list_preceding_ids(run, task)
-        )
+        ids += self._submit_jobs_of_chain(run, new, queued=tuple(ids), preceding=_list_preceding_ids(run, task))
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
@@ -101,13 +99,11 @@ class BatchLauncher:
         return state
 
     def _explain_missing_log(self, snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
-        """Add to the state of a job that left no log that its nodes probably do not see the run directory."""
-        has_run = not state.reason or state.failed or state.forgotten
-        if not (state.without_log or (state.state == "ended" and has_run)) or list_attempts_of_submission(
-            snapshot, job
-        ):
+        """Return the state of a job; if its log is missing, with the reason that its nodes do not see the run directory."""
+        has_started = state.state == "ended" and (not state.reason or state.failed or state.forgotten)
+        if not (state.without_log or has_started):
             return state
-        if snapshot.list_started_logs(job.ids):
+        if list_attempts_of_submission(snapshot, job) or snapshot.list_started_logs(job.ids):
             return state
         reason = f"the job wrote no log, so its nodes probably do not see {snapshot.path.resolve()}; set --run-dir to a folder on a file system that all nodes share"
         return replace(state, reason=f"{state.reason}; {reason}" if state.reason else reason)
@@ -160,13 +156,9 @@ class BatchLauncher:
         """Return the jobs of a task's chain that are in the queue, by the names that `_list_job_names` gives."""
         return find_queued(self.scheduler, run, names)
 
-    def select_jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
-        """Return the queued jobs that the next job of their chain has to name in its dependency."""
+    def select_awaited_jobs(self, ids: Sequence[str]) -> Sequence[str]:
+        """Return those of the earlier jobs of a chain that the next job has to name in its dependency."""
         return ids
-
-    def select_awaited_jobs(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
-        """Return the jobs that the next job waits for: those already queued (`after`) and those submitted now."""
-        return (*after, *ids)
 
     def _list_job_names(self, run: RunDir, task: Task) -> list[str]:
         """Return the names of the jobs to submit, by which a job is found again if its id was not recorded."""
@@ -186,7 +178,7 @@ class BatchLauncher:
         return id_
 
     def _submit_jobs_of_chain(
-        self, run: RunDir, named: Sequence[tuple[Task, str]], *, after: Sequence[str], preceding: Sequence[str]
+        self, run: RunDir, named: Sequence[tuple[Task, str]], *, queued: Sequence[str], preceding: Sequence[str]
     ) -> list[str]:
         """Submit named jobs, each to start when all earlier jobs have ended; return their ids.
 
@@ -197,14 +189,11 @@ class BatchLauncher:
         """
         ids: list[str] = []
         for task, name in named:
+            after = (*preceding, *self.select_awaited_jobs([*queued, *ids]))
             try:
-                ids.append(
-                    self._submit_job_of_chain(
-                        run, task, name, after=(*preceding, *self.select_awaited_jobs(after, ids))
-                    )
-                )
+                ids.append(self._submit_job_of_chain(run, task, name, after=after))
             except SchedulerError:
-                if not ids and not after:
+                if not ids and not queued:
                     raise
                 break  # the queue accepts no more jobs of this user; the chain is shorter then
         return ids
@@ -219,9 +208,8 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     """
     package.write_package_archive(run.path.resolve())
     id_ = scheduler.submit(run.write_script(job.name, text), job)
-    if (
-        not isinstance(id_, str) or not id_ or _INVALID_ID_CHARACTERS.search(id_)
-    ):  # schedulers of users are not type-checked
+    # Schedulers of users are not type-checked.
+    if not isinstance(id_, str) or not id_ or _INVALID_ID_CHARACTERS.search(id_):
         raise SchedulerError(
             f"{scheduler.name} gave a job the id {id_!r}",
             "make submit() return text without '/', '_' and white space; check the queue, because the job may already have been submitted",
@@ -232,8 +220,7 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
 def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict[str, QueuedJob]:
     """Return this run's jobs in the queue, by their names.
 
-    A run of the same job in another folder may have jobs of the same names; they are
-    distinguished by the folder of their script.
+    Jobs of the same names that belong to another run folder are recognised by the folder of their script.
 
     Raises:
         SchedulerError: the scheduler does not answer.
@@ -271,9 +258,7 @@ def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> Sc
         return state
     for path in reversed(snapshot.list_scheduler_logs([last_link])):
         lines = [line.strip() for line in read_last_bytes(path, 2**16).splitlines()]
-        error_lines = [
-            line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line
-        ]
-        if error_lines and path.suffix == ".err":
-            return replace(state, reason=f"{state.reason}: {error_lines[-1]} ({path})")
+        errors = [line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line]
+        if errors and path.suffix == ".err":
+            return replace(state, reason=f"{state.reason}: {errors[-1]} ({path})")
     return state

@@ -18,28 +18,22 @@ WAITS_FOR_EARLIER_JOB = "Dependency"
 """The scheduler's reason for a job that waits for another job to end."""
 
 
-def count_chain_jobs(task: Task) -> int:
-    """Return how many jobs a task is submitted as: several successive ones for a training on a scheduler with a queue.
-
-    A training gets 1.5 times the predicted number of jobs, and two spare jobs. Stages of `train.ramp` on fewer nodes
-    have separate jobs before those, with one spare job, as a job with more nodes than a stage needs can also run it.
-    """
-    return len(list_chain_tasks(task))
-
-
 def list_chain_tasks(task: Task) -> Sequence[Task]:
-    """Return the jobs of a task's chain, each as a copy of the task with the number of nodes that the job requests."""
+    """Return the jobs of a task's chain, each as a copy of the task with the number of nodes that the job requests.
+
+    Only a training on a scheduler with a queue has several jobs: 1.5 times the predicted number, and two spare jobs.
+    Stages of `train.ramp` on fewer nodes have separate jobs before those, with one spare job, as a job with more nodes
+    than a stage needs can also run it.
+    """
     if not task.spec.cluster.backend.has_queue or not isinstance(task, TrainTask):
         return [task]
     predicted = task.prediction
-    hours = None if predicted is None else predicted.hours
-    if task.sizes:  # the number of jobs is that for the fewest nodes that may be granted
-        smallest = task.with_granted_nodes(task.sizes[0].nodes).prediction
-        hours = None if smallest is None else smallest.hours
+    # The number of jobs is that for the fewest nodes that may be granted.
+    slowest = task.with_granted_nodes(task.sizes[0].nodes).prediction if task.sizes else predicted
+    hours = None if slowest is None else slowest.hours
     chain_tasks: list[Task] = []
-    for nodes in sorted(
-        {count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.training_nodes}
-    ):
+    stage_nodes = {stage.nodes or 0 for stage in task.stages}
+    for nodes in sorted(count for count in stage_nodes if task.nodes <= count < task.training_nodes):
         predicted_hours = None if predicted is None else predicted.compute_hours_on_nodes(nodes)
         chain_tasks += [task.model_copy(update={"nodes": nodes})] * _count_jobs_needed(task, predicted_hours, spare=1)
         hours = None if hours is None or predicted_hours is None else hours - predicted_hours

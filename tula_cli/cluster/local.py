@@ -41,11 +41,9 @@ class LocalLauncher:
         """Return a description of the processes that a job on this machine starts."""
         from tula_cli.cluster.rank_programs import make_rank_program  # imported here because only a dry run needs it
 
-        world = task.ranks
-        description = f"{task.job} in {run.path.name}: {format_count(world, 'rank')} on this machine"
-        return (
-            f"{description}\n{command}" if (command := make_rank_program(run, task).preview_command()) else description
-        )
+        description = f"{task.job} in {run.path.name}: {format_count(task.ranks, 'rank')} on this machine"
+        command = make_rank_program(run, task).preview_command()
+        return f"{description}\n{command}" if command else description
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Start a job that outlives this process, its terminal and Ctrl-C.
@@ -71,7 +69,7 @@ class LocalLauncher:
             nodes=task.nodes,
             submitted_at=submitted_at,
             submissions=earlier.submissions + 1 if earlier else 1,
-            folder=str(run.path.resolve()),
+            folder=str(folder),
             process_started=float(started) or None,
             host=socket.gethostname(),
             tula=__version__,
@@ -103,7 +101,7 @@ class LocalLauncher:
             time.sleep(0.1)
 
 
-def run_supervisor(path: str, task_id: str, _: str | None = None) -> None:
+def run_supervisor(path: str, task_id: str) -> None:
     """Run the supervisor; called by submitit in a job on SLURM.
 
     Args:
@@ -130,12 +128,8 @@ def make_environment_with_package(run: Path | None = None) -> dict[str, str]:
     """
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package_root, os.environ.get("PYTHONPATH", "")])
-    return {
-        **os.environ,
-        "PYTHONPATH": package.prepend_to_path(
-            None if run is None else package.write_package_archive(run.resolve()), path
-        ),
-    }
+    archive = None if run is None else package.write_package_archive(run.resolve())
+    return {**os.environ, "PYTHONPATH": package.prepend_to_path(archive, path)}
 
 
 def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
@@ -165,9 +159,8 @@ def register_on_machine(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
     """
     measures, ranks = task.is_timed, task.ranks
     gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.list_lock_names(ranks)]
-    cores = (
-        machine_lock.list_core_devices() if not (gpus and measures) else []
-    )  # loader processes of a training would disturb a probe on CPUs
+    # Loader processes of a training would disturb a probe on CPUs.
+    cores = [] if gpus and measures else machine_lock.list_core_devices()
     try:
         ticket = machine_lock.TicketHolder(_describe_holder(run.path, task.job), [*gpus, *cores], measures=measures)
     except OSError as error:

@@ -12,7 +12,7 @@ from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.queue import find_end_time, find_outcome, list_live_jobs, query_states
-from tula_cli.cluster.slurm.scheduler import make_refusal_error
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler, make_refusal_error
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
 
@@ -454,13 +454,13 @@ def test_a_refusal_keeps_sbatchs_words_and_says_what_to_do(words, message, hint)
 
 def test_waiting_jobs_are_held_for_their_user_and_released(slurm):
     ids = [slurm.add("tula-a"), slurm.add("tula-b")]
-    assert scheduler.hold_jobs(ids) == ""
+    assert SlurmScheduler().hold(ids) == ""
     assert all(state.on_hold and state.hopeless for state in scheduler.query_states(ids).values())
-    assert scheduler.release_jobs(ids) == ""
+    assert SlurmScheduler().release(ids) == ""
     assert not any(state.on_hold for state in scheduler.query_states(ids).values())
     slurm.set(ids[0], "RUNNING")
-    assert "already finished" in scheduler.hold_jobs(ids[:1])
-    assert scheduler.hold_jobs(["a name"]) == "" and scheduler.release_jobs([]) == ""
+    assert "already finished" in SlurmScheduler().hold(ids[:1])
+    assert SlurmScheduler().hold(["a name"]) == "" and SlurmScheduler().release([]) == ""
 
 
 # --- reasons

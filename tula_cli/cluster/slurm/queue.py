@@ -14,7 +14,7 @@ from tula_cli.cluster.scheduler import QueuedJob, SchedulerState
 from tula_cli.cluster.slurm.command import call_slurm, parse_record
 from tula_cli.errors import SchedulerError, StorageFailed
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.words import format_moment as time_of_day
+from tula_cli.words import format_moment
 
 # --- The states of jobs
 
@@ -57,7 +57,7 @@ END_STATE_DESCRIPTIONS = {
     "REVOKED": "another cluster of the federation runs the job",
 }
 """SLURM's states of ended jobs, and their meaning."""
-_LIMITED_ENTITIES = {"QOS": "the QOS", "Assoc": "the account", "Association": "the account", "Max": "the QOS"}
+_LIMITED_ENTITIES = {"qos": "the QOS", "assoc": "the account", "association": "the account"}
 _RESOURCES = {
     "Cpu": "many CPUs", "CPU": "many CPUs", "Node": "many nodes", "GRES": "many GPUs (or other GRES)", "License": "many licenses",
     "Billing": "many billing units", "Mem": "much memory", "Memory": "much memory", "WallDuration": "much time",
@@ -143,12 +143,9 @@ def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
     for id_, state_name in _query_sacct(id_ for id_ in requested_ids if id_ not in states).items():
         state = _parse_state(state_name)
         # The job has left the queue but is not ended in sacct, which lags, and may never see the end of a job.
-        recent = (
-            state
-            if state.state == "ended"
-            else SchedulerState("unknown", f"sacct reports {state_name}, and squeue no longer lists the job")
-        )
-        states[id_] = recent
+        if state.state != "ended":
+            state = SchedulerState("unknown", f"sacct reports {state_name}, and squeue no longer lists the job")
+        states[id_] = state
     if any(_MAINTENANCE.search(state.reason) for state in states.values() if state.state == "pending"):
         states = _add_maintenance(states)
     if silence:
@@ -183,7 +180,7 @@ def parse_maintenance_windows(text: str) -> list[tuple[float, float]]:
 
 def describe_window(begin: float, now: float) -> str:
     """Return a description of when a maintenance window starts, with the minutes until then."""
-    return f"a maintenance window starts {time_of_day(begin)}, in {max(0, int((begin - now) // 60))} min"
+    return f"a maintenance window starts {format_moment(begin)}, in {max(0, int((begin - now) // 60))} min"
 
 
 def _query_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
@@ -219,12 +216,11 @@ def _parse_state(
         away = bool(_NODES_UNAVAILABLE.search(reason))
         explanation += f": {_ADVICE_ON_MISSING_NODES}" if away else ""
         explanation += f" ({comment.removeprefix(COMMENT_PREFIX)})" if comment.startswith(DELAYED) else ""
-        is_held = reason == "JobHeldUser"
         return SchedulerState(
             "pending",
             explanation,
             starts_at,
-            on_hold=is_held,
+            on_hold=reason == "JobHeldUser",
             hopeless=bool(why),
             without_nodes=away,
             without_log=without_log,
@@ -241,35 +237,26 @@ def _parse_state(
     return SchedulerState("unknown", f"SLURM calls it {state_text}")
 
 
-def explain_hopeless(reason: str, id_: str = "") -> str:
+def explain_hopeless(reason: str, id_: str) -> str:
     """Return why a pending job with this reason of squeue will never start; empty if it may."""
     for form, why in HOPELESS:
         if match := form.fullmatch(reason):
-            groups = match.groupdict()
-            resource = _RESOURCES.get(groups.get("what") or "", "many resources")
-            who = next(
-                (
-                    name
-                    for start, name in _LIMITED_ENTITIES.items()
-                    if start.lower() == (groups.get("who") or "").lower()
-                ),
-                "",
-            )
-            return why.format(
-                id=id_, who=who, what=resource, few=resource.replace("many", "few").replace("much", "little")
-            )
+            groups = match.groupdict("")
+            resource = _RESOURCES.get(groups.get("what", ""), "many resources")
+            little = resource.replace("many", "few").replace("much", "little")
+            who = _LIMITED_ENTITIES.get(groups.get("who", "").lower(), "")
+            return why.format(id=id_, who=who, what=resource, few=little)
     return ""
 
 
 def _parse_state_name(state_text: str) -> str:
     """Return the name of a state without additions and truncation: "CANCELLED by 1000", "CANCELLED+", "OUT_OF_ME+"."""
-    first_word = state_text.split()[0] if state_text.split() else ""
+    first_word = next(iter(state_text.split()), "")
     start = first_word.rstrip("+")
     if start in ("", first_word):
         return start
-    return next(
-        (name for name in (*PENDING_STATES, *RUNNING_STATES, *END_STATE_DESCRIPTIONS) if name.startswith(start)), start
-    )
+    names = (*PENDING_STATES, *RUNNING_STATES, *END_STATE_DESCRIPTIONS)
+    return next((name for name in names if name.startswith(start)), start)
 
 
 _recent_states: dict[str, tuple[float, str]] = {}
@@ -304,9 +291,8 @@ def find_end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
         environ: environment of the allocation, which contains the time from SLURM 23.02 on.
     """
     end_time = environ.get("SLURM_JOB_END_TIME", "")
-    if end_time.isdigit():
-        end: float | None = float(end_time)
-    else:
+    end = float(end_time) if end_time.isdigit() else None
+    if end is None:
         answer = call_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
         end = parse_time(answer.text.splitlines()[0]) if answer.ok and answer.text else None
     never = time.time() + 10 * 365 * 86400  # SLURM reports an end in about a hundred years for unlimited jobs
@@ -416,35 +402,8 @@ def cancel_jobs(ids: Sequence[str]) -> str:
     return "" if answer.ok or ALREADY_ENDED.search(answer.error_message) else answer.error_message
 
 
-def exclude_nodes(ids: Sequence[str], nodes: str) -> str:
-    """Exclude exactly these nodes for pending jobs; return scontrol's error message, or empty."""
-    return _call_for_jobs("update", ids, f"ExcNodeList={nodes}")
-
-
-def end_delay(id_: str, after: str) -> str:
-    """Remove the delay of a pending job after job `after` of its chain; return scontrol's error message, or empty."""
-    return _call_for_jobs("update", [id_], f"Dependency=afterany:{after},singleton")
-
-
-def delay_job(id_: str, minutes: int) -> str:
-    """Delay the start of a pending job until at least `minutes` from now; return scontrol's error message, or empty."""
-    return _call_for_jobs("update", [id_], f"StartTime=now+{minutes}minutes")
-
-
-def hold_jobs(ids: Sequence[str]) -> str:
-    """Hold pending jobs until they are released; return scontrol's error message, or empty.
-
-    `uhold` makes it a hold of the user even if root runs the command; `hold` by root would be one of an administrator.
-    """
-    return _call_for_jobs("uhold", ids)
-
-
-def release_jobs(ids: Sequence[str]) -> str:
-    """Release held jobs; return scontrol's error message, or empty."""
-    return _call_for_jobs("release", ids)
-
-
-def _call_for_jobs(order: str, ids: Sequence[str], *settings: str) -> str:
+def change_jobs(order: str, ids: Sequence[str], *settings: str) -> str:
+    """Call scontrol with an order ("update", "release" ...) for exactly these jobs; return its error message, or empty."""
     job_ids = [id_ for id_ in ids if id_.isdigit()]
     if not job_ids:
         return ""

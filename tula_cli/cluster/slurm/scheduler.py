@@ -8,7 +8,6 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +118,21 @@ class SlurmScheduler:
         return writer.render_text(job.command)
 
     def submit(self, script: Path, job: JobRequest) -> str:
-        submission = _call_sbatch(script)
-        return submission.id or _find_accepted_job(script, job.name, submission.words)
+        """Submit a script by sbatch; if the controller does not answer, wait for the job to appear in the queue.
+
+        submitit's call is not used: it has no timeout, passes on variables of an allocation and prints the answer.
+        """
+        answer = call_slurm("sbatch", str(script), environ=make_sbatch_environment(script))
+        if answer.end == "missing":
+            raise SchedulerError(f"sbatch cannot be started: {answer.error_message}", "run tula on a login node")
+        if answer.end == "hung":
+            return _find_accepted_job(script, job.name, f"no answer within {command.COMMAND_TIMEOUT:g} s")
+        if match := re.search(r"Submitted batch job (\d+)", answer.text):
+            return match[1]
+        message = answer.error_message or answer.text
+        if not answer.ok and not any(undecided in message for undecided in UNDECIDED_ERRORS):
+            raise make_refusal_error(message)
+        return _find_accepted_job(script, job.name, message.rpartition("\n")[2].removeprefix("sbatch: error: "))
 
     def list_queued_jobs(self, names: Sequence[str]) -> list[QueuedJob]:
         return queue.list_live_jobs(names)
@@ -132,19 +144,20 @@ class SlurmScheduler:
         return queue.cancel_jobs(ids)
 
     def hold(self, ids: Sequence[str]) -> str:
-        return queue.hold_jobs(ids)
+        # `uhold` makes it a hold of the user even if root runs the command; `hold` by root would be of an administrator.
+        return queue.change_jobs("uhold", ids)
 
     def release(self, ids: Sequence[str]) -> str:
-        return queue.release_jobs(ids)
+        return queue.change_jobs("release", ids)
 
     def exclude(self, ids: Sequence[str], nodes: str) -> str:
-        return queue.exclude_nodes(ids, nodes)
+        return queue.change_jobs("update", ids, f"ExcNodeList={nodes}")
 
     def end_delay(self, id_: str, after: str) -> str:
-        return queue.end_delay(id_, after)
+        return queue.change_jobs("update", [id_], f"Dependency=afterany:{after},singleton")
 
     def delay(self, id_: str, minutes: int) -> str:
-        return queue.delay_job(id_, minutes)
+        return queue.change_jobs("update", [id_], f"StartTime=now+{minutes}minutes")
 
     def list_partitions(self) -> Sequence[PartitionLimits]:
         return [
@@ -179,36 +192,6 @@ class SlurmScheduler:
 
 
 # --- Submission
-
-
-@dataclass(frozen=True)
-class _Submission:
-    """The answer of sbatch: the id of the job, or text that leaves open whether it was accepted."""
-
-    id: str = ""
-    words: str = ""
-
-
-def _call_sbatch(script: Path) -> _Submission:
-    """Call sbatch.
-
-    submitit's call is not used: it has no timeout, passes on variables of an allocation and prints the answer.
-
-    Raises:
-        SchedulerError: sbatch refused the job or is missing.
-    """
-    answer = call_slurm("sbatch", str(script), environ=make_sbatch_environment(script))
-    if answer.end == "hung":
-        return _Submission(words=f"no answer within {command.COMMAND_TIMEOUT:g} s")
-    if answer.end == "missing":
-        raise SchedulerError(f"sbatch cannot be started: {answer.error_message}", "run tula on a login node")
-    match = re.search(r"Submitted batch job (\d+)", answer.text)
-    if match:
-        return _Submission(id=match.group(1))
-    message = answer.error_message or answer.text
-    if answer.ok or any(undecided in message for undecided in UNDECIDED_ERRORS):
-        return _Submission(words=message.rpartition("\n")[2].removeprefix("sbatch: error: "))
-    raise make_refusal_error(message)
 
 
 _OVERRIDES: Mapping[str, tuple[str, ...]] = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.cluster.batch_launcher import BatchLauncher
-from tula_cli.cluster.chains import compute_start_delay, count_chain_jobs
+from tula_cli.cluster.chains import compute_start_delay, list_chain_tasks
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduler import JobRequest, QueuedJob
 from tula_cli.cluster.slurm.command import call_slurm
@@ -42,7 +42,7 @@ class SlurmLauncher(BatchLauncher):
         return JobRequest(name, "", nodes=task.nodes, after=tuple(after), logs=run.submitit_dir)
 
     def render_job_script(self, run: RunDir, job: JobRequest, task: Task) -> str:
-        chained = count_chain_jobs(task) > 1
+        chained = len(list_chain_tasks(task)) > 1
         waits_for = [*([f"afterany:{':'.join(job.after)}"] if job.after else []), *(["singleton"] if chained else [])]
         number = job.name.removeprefix(self.make_first_job_name(run, task)).lstrip(".")
         if number and job.after:
@@ -54,7 +54,7 @@ class SlurmLauncher(BatchLauncher):
         _write_call(run, task, id_)
 
     def make_first_job_name(self, run: RunDir, task: Task) -> str:
-        """Return a name without a hash of the run's path, as SLURM reports the path of each job's script."""
+        """Return the name of a task's first job; has no hash of the run's path, as SLURM reports each job's script."""
         return f"tula-{run.id}-{task.job}"
 
     def list_queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, QueuedJob]:
@@ -64,11 +64,8 @@ class SlurmLauncher(BatchLauncher):
         listed_jobs = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
         return {name: job for name, job in listed_jobs.items() if name in names}
 
-    def select_jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
+    def select_awaited_jobs(self, ids: Sequence[str]) -> Sequence[str]:
         return ids[-1:]  # `singleton` makes it wait for the other jobs of the same name
-
-    def select_awaited_jobs(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
-        return ids[-1:] or after
 
 
 def make_chain_name(run: RunDir, task: Task) -> str:
@@ -92,7 +89,7 @@ def _write_call(run: RunDir, task: Task, id_: str) -> None:
 
     path = JobPaths(run.submitit_dir, job_id=id_).submitted_pickle
     if not path.exists():
-        call = DelayedSubmission(run_supervisor, str(run.path.resolve()), task.id, None)
+        call = DelayedSubmission(run_supervisor, str(run.path.resolve()), task.id)
         draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
         call.dump(draft)
         draft.replace(path)

@@ -249,7 +249,8 @@ def attached(tula, *command: str):
     "its ranks exit too; the next job of the chain, or the same command, resumes from the newest checkpoint",
 )
 def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
-    command = ("train", "job.yaml", "--nodes", "2", "--batch", "128", "--set", "train.epochs=6")
+    slow = slow_training_options(tula, 6, pause=0.05)  # so that each kill comes before the end, also on a fast machine
+    command = ("train", "job.yaml", "--nodes", "2", "--batch", "128", *slow)
     straight = tula(*command)["data"]
     run = tula.run()
     last = run.get_training(straight["signature"]).path / "last"

@@ -132,7 +132,9 @@ def _list_flags(arguments: Callable[..., object]) -> Iterator[tuple[str, str]]:
 
 
 _FLAGS = re.compile(
-    r"(?P<command>tula [a-z]+[^,;:]*)|(?P<set>--set \S*[^\s,;:](?: --set \S*[^\s,;:])*)|--[a-z][a-z-]*(?!\w)"
+    r"(?P<command>tula [a-z]+[^,;:]*)"
+    r"|(?P<list>--set \S*[^\s,;:](?: --set \S*[^\s,;:])*|(?P<flag>--[a-z-]+) \S*[^\s,;:](?: (?P=flag) \S*[^\s,;:])+)"
+    r"|--[a-z][a-z-]*(?!\w)"
 )
 
 
@@ -140,9 +142,13 @@ def _replace_flags(text: str, argument_by_flag: Mapping[str, str]) -> str:
     """Return the text of an error with the arguments of a Python function in place of flags; commands remain as they are."""
 
     def replace(match: re.Match[str]) -> str:
-        if match["set"]:
-            return f"overrides={list(match['set'].split()[1::2])}"
-        return match[0] if match["command"] else argument_by_flag.get(match[0], match[0])
+        if match["command"]:
+            return match[0]
+        if match["list"]:
+            flag, values = match["list"].split()[0], match["list"].split()[1::2]
+            items = [int(value) if value.isdecimal() else value for value in values]
+            return f"{argument_by_flag[flag]}={items}" if flag in argument_by_flag else match[0]
+        return argument_by_flag.get(match[0], match[0])
 
     return _FLAGS.sub(replace, text)
 

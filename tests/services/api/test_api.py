@@ -143,7 +143,7 @@ def test_a_run_is_sent_to_a_tracker_and_nothing_twice(tmp_path: Path) -> None:
         (
             lambda: tula.plan_trainings(make.SPEC, [1, 2]),
             "trainings: got 2 numbers",
-            "trainings 10 trainings 20",
+            "trainings=[10, 20]",
         ),
         (lambda: tula.recommend(make.SPEC, observed="x"), "observed needs a job with section script", "add section"),
         (lambda: tula.find_learning_rate(make.SPEC, batch=10**30), "batch: must be at most 2147483647", ""),
@@ -166,6 +166,9 @@ def test_errors_of_functions_name_values_of_switches(cluster: AtOnce) -> None:
     )
     assert _replace_flags("raise it: --set a.b=[1,2] --set c=3, or run tula check --set a=1", names) == (
         "raise it: overrides=['a.b=[1,2]', 'c=3'], or run tula check --set a=1"
+    )
+    assert _replace_flags("for each job: --batch 10 --batch 20; --other 1 --other 2", names) == (
+        "for each job: batch=[10, 20]; --other 1 --other 2"
     )
     assert (
         _replace_flags("add --batch_size {local_batch}, not --batch", names)

@@ -7,8 +7,9 @@ import pytest
 
 from tula_cli.errors import SpecError
 from tula_cli.models import rate_search
-from tula_cli.run.records.results import LearningRateRule, RateBranch
+from tula_cli.run.records.results import RateBranch
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.methods import LrRule
 from tula_cli.spec.sections import NOISE_BATCHES
 
 
@@ -18,7 +19,7 @@ def job(**train: Any) -> JobSpec:
 
 def branch(
     loss: float | None,
-    rule: LearningRateRule = "none",
+    rule: LrRule = "none",
     *,
     batch: int = 512,
     factor: float = 1.0,
@@ -139,7 +140,7 @@ def test_what_cannot_be_searched_is_refused(train: dict[str, Any], batch: int, m
         ({"method": "ramp"}, "sqrt", ["train.lr_scaling=sqrt"]),
     ],
 )
-def test_the_overrides_train_with_the_rule(train: dict[str, Any], rule: LearningRateRule, overrides: list[str]) -> None:
+def test_the_overrides_train_with_the_rule(train: dict[str, Any], rule: LrRule, overrides: list[str]) -> None:
     spec = job(**train)
     assert rate_search.list_overrides(spec, rule) == overrides
     settings = dict(override.removeprefix("train.").split("=") for override in overrides)

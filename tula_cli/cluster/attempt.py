@@ -31,7 +31,7 @@ from tula_cli.host.failures import has_cause
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import is_pinned_run_gone, read_last_bytes
+from tula_cli.run.files import is_pinned_run_gone, open_to_append, read_last_bytes
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import Task
@@ -119,7 +119,7 @@ class RunningAttempt:
             starts = self._program.start(self.allocation, self.command).make_rank_commands(log)
         except JobFailed as error:  # raised for a script if this node lacks the network interface
             return self._report_not_started(f"{error.message}; {error.hint}")
-        with self.run.open_log(log) as output:
+        with open_to_append(log) as output:
             output.write("".join(f"tula: {line}\n" for line in self._clean_up_earlier_attempts(starts)).encode())
             output.flush()
             try:

@@ -27,7 +27,7 @@ from tula_cli.host.failures import find_root_failure
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, choose_full_disk_errno
-from tula_cli.run.files import make_write_error
+from tula_cli.run.files import make_write_error, open_to_append
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt
@@ -277,7 +277,7 @@ def append_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception
     """Append the traceback of an error to the log that `tula logs` shows, if the log can be written."""
     with (
         contextlib.suppress(TulaError, OSError),
-        run.open_log(run.get_log_path(attempt.task, attempt.number, index)) as log,
+        open_to_append(run.get_log_path(attempt.task, attempt.number, index)) as log,
     ):
         log.write("".join(traceback.format_exception(error)).encode())
 

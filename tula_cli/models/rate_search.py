@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from tula_cli.errors import SpecError
 from tula_cli.models import self_tuning
-from tula_cli.run.records.results import LearningRateRule, RateBranch
+from tula_cli.run.records.results import RateBranch
 from tula_cli.spec.job import JobSpec, compute_lr_scale
-from tula_cli.spec.methods import METHODS, TrainingMethod
+from tula_cli.spec.methods import METHODS, LrRule, TrainingMethod
 from tula_cli.spec.scripts.script import count_script_samples
 from tula_cli.spec.sections import NOISE_BATCHES
 
-LR_SCALING_RULES: tuple[LearningRateRule, ...] = ("none", "sqrt", "linear")
+LR_SCALING_RULES: tuple[LrRule, ...] = ("none", "sqrt", "linear")
 """Values of `train.lr_scaling`, by their learning rate: 1, sqrt(k) and k times `optimizer.lr` at k times the batch."""
 
 START_SHARE = 0.02
@@ -54,7 +54,7 @@ class RateArm:
     """A batch and a rule for its learning rate, to be tried in a branch."""
 
     batch: int
-    rule: LearningRateRule
+    rule: LrRule
     factor: float  # factor of optimizer.lr
 
 
@@ -130,7 +130,7 @@ def _is_searchable(method: TrainingMethod) -> bool:
     return method.is_arm or bool(method.without_rule)
 
 
-def make_job_of_rule(spec: JobSpec, rule: LearningRateRule) -> JobSpec:
+def make_job_of_rule(spec: JobSpec, rule: LrRule) -> JobSpec:
     """Return the job with a rule of `train.lr_scaling`, and the method that has it."""
     method = spec.train.training_method
     name = (method.without_rule if rule == "none" else method.with_rule) or method.name
@@ -138,7 +138,7 @@ def make_job_of_rule(spec: JobSpec, rule: LearningRateRule) -> JobSpec:
     return spec.model_copy(update={"train": train})
 
 
-def list_overrides(spec: JobSpec, rule: LearningRateRule) -> list[str]:
+def list_overrides(spec: JobSpec, rule: LrRule) -> list[str]:
     """Return what `--set` has to change in a job so that it trains with a rule."""
     train = make_job_of_rule(spec, rule).train
     method = [] if train.method == spec.train.method else [f"train.method={train.method}"]

@@ -59,7 +59,7 @@ def measure_size_and_time(path: Path) -> tuple[int, float]:
 
 
 def list_removable_files(folder: Path, policy: CleanPolicy) -> Iterator[RemovableEntry]:
-    """Yield the removable files of a run, of which no job may be active.
+    """Yield the removable files of a run. No job of the run may be active.
 
     Raises:
         BadMeasurements: a record that shows whether a training has finished is damaged.
@@ -82,20 +82,15 @@ def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> I
     folder = training.path / "checkpoints"
     entries = _list_entries(folder) if _is_folder(folder) else {}
     complete_checkpoints = [
-        name for name, mode in entries.items() if CHECKPOINT_PATTERN.fullmatch(name) and _has_type_of_name(name, mode)
+        name
+        for name, mode in sorted(entries.items(), reverse=True)
+        if CHECKPOINT_PATTERN.fullmatch(name) and _has_type_of_name(name, mode)
     ]
     if complete_checkpoints:
         is_finished = training.read_result() is not None
         gone = is_finished and training.signature in policy.compared
         kept = (
-            set()
-            if gone
-            else _list_kept_checkpoints(
-                training,
-                sorted(complete_checkpoints, reverse=True),
-                is_finished=is_finished,
-                keep_best=policy.keep_best,
-            )
+            set() if gone else _list_kept_checkpoints(training, complete_checkpoints, policy, is_finished=is_finished)
         )
         for name in sorted(set(complete_checkpoints) - kept):
             yield _make_removable_file("compared" if gone else "checkpoints", folder / name)
@@ -112,14 +107,14 @@ def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> I
 
 
 def _list_kept_checkpoints(
-    training: TrainingRun, complete_checkpoints: list[str], *, is_finished: bool, keep_best: bool
+    training: TrainingRun, complete_checkpoints: list[str], policy: CleanPolicy, *, is_finished: bool
 ) -> set[str]:
     """Return the checkpoints to keep; `complete_checkpoints` is ordered newest first."""
     best = _read_link_target(training.path / "best")
     last = _read_link_target(training.path / "last")
     linked = {best, last} & set(complete_checkpoints)
     if is_finished:
-        if keep_best and best in linked:
+        if policy.keep_best and best in linked:
             return {best}
         return linked if last in linked else {*linked, complete_checkpoints[0]}
     tuning = training.read_tuning()

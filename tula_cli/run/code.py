@@ -134,9 +134,6 @@ def make_runs_of_job(root: Path, spec: JobSpec) -> tuple[Run, ...]:
     return runs
 
 
-# --- Snapshot
-
-
 def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
     """Choose the code that a submission runs, and compute the digest of the weights it starts from.
 
@@ -165,16 +162,15 @@ def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: 
     else:
         is_gone = not selection.modules and not _is_installed(code.modules)
     present = compute_digest_of_files(selection.modules, selection.base, start=selection.start)
-    if run_snapshot is not None and run_snapshot.digest != present:
-        assert run is not None
+    changes = []
+    if run is not None and run_snapshot is not None and run_snapshot.digest != present:
         if keep or is_gone:
             warning = messages.earlier_code_used(
                 code=str(code), run=run.id, missing_from=str(workdir) if is_gone else None
             )
             return Source(Path(run_snapshot.workdir), run_snapshot.digest, kept=run_snapshot.name, warnings=(warning,))
-        warning = messages.code_changed_since_measurement(code=str(code), run=run.id)
-        return Source(workdir, present, warnings=(warning, *code.warnings, *list_selection_warnings(selection)))
-    return Source(workdir, present, warnings=(*code.warnings, *list_selection_warnings(selection)))
+        changes = [messages.code_changed_since_measurement(code=str(code), run=run.id)]
+    return Source(workdir, present, warnings=(*changes, *code.warnings, *list_selection_warnings(selection)))
 
 
 def find_measured_snapshot(run: RunDir) -> CodeSnapshot | None:
@@ -192,13 +188,13 @@ def list_runs_with_other_code(run: Run) -> list[RunDir]:
     spec = run.spec
     if not get_user_code(spec, Path.cwd()).is_copied:
         return []
-    runs_of_name = [
-        other_run for other_run in RunDir.list_all(run.path.parent) if other_run.id.startswith(f"{spec.name}-")
-    ]
+    signature = compute_measurement_signature(spec)
     return [
         other_run
-        for other_run in runs_of_name
-        if other_run.path != run.path and _read_signature(other_run) == compute_measurement_signature(spec)
+        for other_run in RunDir.list_all(run.path.parent)
+        if other_run.id.startswith(f"{spec.name}-")
+        and other_run.path != run.path
+        and _read_signature(other_run) == signature
     ]
 
 
@@ -235,7 +231,7 @@ def take_snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
     draft = run.get_code_dir(f".draft.{socket.gethostname()}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        return _copy_snapshot(run, selection, draft, source, message=str(code))
+        return _copy_snapshot(run, selection, draft, source, name_of_code=str(code))
     except OSError as error:
         raise TulaError(
             f"cannot copy the code to {draft.parent}: {error.strerror or error}",
@@ -245,7 +241,7 @@ def take_snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _copy_snapshot(run: RunDir, selection: Selection, draft: Path, source: Source, *, message: str) -> str:
+def _copy_snapshot(run: RunDir, selection: Selection, draft: Path, source: Source, *, name_of_code: str) -> str:
     base = selection.base
     names = [file.relative_to(base) for file in (*selection.modules, *selection.others)]
     for file in names:
@@ -256,7 +252,7 @@ def _copy_snapshot(run: RunDir, selection: Selection, draft: Path, source: Sourc
     # Digest of the copies, because the originals may be edited at the same time.
     digest = compute_digest_of_files((draft / file for file in modules), draft, start=selection.start)
     if digest != source.digest:
-        raise TulaError(f"{message} changed while tula copied it", "run the same command again")
+        raise TulaError(f"{name_of_code} changed while tula copied it", "run the same command again")
     # The name depends on the folders too, because links in the snapshot point to them.
     contents = compute_digest_of_files((draft / file for file in names), draft)
     place_text = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))

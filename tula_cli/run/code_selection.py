@@ -226,25 +226,25 @@ def list_selection_warnings(selection: Selection) -> tuple[Diagnostic, ...]:
     if selection.left_out:
         warnings.append(
             messages.files_too_large_to_copy(
-                paths=describe_paths(selection.left_out, selection.base),
+                paths=_join_paths(selection.left_out, selection.base),
                 file_megabytes=MAX_FILE_BYTES // 10**6,
                 total_megabytes=MAX_TOTAL_BYTES // 10**6,
                 files=MAX_FILE_COUNT,
             )
         )
     if selection.keys:
-        warnings.append(messages.secrets_linked(paths=describe_paths(selection.keys, selection.base)))
+        warnings.append(messages.secrets_linked(paths=_join_paths(selection.keys, selection.base)))
     large_folders = [
         folder for folder in {module.parent for module in selection.modules} if list_entries(folder) is None
     ]
     if large_folders:
         warnings.append(
             messages.folder_with_many_files(
-                paths=describe_paths(large_folders, selection.base), most=MAX_ENTRIES, folder=str(selection.base)
+                paths=_join_paths(large_folders, selection.base), most=MAX_ENTRIES, folder=str(selection.base)
             )
         )
     return tuple(warnings)
 
 
-def describe_paths(paths: Sequence[Path], base: Path) -> str:
+def _join_paths(paths: Sequence[Path], base: Path) -> str:
     return join_first([path.relative_to(base) for path in paths], 3)

@@ -1,12 +1,11 @@
 """Damaged files of a run and their consequences, for the warnings of every command that reads them."""
 
-import itertools
 import json
 import os
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tula_cli.errors import BadMeasurements, TulaError
 from tula_cli.run import messages
 from tula_cli.run.files import is_regular_file, read_content
 from tula_cli.run.training_run import TrainingRun
+from tula_cli.words import format_number_ranges
 
 CHECKSUM_FILE = "sums.json"
 """The file with the checksums of the other files of a sharded checkpoint."""
@@ -67,26 +67,21 @@ def list_curve_warnings(training: TrainingRun) -> Iterator[Diagnostic]:
     ):  # fmt: skip
         if lines:
             yield messages.damaged_lines(
-                path=str(path), lines=describe_line_ranges(lines), count=len(lines), consequence=lost
+                path=str(path), lines=_describe_line_ranges(lines), count=len(lines), consequence=lost
             )
     yield from _warn_lost_weights(training)
 
 
-def describe_line_ranges(numbers: Iterable[int]) -> str:
+def _describe_line_ranges(numbers: Sequence[int]) -> str:
     """Format ascending line numbers in words: `lines 5-7, 12`."""
-    groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    ranges = [(members[0][1], members[-1][1]) for _, group in groups if (members := list(group))]
-    ranges_text = [str(lower) if lower == upper else f"{lower}-{upper}" for lower, upper in ranges[:_MAX_RANGES]]
-    hidden_lines = sum(upper - lower + 1 for lower, upper in ranges[_MAX_RANGES:])
-    name = "line" if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else "lines"
-    return f"{name} {', '.join(ranges_text)}{f' and {hidden_lines} more' if hidden_lines else ''}"
-
-
-# --- Weights
+    ranges = format_number_ranges(numbers).split(", ")[:_MAX_RANGES]
+    last_shown = int(ranges[-1].rpartition("-")[2])
+    hidden_lines = sum(number > last_shown for number in numbers)
+    name = "line" if len(numbers) == 1 else "lines"
+    return f"{name} {', '.join(ranges)}{f' and {hidden_lines} more' if hidden_lines else ''}"
 
 
 def _warn_lost_weights(training: TrainingRun) -> Iterator[Diagnostic]:
-    """Yield warnings about the best and newest weights that are damaged or missing."""
     links = {name: training.path / name for name in _LOST_WEIGHTS}
     damage: dict[str, list[str]] = {}
     for name, link in links.items():
@@ -122,11 +117,8 @@ def describe_checkpoint_problem(path: Path) -> str:
             return "it is not a file"
         if path.stat().st_size == 0:
             return "it is empty"
-        return (
-            ""
-            if is_complete_archive(path, max_verified_bytes=_MAX_VERIFIED_BYTES)
-            else "it is truncated or overwritten"
-        )
+        is_complete = is_complete_archive(path, max_verified_bytes=_MAX_VERIFIED_BYTES)
+        return "" if is_complete else "it is truncated or overwritten"
     except OSError as error:
         return error.strerror or str(error)
 
@@ -135,16 +127,15 @@ def is_complete_archive(path: Path, *, max_verified_bytes: float = float("inf"))
     """Return whether a file of torch.save is complete, by its checksums (which torch does not verify).
 
     Args:
-        summed: verify checksums of the first members up to this many bytes.
+        max_verified_bytes: verify only the checksums of the first members up to this size.
     """
     try:
         if not is_regular_file(path):
             return False
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            if (
-                sum(member.file_size for member in members) > path.stat().st_size
-            ):  # damaged sizes; reading these members would exhaust the memory
+            # With damaged sizes, reading the members would exhaust the memory.
+            if sum(member.file_size for member in members) > path.stat().st_size:
                 return False
             total = 0
             for member in members:

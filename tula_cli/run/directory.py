@@ -9,7 +9,6 @@ import copy
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 from tula_cli.errors import BadMeasurements, UnreadableFile
 from tula_cli.run.files import (
@@ -17,8 +16,8 @@ from tula_cli.run.files import (
     list_files,
     make_folder,
     make_write_error,
-    open_to_append,
     read_record,
+    read_records,
     read_text,
     touch_change_marker,
     write_and_announce,
@@ -37,7 +36,7 @@ from tula_cli.run.parsed_spec import (
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
-from tula_cli.run.records.probes import RESULT, Measured
+from tula_cli.run.records.probes import RESULT, Measured, Result
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import (
     Comparison,
@@ -64,7 +63,7 @@ from tula_cli.run.records.tasks import (
     make_probe_id,
 )
 from tula_cli.run.script_attempt import ResumeTestRecords
-from tula_cli.run.snapshot import Result, Snapshot, is_of_another_run
+from tula_cli.run.snapshot import Snapshot, is_of_another_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
@@ -112,7 +111,7 @@ class ClusterChecks:
     def read_draft_report(self, task_id: str) -> ClusterReport | None:
         return read_record(self.path / f"{task_id}.draft", ClusterReport)
 
-    def report(self, task_id: str) -> ClusterReport | None:
+    def read_report(self, task_id: str) -> ClusterReport | None:
         return read_record(self.path / f"{task_id}.json", ClusterReport)
 
     def mark_reported(self, task_id: str) -> None:
@@ -154,7 +153,7 @@ class RunDir:
         return run
 
     def save_job(self, spec: JobSpec, file: JobFile | None = None) -> None:
-        """Make this the newest run, with this spec; its measurements are kept.
+        """Store the job of this run and make the run the newest one; measurements in it are kept.
 
         Args:
             file: the job file that the spec comes from, if known.
@@ -232,7 +231,7 @@ class RunDir:
         write_record(self.path / "variant.json", variant)
 
     def read_snapshot(self, *, strict: bool = False) -> Snapshot:
-        """Return a snapshot of the run's records, to be shared by all queries of a caller. Args: as of `Snapshot`."""
+        """Return a snapshot of the run's records, to be shared by all queries of a caller; `strict` as in `Snapshot`."""
         return Snapshot(self.path, strict=strict)
 
     # --- Tasks, jobs and attempts
@@ -249,8 +248,7 @@ class RunDir:
 
     def read_check_tasks(self) -> list[CheckTask]:
         """Return the tasks of `tula check --on-cluster`, oldest first."""
-        paths = list_files(self.path / "tasks", "check-*.json")
-        return sorted((task for path in paths if (task := read_record(path, CheckTask))), key=lambda task: task.number)
+        return sorted(read_records(self.path / "tasks", CheckTask, "check-*.json"), key=lambda task: task.number)
 
     def is_superseded(self, task: Task) -> bool:
         """Return whether a later attempt of a training exists, so that the job running this one has to stop."""
@@ -278,15 +276,14 @@ class RunDir:
         """Return the attempts of one task, or the readable ones of all, oldest first."""
         if task_id is None:
             return self.read_snapshot().attempts
-        paths = list_files(self.path / "attempts", f"{task_id}.*.json")
-        attempts = [attempt for path in paths if (attempt := read_record(path, Attempt))]
-        return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.number))
+        return self._read_matching_attempts(f"{task_id}.*.json")
 
     def read_attempts_of_task(self, task: Task) -> list[Attempt]:
         """Return the attempts of a task, oldest first; of a training, those of all its relaunches."""
-        paths = list_files(self.path / "attempts", task.attempt_files)
-        attempts = [attempt for path in paths if (attempt := read_record(path, Attempt))]
-        return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
+        return self._read_matching_attempts(task.attempt_files)
+
+    def _read_matching_attempts(self, pattern: str) -> list[Attempt]:
+        return sorted(read_records(self.path / "attempts", Attempt, pattern), key=lambda attempt: attempt.sort_key)
 
     def write_failure(self, failure: Failure) -> None:
         assert failure.rank is not None, "the failure of a rank"
@@ -386,7 +383,7 @@ class RunDir:
                 search = self.read_rate_search(task.key)
                 return search is not None and search.finished
             case CheckTask():
-                return self.checks.report(task.id) is not None
+                return self.checks.read_report(task.id) is not None
 
     def write_recommendation(self, recommendation: Recommendation) -> None:
         write_record(self.path / "recommendation.json", recommendation)
@@ -402,7 +399,7 @@ class RunDir:
 
     @property
     def checks(self) -> ClusterChecks:
-        """Return the files of `tula check --on-cluster`."""
+        """The files of `tula check --on-cluster`."""
         return ClusterChecks(self.path / "checks")
 
     def get_training(self, train_signature: str) -> TrainingRun:
@@ -419,7 +416,7 @@ class RunDir:
         return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
 
     def find_newest_script_saves(self) -> tuple[ScriptCheckpointSave, ...]:
-        """Return for each batch the checkpoints of the script's training that saved most recently, newest batch last."""
+        """Return the checkpoints that a script saved: at each batch those of the training that saved last, newest batch last."""
         newest: dict[int, list[ScriptCheckpointSave]] = {}
         snapshot = self.read_snapshot()
         for signature in self.list_train_signatures():
@@ -466,12 +463,8 @@ class RunDir:
         return self.path / "submitit"
 
     def get_log_path(self, task_id: str, attempt: int, index: int = 0) -> Path:
-        """Return the log of one attempt: of the ranks that the supervisor with this index starts."""
+        """Return the path of the log of an attempt, for the ranks that one supervisor (`index`) starts."""
         return self.path / "logs" / f"{task_id}.{attempt:03d}{f'.{index:04d}' if index else ''}.log"
-
-    def open_log(self, path: Path) -> BinaryIO:
-        """Open a log for appending; raises TulaError if the disk is full or the folder cannot be written."""
-        return open_to_append(path)
 
     def get_handover_path(self, task_id: str, attempt: int) -> Path:
         """Return the file by which the ranks of an attempt find each other: address, port and device of rank 0."""
@@ -515,8 +508,7 @@ class RunDir:
 
     def read_code_digests(self) -> set[str]:
         """Return the digests of all code with which jobs of this run were submitted."""
-        snapshots = (read_record(path, CodeSnapshot) for path in list_files(self.path / "code"))
-        return {snapshot.digest for snapshot in snapshots if snapshot}
+        return {snapshot.digest for snapshot in read_records(self.path / "code", CodeSnapshot)}
 
     def list_logs(self) -> list[Path]:
         logs = [path for path in (self.path / "logs").glob("*.log") if path.is_file()]

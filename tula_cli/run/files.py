@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import errno
 import fnmatch
-import functools
 import json
 import math
 import os
@@ -180,7 +179,6 @@ def choose_storage_hint(path: Path, error: OSError) -> str:
 
 
 def _make_other_folder_hint(path: Path) -> str:
-    """Return the hint for a folder that cannot be written; a run's folder is set by an option."""
     is_in_run = any((folder / "spec.yaml").exists() for folder in path.parents) or "tula-runs" in path.parts
     return "choose another folder with --run-dir" if is_in_run else "choose another folder"
 
@@ -300,12 +298,12 @@ _MAX_SHOWN = 60
 
 
 def _find_unknown_value(error: "ErrorDetails") -> str | None:
-    """Return the text that is none of the known values of its field, which a later version may know; None otherwise."""
+    """Return the value if it is text and its field accepts only other values; another version may know it. Else None."""
     value = error["ctx"]["tag"] if error["type"] == "union_tag_invalid" else error["input"]
     return value if error["type"] in ("literal_error", "union_tag_invalid") and isinstance(value, str) else None
 
 
-@functools.cache
+@cache
 def _get_adapter(kind: type[T]) -> "TypeAdapter[T]":
     """Return the adapter of a class, which takes a while to make."""
     from pydantic import TypeAdapter
@@ -358,6 +356,13 @@ class RecordReader(Protocol):
     """A function that reads records: `read_record`, or one with a cache."""
 
     def __call__(self, path: Path, kind: "type[T] | TypeAdapter[T]", /) -> T | None: ...
+
+
+def read_records(
+    folder: Path, kind: "type[T] | TypeAdapter[T]", pattern: str = "*.json", *, read: RecordReader = read_record
+) -> list[T]:
+    """Return the records in a folder's files whose names match a pattern, by file name; raises as `read` does."""
+    return [record for path in list_files(folder, pattern) if (record := read(path, kind)) is not None]
 
 
 def read_text(path: Path) -> str:
@@ -552,11 +557,8 @@ _AT_STATX_FORCE_SYNC = 0x2000
 _STATX_BASIC_STATS = 0x7FF
 _STATX_BYTES = 256  # size of struct statx
 _INODE_OFFSET, _MODIFIED_OFFSET = 32, 112  # byte offsets of these fields in struct statx
-_REFUSED_ERRNOS = (
-    errno.ENOSYS,
-    errno.EPERM,
-    errno.EINVAL,
-)  # errors of kernels before 4.11, and of containers that do not allow statx
+_REFUSED_ERRNOS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
+"""Errors of kernels before 4.11, and of containers that do not allow statx."""
 
 
 def read_file_identity(path: Path) -> tuple[int, int] | None:

@@ -39,9 +39,6 @@ def _make_column(values: Sequence[Any]) -> "pd.Series[Any]":
     return pd.Series(values, dtype="Int64" if are_integers else None)
 
 
-# --- Tables of records
-
-
 @dataclass(frozen=True)
 class Column:
     """A column of a table of records: a field of the record, or of a record nested in it."""
@@ -157,7 +154,7 @@ def render_html(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    notes: Sequence[str] = (),
+    notes: Sequence[str],
     bold_rows: int = 0,
 ) -> str:
     """Return a title, a table and notes as HTML; all text is escaped.

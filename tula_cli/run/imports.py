@@ -19,8 +19,6 @@ from tula_cli.run.directory import LATEST_FILE
 from tula_cli.run.files import is_regular_file
 from tula_cli.spec.job import JobSpec
 
-# --- Weights named in a job file
-
 CHUNK_BYTES = 2**20  # bytes read at a time
 
 
@@ -72,8 +70,6 @@ def _compute_digest_of_content(path: Path, _stamp: tuple[int, int]) -> str:
     return digest.hexdigest()
 
 
-# --- Import strings
-
 _EXCLUDED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _TULA_PACKAGE = Path(__file__).resolve().parents[1]
 _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)  # in python's order of preference
@@ -93,9 +89,6 @@ class Source:
     def identity(self) -> str:
         """The digest of the code and the initial weights, by which a training is named."""
         return add_weights_digest(self.digest, self.weights)
-
-
-# --- Imported files
 
 
 def list_import_strings(spec: JobSpec) -> tuple[str, ...]:
@@ -214,7 +207,7 @@ def is_installed_folder(folder: Path) -> bool:
 
 
 def resolve_module(module: str, roots: Iterable[Path]) -> list[Path]:
-    """Return the files that importing a module runs, as far as they are found: those of its packages and its own."""
+    """Return the files that run when a module is imported, as far as they exist: those of its packages, then its own."""
     files, folders = [], list(roots)
     for name in module.split("."):
         file, folders = _resolve_name(name, folders)

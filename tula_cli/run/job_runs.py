@@ -91,7 +91,7 @@ def open_runs(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> tuple[Ru
 
 
 def open_runs_by_job(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> list[tuple[Run, ...]]:
-    """Return existing runs that are named one by one, those of each job together, in the order of the first run of each job.
+    """Group existing runs, named one by one, by their jobs; the jobs are in the order of their first runs.
 
     Args and errors are as of `open_runs_of_job`.
     """
@@ -106,7 +106,7 @@ def open_runs_by_job(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> l
 
 
 def list_distinct_runs(runs: Sequence[RunDir]) -> list[RunDir]:
-    """Return the runs in their order, those that are named several times only once."""
+    """Return the runs without repetitions, in their order."""
     distinct: dict[Path, RunDir] = {}
     for run in runs:
         distinct.setdefault(run.path.resolve(), run)
@@ -162,7 +162,7 @@ def save_runs(runs: Sequence[Run], file: JobFile | None) -> None:
 
 
 def list_runs_with_data(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs that exist; the only run of a job without variants even if it does not exist."""
+    """Return the runs that exist, and the run of a job without variants whether or not it exists."""
     return [run for run in runs if run.type is None or run.exists]
 
 
@@ -215,7 +215,7 @@ def find_recommendation(runs: Sequence[Run]) -> Recommendation | None:
 
 
 def mark_chosen_run(run: Run, compared: Sequence[Run]) -> None:
-    """Record that the recommendation of a job is to train this run, in all runs of the job.
+    """Record in all runs of a job that its recommendation has chosen this run.
 
     Nothing is recorded if only some of the job's runs were compared: the choice among them is not that of the job.
     """
@@ -256,12 +256,10 @@ def _list_differences(first: Run, other: Run) -> list[str]:
         return []
     keys = [key for key in compare_jobs(first.spec, other.spec) if key.split(".")[0] not in _HARDWARE_SECTIONS]
     keys += ["pricing.currency"] * (first.spec.pricing.currency != other.spec.pricing.currency)
-    return keys or ["the code"] * _has_different_code(first, other)
-
-
-def _has_different_code(first: Run, other: Run) -> bool:
+    if keys:
+        return keys
     digests, others = first.read_code_digests(), other.read_code_digests()
-    return bool(digests and others) and digests.isdisjoint(others)
+    return ["the code"] if digests and others and digests.isdisjoint(others) else []
 
 
 # --- Comparison with the job file
@@ -301,26 +299,18 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     stored = run.read_spec()
     if not overrides:
         return stored
-    changed = _load_with_overrides(run.path, stored, overrides)
+    content = read_stored_values(run.path)
+    # The run's file contains every default, and that of `train.ramp_nodes` depends on the ramp: it is derived again.
+    if content.get("train", {}).get("ramp_nodes") == ("auto" if stored.train.ramp == "decay" else "same"):
+        del content["train"]["ramp_nodes"]
+    apply_overrides(content, overrides, {})
+    changed = validate_job(content, source=" --set ".join((str(run.path / "spec.yaml"), *overrides)))
     if changed.types or compute_measurement_signature(changed) != compute_measurement_signature(stored):
         raise SpecError(
             f"--set {' --set '.join(overrides)} changes settings on which the measurements of {run.id} depend",
             "measure a new run: tula profile job.yaml with the same --set",
         )
     return changed
-
-
-def _load_with_overrides(run: Path, stored: JobSpec, overrides: Sequence[str]) -> JobSpec:
-    """Load a run's settings with overrides, so that `--set train.ramp=decay` means the same as in its job file.
-
-    The run's file contains every default, and that of `train.ramp_nodes` depends on the ramp: it is derived again.
-    """
-    content = read_stored_values(run)
-    default = "auto" if stored.train.ramp == "decay" else "same"
-    if content.get("train", {}).get("ramp_nodes") == default:
-        del content["train"]["ramp_nodes"]
-    apply_overrides(content, overrides, {})
-    return validate_job(content, source=" --set ".join((str(run / "spec.yaml"), *overrides)))
 
 
 def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | None:

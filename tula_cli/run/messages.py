@@ -5,8 +5,6 @@ from tula_cli.words import start_sentence
 
 _RESTORE_ADVICE = "Restore it from a copy of the run, if there is one."
 
-# --- Damaged files
-
 
 @diagnostic
 def damaged_record(*, problem: str, consequence: str, advice: str) -> str:
@@ -31,9 +29,6 @@ def damaged_job(*, problem: str) -> str:
 @diagnostic
 def copy_of_run(*, original: str) -> str:
     return f"This run is a copy of {original}. The jobs of that run are not shown or cancelled here."
-
-
-# --- Code snapshots
 
 
 @diagnostic

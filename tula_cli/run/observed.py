@@ -51,8 +51,5 @@ def list_observed_jobs(root: Path) -> list[ObservedJob]:
 
 def hint_at_observed_jobs() -> str:
     """Return a hint for commands that find no run; empty if no job was observed in this folder either."""
-    return (
-        "; tula observe --report shows the observed jobs"
-        if list_observed_jobs(Path(DEFAULT_OBSERVATIONS_FOLDER))
-        else ""
-    )
+    is_observed = bool(list_observed_jobs(Path(DEFAULT_OBSERVATIONS_FOLDER)))
+    return "; tula observe --report shows the observed jobs" * is_observed

@@ -34,7 +34,7 @@ def require_ownership(run: Path) -> None:
         NotYours: it belongs to another user.
     """
     if owner := find_other_owner(run):
-        raise _make_ownership_error(run, owner, "change")
+        raise _make_not_yours_error(run, owner, change=True)
 
 
 def require_run(path: Path) -> None:
@@ -79,7 +79,7 @@ def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None
             continue
         closed = stat.S_ISDIR(mode) and not _has_access(entry, os.R_OK | os.X_OK)
         if (owner := find_other_owner(entry)) and (closed or _is_in_run(entry)):
-            return _make_ownership_error(entry, owner, "change" if change else "read")
+            return _make_not_yours_error(entry, owner, change=change)
         return None
     return None
 
@@ -94,11 +94,11 @@ def describe_left_out_runs(folders: Iterable[Path]) -> str:
     return f"not shown: {runs} of {', '.join(sorted(set(owners)))}, which you may not read"
 
 
-def _make_ownership_error(path: Path, owner: str, what: str) -> NotYours:
+def _make_not_yours_error(path: Path, owner: str, *, change: bool) -> NotYours:
     return NotYours(
-        f"{path} belongs to {owner}: you may not {what} it",
+        f"{path} belongs to {owner}: you may not {'change' if change else 'read'} it",
         f"ask {owner} to run the command, or use your own run: --run-dir FOLDER names another folder for runs"
-        if what == "change"
+        if change
         else f"ask {owner} for a copy or for access (chmod -R go+rX); --run-dir DIR sets another folder for runs",
     )
 

@@ -61,7 +61,7 @@ def write_package_archive(run: Path) -> Path | None:
     return archive
 
 
-def prepend_to_path(archive: Path | None, path: str = "") -> str:
+def prepend_to_path(archive: Path | None, path: str) -> str:
     """Return PYTHONPATH with an archive first; if the archive is gone, jobs import the installed package."""
     entries = [*([str(archive)] if archive is not None else []), *filter(None, path.split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(entries))

@@ -81,9 +81,6 @@ def _read_spec_json(run: Path) -> ParsedSpec | None:
     return parsed if isinstance(parsed.spec, dict) else None
 
 
-# --- The job in full
-
-
 @dataclass(frozen=True)
 class SpecDamage:
     """A damaged spec.yaml whose job is known from the JSON beside it."""
@@ -126,10 +123,9 @@ def read_stored_values(run: Path) -> dict[str, Any]:
     if (damage := find_spec_damage(run)) is not None:
         return damage.spec.model_dump(mode="json")
     try:
-        values: Mapping[str, Any] = drop_removed_values(read_yaml(run / _YAML_FILE))
+        return dict(drop_removed_values(read_yaml(run / _YAML_FILE)))
     except SpecError as error:
         raise _make_damaged_job_error(run, error) from None
-    return dict(values)
 
 
 def find_spec_damage(run: Path) -> SpecDamage | None:
@@ -175,9 +171,6 @@ def _make_damaged_job_error(run: Path, error: SpecError) -> BadMeasurements:
         f"the job that run {run.name} has stored cannot be read: {error.message}{problems}",
         f"if you edited spec.yaml, undo the change; otherwise {files.JOB_FILE_ADVICE}",
     )
-
-
-# --- Runs
 
 
 def list_run_folders(root: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from tula_cli.run.files import (
     list_files,
     read_json_lines,
     read_record,
+    read_records,
     read_text,
     touch_change_marker,
     write_atomic,
@@ -21,14 +22,12 @@ TAIL_BYTES = 16_384
 
 def read_rank_results(folder: Path, pattern: str) -> list[RankResult]:
     """Return the results in the files of a folder that match a pattern, by rank; missing and damaged ones are left out."""
-    results = [read_record(path, RankResult) for path in list_files(folder, pattern)]
-    return sorted((result for result in results if result is not None), key=lambda result: result.rank)
+    return sorted(read_records(folder, RankResult, pattern), key=lambda result: result.rank)
 
 
 def read_heartbeats(folder: Path) -> list[Heartbeat]:
     """Return the newest heartbeat of each rank that has written one into a folder."""
-    heartbeats = [read_record(path, Heartbeat) for path in list_files(folder, "heartbeat-*.json")]
-    return [heartbeat for heartbeat in heartbeats if heartbeat is not None]
+    return read_records(folder, Heartbeat, "heartbeat-*.json")
 
 
 class ScriptAttempt:
@@ -80,8 +79,8 @@ class ScriptAttempt:
 
     def read_failures(self) -> list[ScriptFailure]:
         """Return the uncaught exceptions, earliest first."""
-        failures = [read_record(path, ScriptFailure) for path in list_files(self.path, "failure-*.json")]
-        return sorted((failure for failure in failures if failure is not None), key=lambda failure: failure.failed_at)
+        failures = read_records(self.path, ScriptFailure, "failure-*.json")
+        return sorted(failures, key=lambda failure: failure.failed_at)
 
     def read_rows(self, rank: int) -> list[dict[str, Any]]:
         """Return the rows that a rank writes every few seconds, oldest first; an incomplete row is left out."""
@@ -144,10 +143,8 @@ class ResumeTestRecords:
 
     def read_records(self, key: str) -> list[ResumeTestResult]:
         """Return the resume tests of a script and its code (`compute_resume_test_signature`), oldest first."""
-        records = [read_record(path, ResumeTestResult) for path in list_files(self.path, f"rehearse-{key}-*.json")]
-        return sorted(
-            (resume_test for resume_test in records if resume_test is not None), key=lambda records: records.began_at
-        )
+        records = read_records(self.path, ResumeTestResult, f"rehearse-{key}-*.json")
+        return sorted(records, key=lambda record: record.began_at)
 
     def find_newest_verdict(self, key: str) -> ResumeTestResult | None:
         """Return the newest resume test with a verdict, or None if there is none."""

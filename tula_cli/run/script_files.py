@@ -30,8 +30,6 @@ from tula_cli.run.secrets import CODE_SUFFIXES, is_key_file
 from tula_cli.spec.scripts.placeholders import LAUNCHER_PACKAGES, fill_text, find_placeholders
 from tula_cli.spec.scripts.script import Script
 
-# --- The program of a command
-
 SHELL_SUFFIXES = (".sh", ".bash")
 SCRIPT_SUFFIXES = (".py", *SHELL_SUFFIXES)
 _PYTHON_PATTERN = re.compile(r"(python|pypy)[\d.]*")
@@ -53,9 +51,6 @@ class Program:
     file: Path  # with symbolic links resolved, as python does for a script; for a module, as found on the import path
     root: Path  # first entry of python's import path
     module: str = ""  # module name after -m; empty if the command names a file
-
-
-# --- Recognition
 
 
 def split_command(command: str) -> list[str]:
@@ -117,7 +112,6 @@ class _Role(Enum):
 
 
 def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
-    """Yield the position and role of each word."""
     python = shell = False  # a python or shell command was found whose file has not followed yet
     expected_role: _Role | None = None
     for position, word in enumerate(words):
@@ -189,7 +183,7 @@ def move_command_to_snapshot(words: Sequence[str], workdir: Path, code: Path | N
     Raises:
         JobFailed: the snapshot is gone, or belongs to another command.
     """
-    code_snapshot = _read_snapshot_record(code)
+    code_snapshot = None if code is None else _read_snapshot_record(code)
     if code is None or code_snapshot is None or not code_snapshot.program:
         return list(words)
     original = Path(code_snapshot.base) / code_snapshot.program
@@ -214,15 +208,10 @@ def list_snapshot_python_path(code: Path | None) -> list[str]:
     Raises:
         JobFailed: the snapshot is gone.
     """
-    code_snapshot = _read_snapshot_record(code)
-    return (
-        [] if code is None or code_snapshot is None else [os.path.normpath(code / root) for root in code_snapshot.roots]
-    )
+    return [] if code is None else [os.path.normpath(code / root) for root in _read_snapshot_record(code).roots]
 
 
-def _read_snapshot_record(code: Path | None) -> CodeSnapshot | None:
-    if code is None:
-        return None
+def _read_snapshot_record(code: Path) -> CodeSnapshot:
     code_snapshot = RunDir(code.parent.parent).read_code(code.name)
     if code_snapshot is None or not code.is_dir():
         raise JobFailed(
@@ -312,9 +301,6 @@ def list_script_warnings(script: Script, workdir: Path) -> tuple[Diagnostic, ...
     return ()
 
 
-# --- Candidates
-
-
 def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
     """Return the folder that a snapshot mirrors, its files (whether git tracks each), and folders not searched."""
     left_out: list[Path] = []
@@ -350,9 +336,6 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
         elif any(file.suffix in CODE_SUFFIXES for file in inside):
             left_out.append(folder)
     return files, [*left_out, *waiting]
-
-
-# --- Selection of copied files
 
 
 def _select_own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
@@ -397,7 +380,6 @@ def _select_bounded_files(program: Program, base: Path, listed: Mapping[Path, bo
 
 
 def _compute_folder_distance(path: Path, other: Path) -> int:
-    """Return the number of steps through the tree from one file's folder to the other's."""
     common = os.path.commonpath([path.parent, other.parent])
     return len(path.parts) + len(other.parts) - 2 * len(Path(common).parts)
 
@@ -410,9 +392,6 @@ def _is_text_file(file: Path) -> bool:
         return False
 
 
-# --- Selection of files in the digest
-
-
 def _belongs_to_code(file: Path, *, tracked: bool, named: set[Path]) -> bool:
     if file.suffix in CODE_SUFFIXES:
         return True
@@ -422,7 +401,6 @@ def _belongs_to_code(file: Path, *, tracked: bool, named: set[Path]) -> bool:
 
 
 def _list_named_files(words: Iterable[str], home: Path) -> set[Path]:
-    """Return the paths that the words of a command may refer to."""
     return {Path(os.path.realpath(home / text)) for word in words for text in (word, word.partition("=")[2]) if text}
 
 
@@ -432,9 +410,6 @@ def _is_job_file(file: Path) -> bool:
         return False
     text = file.read_text(errors="replace")
     return bool(re.search(r"^script:", text, re.MULTILINE)) and bool(re.search(r"\bcommand:", text))
-
-
-# --- Import paths
 
 
 def _list_source_roots(

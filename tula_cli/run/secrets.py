@@ -40,9 +40,8 @@ _SHORT_NAME = r"(?:[A-Z0-9_.-]{0,99}[_.-])?(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SA
 _NAMED_SECRET_PATTERN = re.compile(
     rf"{_SECRET_NAME}|(?:^|[_-])(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)(?=$|[_-])|[_-]KEY(?=$|[_-])", re.IGNORECASE
 )
-_URL_SECRET_PATTERN = re.compile(
-    r"(://[^/@\s:]*:)[^/\s]*@|(://)[A-Za-z0-9_-]{16,}@"
-)  # a URL with a password, or with a token as user name
+_URL_SECRET_PATTERN = re.compile(r"(://[^/@\s:]*:)[^/\s]*@|(://)[A-Za-z0-9_-]{16,}@")
+"""A URL with a password, or with a token as user name."""
 _QUERY_SECRET_PATTERN = re.compile(
     r"([?&;](?:[\w.-]{0,99}(?:sig|signature|token|key|auth|authorization|passwd|password|pwd|pass|secret|credential|sas|cookie|jwt)"
     r"|code)=)[^&\s'\"#;]+",

@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tula_cli.errors import DiskFull
-from tula_cli.run.disk_space import choose_full_disk_errno, count_free_bytes, read_disk_statistics
+from tula_cli.run.disk_space import MIN_FREE_BYTES, choose_full_disk_errno, count_free_bytes, read_disk_statistics
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.failures import Shortage
-
-# --- Reserved disk space
 
 RESERVE_NAME = ".reserve"
 RESERVE_BYTES = 2**14
@@ -25,9 +23,8 @@ def create_reserve_file(run: Path) -> None:
         DiskFull: there is none.
     """
     if not (run / RESERVE_NAME).exists():
-        write_atomic(
-            run / RESERVE_NAME, os.urandom(RESERVE_BYTES)
-        )  # random bytes, because a compressing file system would store zeros without using space
+        # Random bytes, because a compressing file system would store zeros without using space.
+        write_atomic(run / RESERVE_NAME, os.urandom(RESERVE_BYTES))
 
 
 def release_reserve(run: Path) -> None:
@@ -35,8 +32,6 @@ def release_reserve(run: Path) -> None:
     with contextlib.suppress(OSError):
         (run / RESERVE_NAME).unlink()
 
-
-# --- Shortages
 
 _NAMED_PATH_PATTERN = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/[^'\n]+)'")
 """A path in Python's message of a full disk."""
@@ -78,9 +73,7 @@ def find_remaining_shortage(shortage: Shortage) -> Shortage | None:
     """Return the current shortage on a disk that was full before, or None if there is space again."""
     folder = Path(shortage.folder)
     existing = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), folder)
-    needed = max(shortage.needed or 0, 0) + 2**16
-    return (
-        measure_shortage(folder, needed=shortage.needed, quota=shortage.quota)
-        if choose_full_disk_errno(existing, needed)
-        else None
-    )
+    needed = max(shortage.needed or 0, 0) + MIN_FREE_BYTES
+    if not choose_full_disk_errno(existing, needed):
+        return None
+    return measure_shortage(folder, needed=shortage.needed, quota=shortage.quota)

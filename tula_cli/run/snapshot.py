@@ -13,18 +13,17 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.run import messages
 from tula_cli.run.damage import list_curve_warnings, warn_damaged_record
-from tula_cli.run.files import list_files, list_names, read_record, read_text
+from tula_cli.run.files import list_files, list_names, read_record, read_records, read_text
 from tula_cli.run.parsed_spec import find_spec_damage
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, Job
-from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import RESULT, Measured, Result
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, JobFile, RateSearch, Variant
 from tula_cli.run.records.scripts import ResumeTestResult
 from tula_cli.run.records.tasks import TASK, BaseTask, CheckTask, JobTask, ProbeTask, Task, TrainTask
 from tula_cli.run.training_run import COPIED_FILE_SECONDS, MAX_CLOCK_NOISE_SECONDS, TrainingRun
 
-Result = Measured | OutOfMemory | Failed
 T = TypeVar("T")
 SelectedTask = TypeVar("SelectedTask", bound=BaseTask)
 
@@ -74,7 +73,7 @@ class Snapshot:
 
     @cached_property
     def _all_tasks(self) -> list[Task]:
-        return [task for path in list_files(self.path / "tasks") if (task := self._read(path, TASK))]
+        return read_records(self.path / "tasks", TASK, read=self._read)
 
     @cached_property
     def tasks(self) -> list[JobTask]:
@@ -110,28 +109,29 @@ class Snapshot:
         return self._tasks_by_job.get(job_id, [])
 
     @cached_property
-    def _readable_jobs(self) -> tuple[list[Job], list[BadMeasurements]]:
-        jobs, damaged = self._read_folder("jobs", Job)
-        return sorted(jobs, key=lambda job: (job.submitted_at, job.id)), damaged
+    def _all_jobs(self) -> list[Job]:
+        jobs = read_records(self.path / "jobs", Job, read=self._read_if_readable)
+        return sorted(jobs, key=lambda job: (job.submitted_at, job.id))
 
     @cached_property
     def _jobs_of_another_run(self) -> list[Job]:
-        return [job for job in self._readable_jobs[0] if is_of_another_run(job, self.resolved_path)]
+        return [job for job in self._all_jobs if is_of_another_run(job, self.resolved_path)]
 
     @cached_property
     def jobs(self) -> list[Job]:
         """The readable jobs, first submitted first."""
-        return [job for job in self._readable_jobs[0] if job not in self._jobs_of_another_run]
+        return [job for job in self._all_jobs if job not in self._jobs_of_another_run]
 
     @property
     def damaged_jobs(self) -> list[BadMeasurements]:
         """Errors of the job records that cannot be read."""
-        return self._readable_jobs[1]
+        _ = self._all_jobs
+        return self._list_errors("jobs")
 
     @property
     def job_warnings(self) -> list[Diagnostic]:
         """Warnings about jobs that are not shown: damaged ones, and those of the run of which this is a copy."""
-        damaged = [messages.damaged_job(problem=error.message) for error in self._readable_jobs[1]]
+        damaged = [messages.damaged_job(problem=error.message) for error in self.damaged_jobs]
         foreign_jobs = [messages.copy_of_run(original=str(job.folder)) for job in self._jobs_of_another_run[:1]]
         return [*damaged, *foreign_jobs]
 
@@ -139,7 +139,7 @@ class Snapshot:
     def damaged_tasks(self) -> list[BadMeasurements]:
         """Errors of the tasks that cannot be read."""
         _ = self._all_tasks
-        return [error for path, error in self._errors.items() if path.parent == self.path / "tasks"]
+        return self._list_errors("tasks")
 
     def require_readable(self, job_ids: Collection[str]) -> None:
         """Check the records of jobs: without one of its records, a job would seem to be over.
@@ -157,8 +157,8 @@ class Snapshot:
     @cached_property
     def attempts(self) -> list[Attempt]:
         """The attempts of all tasks, oldest first."""
-        attempts = [a for path in list_files(self.path / "attempts") if (a := self._read(path, Attempt))]
-        return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
+        attempts = read_records(self.path / "attempts", Attempt, read=self._read)
+        return sorted(attempts, key=lambda attempt: attempt.sort_key)
 
     @cached_property
     def _attempts_by_job(self) -> Mapping[str, list[Attempt]]:
@@ -172,13 +172,10 @@ class Snapshot:
 
     def get_last_log_time(self, attempt: Attempt) -> float | None:
         """Return when an attempt last wrote to its log (Unix time of the file system); None if it has no log yet."""
-        try:
-            return (self.path / f"logs/{attempt.task}.{attempt.number:03d}.log").stat().st_mtime
-        except OSError:
-            return None
+        return _read_modification_time(self.path / f"logs/{attempt.task}.{attempt.number:03d}.log")
 
     def end_lost_attempts(self, attempts: Iterable[Attempt]) -> list[Attempt]:
-        """Return attempts of jobs that do not run: one that a killed supervisor left open ends when its log was last written."""
+        """Return attempts of jobs that no longer run; one left open by a killed supervisor ends when its log was last written."""
         return [
             attempt
             if attempt.ended_at is not None or (written := self.get_last_log_time(attempt)) is None
@@ -187,10 +184,11 @@ class Snapshot:
         ]
 
     def adjust_to_file_clock(self, attempts: Iterable[Attempt]) -> list[Attempt]:
-        """Return the attempts, with the start of open ones by the clock of the file system, as their host's may be wrong."""
+        """Return the attempts; an open one starts by the clock of the file system if the clock of its host differs."""
         adjusted = []
         for attempt in attempts:
-            written = None if attempt.ended_at is not None else self._get_write_time(attempt)
+            record = self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json"
+            written = None if attempt.ended_at is not None else _read_modification_time(record)
             if (
                 written is not None
                 and MAX_CLOCK_NOISE_SECONDS < abs(written - attempt.started_at) < COPIED_FILE_SECONDS
@@ -198,13 +196,6 @@ class Snapshot:
                 attempt = attempt.model_copy(update={"started_at": written})
             adjusted.append(attempt)
         return adjusted
-
-    def _get_write_time(self, attempt: Attempt) -> float | None:
-        """Return when the record of an attempt was written (Unix time of the file system); None if missing."""
-        try:
-            return (self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json").stat().st_mtime
-        except OSError:
-            return None
 
     @cached_property
     def _cancelled(self) -> frozenset[str]:
@@ -222,14 +213,10 @@ class Snapshot:
     # --- Results
 
     @cached_property
-    def _results_and_damaged(self) -> tuple[list[Result], list[BadMeasurements]]:
-        results, damaged = self._read_folder("results", RESULT)
-        return sorted(results, key=lambda result: (result.nodes, result.local_batch)), damaged
-
-    @property
     def results(self) -> list[Result]:
         """The readable results, by nodes and local batch."""
-        return self._results_and_damaged[0]
+        results = read_records(self.path / "results", RESULT, read=self._read_if_readable)
+        return sorted(results, key=lambda result: (result.nodes, result.local_batch))
 
     @property
     def measured(self) -> list[Measured]:
@@ -244,7 +231,8 @@ class Snapshot:
     @property
     def damaged(self) -> list[BadMeasurements]:
         """Errors of the results that cannot be read."""
-        return self._results_and_damaged[1]
+        _ = self.results
+        return self._list_errors("results")
 
     @cached_property
     def job_file(self) -> JobFile | None:
@@ -272,13 +260,13 @@ class Snapshot:
     @cached_property
     def failures(self) -> list[Failure]:
         """The readable failures of ranks."""
-        return self._read_folder("failures", Failure)[0]
+        return read_records(self.path / "failures", Failure, read=self._read_if_readable)
 
     @cached_property
     def resume_test_results(self) -> list[ResumeTestResult]:
         """Results of resume tests, oldest first."""
-        records = [self._read(path, ResumeTestResult) for path in list_files(self.path / "script", "rehearse-*.json")]
-        return sorted((record for record in records if record is not None), key=lambda record: record.began_at)
+        records = read_records(self.path / "script", ResumeTestResult, "rehearse-*.json", read=self._read)
+        return sorted(records, key=lambda record: record.began_at)
 
     def get_training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; its records are read through this snapshot, once each."""
@@ -350,11 +338,8 @@ class Snapshot:
 
     # --- Reading
 
-    def _read_folder(self, folder: str, kind: type[T] | TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
-        """Return the readable records of a folder, and the errors of the others."""
-        paths = list_files(self.path / folder)
-        records = [record for path in paths if (record := self._read_if_readable(path, kind)) is not None]
-        return records, [self._errors[path] for path in paths if path in self._errors]
+    def _list_errors(self, folder: str) -> list[BadMeasurements]:
+        return [error for path, error in self._errors.items() if path.parent == self.path / folder]
 
     def _read(self, path: Path, kind: type[T] | TypeAdapter[T]) -> T | None:
         record = self._read_if_readable(path, kind)
@@ -372,6 +357,13 @@ class Snapshot:
                 self._errors[path] = error
         record: T | None = self._records[path]
         return record
+
+
+def _read_modification_time(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _group_records(items: Iterable[T], *, by: Callable[[T], str]) -> dict[str, list[T]]:

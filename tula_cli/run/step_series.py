@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import groupby
 from typing import Any, NamedTuple
 
 MAX_ROWS_UNJOINED = 50_000
@@ -141,9 +140,6 @@ def join_adjacent_rows(
     return joined_rows
 
 
-# --- Lines
-
-
 def format_rows(rows: Iterable[StepRow]) -> str:
     """Format rows as lines of steps.jsonl."""
     return "".join(json.dumps(_make_line(group), separators=(",", ":")) + "\n" for group in _group_rows_of_line(rows))
@@ -155,17 +151,14 @@ def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
 
 
 def _group_rows_of_line(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
-    number, previous = 0, None
-
-    def number_row(row: StepRow) -> int:
-        nonlocal number, previous
-        if previous is not None and not (row.follows(previous) and row.steps == previous.steps):
-            number += 1
-        previous = row
-        return number
-
-    for _, group in groupby(rows, number_row):
-        yield list(group)
+    group: list[StepRow] = []
+    for row in rows:
+        if group and not (row.follows(group[-1]) and row.steps == group[-1].steps):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
 
 
 def _make_line(rows: Sequence[StepRow]) -> dict[str, Any]:
@@ -210,7 +203,6 @@ def _read_line(line: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list
 
 
 def _parse_rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
-    """Yield the rows of a line; nothing if it is damaged."""
     if (line_parts := _read_line(line)) is None:
         return
     (samples, batch, steps, count), columns = line_parts
@@ -223,14 +215,10 @@ def _parse_rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
 
 
 def _read_column(content: Any, count: int) -> list[float | None] | None:
-    """Return the `count` values of a column; None if it is not a valid column."""
     values = content if isinstance(content, list) else [content] * count
     if len(values) != count or not all(value is None or isinstance(value, int | float) for value in values):
         return None
     return [None if value is None else float(value) for value in values]
-
-
-# --- Numbers
 
 
 def round_value(name: str, value: float | None) -> float | None:

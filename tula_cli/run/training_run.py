@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from tula_cli.run.files import (
     RecordReader,
-    list_files,
     list_names,
     make_read_error,
     open_file,
@@ -20,6 +19,7 @@ from tula_cli.run.files import (
     read_json_lines,
     read_lines,
     read_record,
+    read_records,
     remove_path,
     write_record,
 )
@@ -36,8 +36,7 @@ from tula_cli.run.records.results import (
     Tuning,
 )
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.run.step_series import StepRow, StepSeries, convert_to_columns, is_step_line
-from tula_cli.run.step_series import parse_rows as read_steps
+from tula_cli.run.step_series import StepRow, StepSeries, convert_to_columns, is_step_line, parse_rows
 
 CHECKPOINT_PATTERN = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 """File names created by `get_checkpoint_path`."""
@@ -88,8 +87,7 @@ class TrainingRun:
 
     def read_tasks(self) -> list[TrainTask]:
         """Return the task of each relaunch, first attempt first."""
-        paths = list_files(self.run / "tasks", f"train-{self.signature}-*.json")
-        tasks = [task for path in paths if (task := self._read(path, TrainTask))]
+        tasks = read_records(self.run / "tasks", TrainTask, f"train-{self.signature}-*.json", read=self._read)
         return sorted(tasks, key=lambda task: task.attempt)
 
     def read_newest_task(self) -> TrainTask | None:
@@ -99,19 +97,15 @@ class TrainingRun:
 
     def read_attempts(self) -> list[Attempt]:
         """Return the attempts over all relaunches, oldest first."""
-        paths = list_files(self.run / "attempts", f"train-{self.signature}-*.json")
-        attempts = [attempt for path in paths if (attempt := self._read(path, Attempt))]
-        return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
+        attempts = read_records(self.run / "attempts", Attempt, f"train-{self.signature}-*.json", read=self._read)
+        return sorted(attempts, key=lambda attempt: attempt.sort_key)
 
     def find_diverged_attempt(self) -> Attempt | None:
         """Return the newest attempt if it diverged and no relaunch follows it."""
-        newest, task = (
-            max(self.read_attempts(), key=lambda attempt: attempt.started_at, default=None),
-            self.read_newest_task(),
-        )
-        if newest is None or newest.outcome != "diverged" or (task is not None and task.id != newest.task):
+        attempts, task = self.read_attempts(), self.read_newest_task()
+        if not attempts or attempts[-1].outcome != "diverged" or (task is not None and task.id != attempts[-1].task):
             return None
-        return newest
+        return attempts[-1]
 
     # --- Progress and result
 
@@ -137,11 +131,7 @@ class TrainingRun:
 
     def read_evaluations(self) -> list[EvaluationRecord]:
         """Return the results of `tula evaluate` on its weights, oldest first."""
-        evaluations = [
-            evaluation
-            for path in list_files(self.path / "evaluations")
-            if (evaluation := self._read(path, EvaluationRecord))
-        ]
+        evaluations = read_records(self.path / "evaluations", EvaluationRecord, read=self._read)
         return sorted(evaluations, key=lambda evaluation: evaluation.evaluated_at)
 
     def read_evaluation(self, key: str) -> EvaluationRecord | None:
@@ -257,7 +247,7 @@ class TrainingRun:
 
     def read_step_rows(self) -> list[StepRow]:
         """Return the recorded values of every step as rows, oldest first; damaged and incomplete rows are left out."""
-        return read_steps(read_json_lines(self.steps_path))
+        return parse_rows(read_json_lines(self.steps_path))
 
     def compute_clock_offset(self, rows: Sequence[Mapping[str, Any]]) -> float:
         """Return the seconds by which the file system's clock is ahead of that of the writing host; 0 if they agree.
@@ -339,15 +329,13 @@ def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, 
 def _list_damaged_lines(path: Path, is_valid_line: Callable[[bytes], bool]) -> list[int]:
     """Return the line numbers (from 1) of a file that are not sound; empty if there is no such file."""
     number, damaged = 1, dict[int, None]()
-    if not path.exists():
-        return []
     try:
         with open_file(path) as file:
             for line in read_lines(file):
                 if not is_valid_line(line):
                     damaged[number] = None
                 number += line.endswith(b"\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise make_read_error(path, error) from error
@@ -389,5 +377,4 @@ def _has_required_fields(row: Mapping[str, Any]) -> bool:
 
 
 def _are_numbers(*values: object) -> bool:
-    """Return whether all values are numbers in the range of a time, a batch or a count."""
     return all(isinstance(value, int | float) and abs(value) < _MAX_NUMBER for value in values)

@@ -21,7 +21,13 @@ from tula_cli.run.script_files import CommandFileMissing, find_program, split_co
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.launchers import KnownFacts
 from tula_cli.spec.scripts.placeholders import find_placeholders
-from tula_cli.spec.scripts.proposal import MissingKey, format_yaml_word, list_missing, make_job_name, render_sections
+from tula_cli.spec.scripts.proposal import (
+    MissingKey,
+    format_yaml_word,
+    list_missing_keys,
+    make_job_name,
+    render_sections,
+)
 from tula_cli.spec.scripts.recognition import RecognisedCommand, recognise_line
 from tula_cli.words import format_count
 
@@ -188,7 +194,7 @@ def make_job_from_command(
             "neither the script nor the modules in its folder use torch.distributed or a trainer library, so search.nodes is"
             " [1]. If the script can train in several processes, add numbers of nodes"
         )
-    return JobFileProposal(text, recognised, list_missing(recognised), tuple(warnings))
+    return JobFileProposal(text, recognised, tuple(list_missing_keys(recognised)), tuple(warnings))
 
 
 _SEVERAL_PROCESSES = re.compile(

@@ -28,7 +28,7 @@ from tula_cli.services.init import (
 )
 from tula_cli.spec.scripts.command_text import find_training_command
 from tula_cli.spec.scripts.launchers import NODES_QUESTION, KnownFacts, UnknownFact, read_slurm_options
-from tula_cli.spec.scripts.proposal import list_missing
+from tula_cli.spec.scripts.proposal import list_missing_keys
 from tula_cli.spec.scripts.recognition import RecognisedCommand, recognise_command
 from tula_cli.spec.scripts.shell import Option, ShellWord
 from tula_cli.spec.slurm_options import EXTRA_MINUTES
@@ -157,7 +157,7 @@ def make_job_from_sbatch(
     return JobFileProposal(
         set_batch_range(written, recognised),
         recognised,
-        list_missing(recognised),
+        tuple(list_missing_keys(recognised)),
         (*recognised.warnings, *_list_sbatch_warnings(request, recognised)),
     )
 

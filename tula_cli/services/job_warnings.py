@@ -149,5 +149,5 @@ def find_free_shared_memory(spec: JobSpec, run: RunDir | None) -> int | None:
     if spec.cluster.kind == "local":
         return read_shared_memory()
     tasks = [] if run is None else run.read_check_tasks()
-    reports = [report for task in tasks if run is not None and (report := run.checks.report(task.id)) is not None]
+    reports = [report for task in tasks if run is not None and (report := run.checks.read_report(task.id)) is not None]
     return min((node.shared for node in reports[-1].nodes if node.shared), default=None) if reports else None

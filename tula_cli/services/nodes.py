@@ -358,7 +358,7 @@ def watch_node_check(
 
 def _is_check_over(run: RunDir, task: CheckTask) -> bool:
     """Return whether the check has an outcome: a report, a cancellation, or a failure that is not retried."""
-    if run.checks.report(task.id) is not None or run.is_cancelled(task.job):
+    if run.checks.read_report(task.id) is not None or run.is_cancelled(task.job):
         return True
     attempts = run.read_attempts(task.id)
     return bool(attempts) and attempts[-1].outcome not in (None, "done", "port")
@@ -401,7 +401,7 @@ def collect_node_check(
     while not _has_all_reports(run, task, job) and clock() < deadline:
         sleep(POLL_INTERVALS[0])
     run.checks.mark_reported(task.id)
-    report = run.checks.report(task.id)
+    report = run.checks.read_report(task.id)
     if report is None:
         failure, draft = _make_check_error(run, task, job), run.checks.read_draft_report(task.id)
         if draft is None or run.is_cancelled(task.job):
@@ -415,7 +415,7 @@ def collect_node_check(
 
 def _has_all_reports(run: RunDir, task: CheckTask, job: Job) -> bool:
     """Return whether no further files are to be expected from the nodes."""
-    report = run.checks.report(task.id)
+    report = run.checks.read_report(task.id)
     if report is not None:
         return not find_nodes_without_files(run, report)
     return _is_check_over(run, task) and len(_find_nodes_with_files(run, task, job)) == task.nodes

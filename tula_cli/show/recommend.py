@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tula_cli.models.summaries import RegressionSummary
-    from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
+    from tula_cli.run.records.recommendations import Prediction, Recommendation
 
 
 MAX_TABLE_ROWS = 1000
@@ -208,7 +208,6 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
     envelope = find_envelope(recommendation.rows, QUANTITIES["accuracy-time"])
     rows = [(row, row.same_progress) for row in envelope if row.same_progress is not None]
     rows.sort(key=lambda pair: pair[1].hours)
-    caveats = recommendation.caveats
     divisor, unit = choose_time_unit(3600 * recommendation.choice.hours)
     columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
                f"cost\n({recommendation.currency})"]  # fmt: skip
@@ -221,7 +220,7 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
             str(row.nodes),
             format_number(progress.epochs),
             _format_interval(progress.epochs_low, progress.epochs_high),
-            _list_caveat_signs(caveats.list_caveats(row), "progress_within_noise")
+            _list_caveat_signs(recommendation.get_notes(row).caveats, "progress_within_noise")
             + format_number(3600 * progress.hours / divisor),
             _format_interval(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
             format_number(progress.cost),
@@ -349,7 +348,7 @@ class _ColumnFormat:
 
     def __init__(self, recommendation: "Recommendation") -> None:
         rows = recommendation.rows
-        self.recommendation, self.caveats = recommendation, recommendation.caveats
+        self.recommendation = recommendation
         self.divisor, self.unit = choose_time_unit(3600 * recommendation.choice.hours)  # the unit of the headline
         self.has_types = any(row.type for row in rows)
         # with the columns of spot prices, the table would exceed 80 characters
@@ -390,7 +389,7 @@ class _ColumnFormat:
         time, cost = self.format_time_and_cost(row)
         speed_up = self.baseline.compute_speed_up(row) if self.baseline and row is not None else None
         efficiency = None if row is None else row.scaling_efficiency
-        caveats = () if row is None else self.caveats.list_caveats(row)
+        caveats = () if row is None else self.recommendation.get_notes(row).caveats
         return [
             time,
             *([_format_ratio(speed_up)] if self.baseline else []),
@@ -400,13 +399,13 @@ class _ColumnFormat:
                 else []
             ),
             cost,
-            *([_format_kwh(row, self.caveats)] if self.has_energy else []),
+            *([_format_kwh(row, caveats)] if self.has_energy else []),
         ]
 
     def format_time_and_cost(self, row: "Prediction | None") -> tuple[str, str]:
         if row is None:
             return "-", "-"
-        names = self.caveats.list_caveats(row)
+        names = self.recommendation.get_notes(row).caveats
         time = _list_caveat_signs(names, "wide_interval", "time_within_noise")
         cost = _list_caveat_signs(names, "cost_within_noise")
         return time + format_number(3600 * row.hours / self.divisor), cost + format_number(row.cost)
@@ -472,9 +471,5 @@ def _format_interval(low: float | None, high: float | None) -> str:
     return f"{CAVEAT_SIGNS['wide_interval'] * is_interval_too_wide(low, high)}{format_number(low)} .. {format_number(high)}"
 
 
-def _format_kwh(row: "Prediction | None", caveats: "Caveats") -> str:
-    return (
-        "-"
-        if row is None
-        else _list_caveat_signs(caveats.list_caveats(row), "energy_within_noise") + format_number(row.kwh)
-    )
+def _format_kwh(row: "Prediction | None", caveats: Sequence[str]) -> str:
+    return "-" if row is None else _list_caveat_signs(caveats, "energy_within_noise") + format_number(row.kwh)

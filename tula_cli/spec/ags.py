@@ -20,14 +20,14 @@ class Every(Section):
     every: Positive  # Number of optimizer steps
 
 
-def _check_threshold(value: object) -> object:
+def _convert_infinity(value: object) -> object:
     """Convert infinity (YAML's .inf) to "inf", which JSON can represent."""
     return "inf" if isinstance(value, float) and value == math.inf else value
 
 
 _WRITTEN_THRESHOLD = {"anyOf": [{"type": "number", "minimum": 0}, {"const": "inf"}]}
 Threshold = Annotated[
-    NonNegativeFloat | Literal["inf"], BeforeValidator(_check_threshold), WithJsonSchema(_WRITTEN_THRESHOLD)
+    NonNegativeFloat | Literal["inf"], BeforeValidator(_convert_infinity), WithJsonSchema(_WRITTEN_THRESHOLD)
 ]
 
 
@@ -77,8 +77,8 @@ class Ags(Section):
         return self
 
 
-@cache
-def _resolve_preset(ags: Ags) -> "ResolvedAgs":  # cached, because forecasts call it for every configuration
+@cache  # because forecasts call it for every configuration
+def _resolve_preset(ags: Ags) -> "ResolvedAgs":
     return ResolvedAgs.model_validate({**AGS_PRESETS[ags.preset], **ags.model_dump(exclude_none=True)})
 
 
@@ -152,9 +152,8 @@ def adapt_to_sharded_model(ags: Ags, train: "Train") -> Ags:
     """
     if not train.sharded:
         return ags
-    for why in (_explain_unsupported_sharding(train), _explain_unsharded_requirement(train)):
-        if why:
-            raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, but {why}")
+    if why := _explain_sharding_conflict(train):
+        raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, but {why}")
     if not train.training_method.scales_gradients:
         return ags
     if ags.granularity == "element":
@@ -166,17 +165,11 @@ def adapt_to_sharded_model(ags: Ags, train: "Train") -> Ags:
     return ags.model_copy(update={"granularity": "tensor"})
 
 
-def _explain_unsupported_sharding(train: "Train") -> str:
-    """Return why the method cannot train a sharded model; empty if it can."""
-    if train.training_method.supports_sharding:
-        return ""
-    can = ", ".join(name for name, method in METHODS.items() if method.supports_sharding)
-    return (
-        f"train.method {train.method} needs complete gradients or weights on each GPU; set train.method to one of {can}"
-    )
-
-
-def _explain_unsharded_requirement(train: "Train") -> str:
+def _explain_sharding_conflict(train: "Train") -> str:
+    """Return which setting needs the whole model on each GPU; empty if none does."""
+    if not train.training_method.supports_sharding:
+        can = ", ".join(name for name, method in METHODS.items() if method.supports_sharding)
+        return f"train.method {train.method} needs complete gradients or weights on each GPU; set train.method to one of {can}"
     if train.precision == "fp16":
         return "with train.precision: fp16, each GPU would choose its loss scale by its own part of the gradient; set train.precision: bf16"
     if train.compile:

@@ -19,7 +19,7 @@ from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, adapt_to_sharded_model
 from tula_cli.spec.kinds import Nodes, Positive, Section, find_null_character
 from tula_cli.spec.merge import merge_mappings
-from tula_cli.spec.methods import DEFAULT_METHOD, DEFAULT_METHOD_REASON
+from tula_cli.spec.methods import DEFAULT_METHOD, DEFAULT_METHOD_REASON, LrRule
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.resources import UNPRICED_PRICING, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.schedules import (
@@ -128,11 +128,17 @@ class JobSpec(Section):
         return math.ceil(max_minutes) + EXTRA_MINUTES if self.cluster.backend.has_queue else max_minutes
 
     @model_validator(mode="after")
-    def _check_script_takes_learning_rate(self) -> "JobSpec":
+    def _check_settings_reach_script(self) -> "JobSpec":
+        if self.script is None:
+            return self
         rule = self.train.training_method.choose_lr_rule(self.train.lr_scaling, is_adaptive=False)
-        if self.script is not None and rule != "none" and not self.script.placeholders & {"lr", "lr_factor"}:
+        if rule != "none" and not self.script.placeholders & {"lr", "lr_factor"}:
             raise ValueError(
                 f"train.method: {self.train.method} scales the learning rate ({rule}), but script.command has neither {{lr}} nor {{lr_factor}}; add one of the two, or set train.method: lbt if the script itself scales the learning rate"
+            )
+        if isinstance(self.ags.parameters, tuple):
+            raise ValueError(
+                "ags.parameters: patterns apply only to tula's own training loop; remove the key, and pass only the parameters to scale to tula_hooks.wrap in the script"
             )
         return self
 
@@ -145,14 +151,6 @@ class JobSpec(Section):
             raise ValueError(
                 f"section {name} has no effect with train.method: {self.train.method}, the default. Set train.method: {name},"
                 " or remove the section"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_parameter_patterns(self) -> "JobSpec":
-        if self.script is not None and isinstance(self.ags.parameters, tuple):
-            raise ValueError(
-                "ags.parameters: patterns apply only to tula's own training loop; remove the key, and pass only the parameters to scale to tula_hooks.wrap in the script"
             )
         return self
 
@@ -199,9 +197,8 @@ class JobSpec(Section):
         if self.script is not None or self.train.stages == "decay":
             return self
         if has_adam_defaults(self) and "kind" not in self.schedule.model_fields_set:
-            object.__setattr__(
-                self, "schedule", _set_defaults(self.schedule, LATE_DECAY_SCHEDULE)
-            )  # the model is frozen
+            # The model is frozen.
+            object.__setattr__(self, "schedule", _set_defaults(self.schedule, LATE_DECAY_SCHEDULE))
         if (
             max_grad_norm is not None
             and self.optimizer.name in SGD_LIKE_OPTIMIZERS
@@ -230,15 +227,13 @@ class JobSpec(Section):
                 f" train.lr_scaling: {_get_noise_rule(self)}"
             )
         if compute_max_decay_growth(self) < 2:
+            fault = (
+                "never halves it" if kind == "constant" else f"does not halve it within {describe_train_length(self)}"
+            )
             raise ValueError(
                 f"train.ramp: decay doubles the batch each time the schedule halves the learning rate, but schedule.kind: {kind}"
-                + (
-                    " never halves it"
-                    if kind == "constant"
-                    else f" does not halve it within {describe_train_length(self)}"
-                )
-                + "; set schedule.kind to cosine, linear, one-cycle or multistep, with a final learning rate below half, or set"
-                " train.ramp: auto"
+                f" {fault}; set schedule.kind to cosine, linear, one-cycle or multistep, with a final learning rate below half,"
+                " or set train.ramp: auto"
             )
         return self
 
@@ -265,9 +260,8 @@ class JobSpec(Section):
         if len(set(currencies.values())) > 1:
             priced = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
             raise ValueError(f"node_types: all node types must have the same pricing.currency, got {priced}")
-        if len(names := [name for each in self.node_types for name in self._name_hardware_types(each)]) > len(
-            set(names)
-        ):
+        names = [name for each in self.node_types for name in self._name_hardware_types(each)]
+        if len(set(names)) < len(names):
             raise ValueError(
                 f"node_types: the names formed with search.gpus_per_node are not unique: {', '.join(names)}; rename a node type"
             )
@@ -275,7 +269,7 @@ class JobSpec(Section):
 
     @property
     def measured_with_fewer_gpus(self) -> bool:
-        """Whether this job has fewer GPUs per node than another one, in addition to which it is measured with few probes."""
+        """Whether this job supplements one with more GPUs per node, and is therefore measured with few probes."""
         return self._measured_with_fewer_gpus
 
     @property
@@ -345,7 +339,7 @@ class JobSpec(Section):
         return JobSpec.model_validate(base)
 
     def is_reference_batch_above(self, dataset_size: int) -> bool:
-        """Return whether no training of tula's own loop can use the reference batch, as it exceeds the samples."""
+        """Return whether the reference batch exceeds the samples, so that no training of tula's own loop can use it."""
         return self.script is None and self.train.reference_batch > dataset_size
 
     def without_bill(self) -> "JobSpec":
@@ -458,7 +452,7 @@ def find_effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
     return get_max_lr_factor(spec) if compute_lr_scale(spec, batch) < _compute_unlimited_lr_scale(spec, batch) else None
 
 
-def _get_noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
+def _get_noise_rule(spec: JobSpec) -> LrRule:
     """Return how the learning rate follows a batch that grows as the schedule decays (`train.ramp: decay`).
 
     If the schedule divides the rate by a, the batch is multiplied by a, and the rate by 1/a times this rule of a.
@@ -471,14 +465,11 @@ def _get_noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
       by sqrt(a) (same paper, Algorithm 1). This is the largest rate that does not diverge there (its Lemma 4), so
       unknown optimizers use it too.
     """
-    return (
-        "linear"
-        if spec.optimizer.name in SGD_LIKE_OPTIMIZERS and not spec.train.training_method.replaced_optimizers
-        else "sqrt"
-    )
+    is_sgd = spec.optimizer.name in SGD_LIKE_OPTIMIZERS and not spec.train.training_method.replaced_optimizers
+    return "linear" if is_sgd else "sqrt"
 
 
-def _get_lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
+def _get_lr_rule(spec: JobSpec) -> LrRule:
     """Return the scaling rule of the learning rate: as set in the job, else that of the method.
 
     By default `train.ramp: decay` uses `_get_noise_rule`. Methods ramp and ortho scale by the root if the optimizer
@@ -516,11 +507,8 @@ def set_beta1(optimizer: Optimizer, beta1: float) -> Optimizer:
 def get_beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
     """Return `optimizer.beta2_half_life`; methods ramp and ortho by default keep that of the reference batch."""
     given = spec.optimizer.beta2_half_life
-    return (
-        "auto"
-        if given is None and spec.train.training_method.orthogonalises and spec.optimizer.name in OPTIMIZERS_WITH_BETA2
-        else given
-    )
+    keeps_half_life = spec.train.training_method.orthogonalises and spec.optimizer.name in OPTIMIZERS_WITH_BETA2
+    return "auto" if given is None and keeps_half_life else given
 
 
 def compute_beta2(spec: JobSpec, beta2: float, batch: int) -> float:

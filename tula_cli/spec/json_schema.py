@@ -85,8 +85,6 @@ def _read_field_comments(section: type[Section]) -> dict[str, str]:
     return comments
 
 
-# --- The schema
-
 Schema = dict[str, Any]
 Kind = Literal["job", "site"]
 

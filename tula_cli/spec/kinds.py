@@ -34,10 +34,11 @@ _MAX_DEPTH, _MAX_VALUES = 32, 10_000
 
 
 class UnexpectedValue(ValueError):
-    """A value that is not what its key expects, with both in words: alternatives of a key are joined in one message.
+    """The error for a value that its key does not accept; the errors for several accepted kinds are joined in one message.
 
     Args:
-        expected: what the value must be.
+        expected: what the value must be, in words.
+        given: the value in words.
     """
 
     def __init__(self, expected: str, given: str) -> None:
@@ -181,7 +182,6 @@ def _check_key(path: str, key: object) -> str:
 
 
 def _shorten_value(value: object) -> str:
-    """Return a short representation of a value for an error message."""
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python converts to text

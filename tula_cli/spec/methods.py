@@ -32,9 +32,8 @@ class TrainingMethod:
     with_rule: str = ""  # name of the same method with a learning-rate rule; empty if there is no such name
     without_rule: str = ""  # name of the same method without a rule; if set, train.lr_scaling: none is an error
     warmup_epochs: float = 0.0  # default warm-up; shorter in short trainings (`get_warmup_epochs`)
-    replaced_optimizers: tuple[
-        str, ...
-    ] = ()  # optimizers that it replaces, with their settings; empty: any optimizer is kept
+    replaced_optimizers: tuple[str, ...] = ()
+    """Optimizers that it replaces, with their settings; empty: any optimizer is kept."""
     orthogonalises: bool = False
     """Orthogonalises updates of matrices; scales Adam's learning rate and beta2 for the batch."""
     constant_schedule: bool = False  # does not allow a schedule that lowers the learning rate
@@ -55,7 +54,7 @@ class TrainingMethod:
         return self.section == "auto"
 
     def uses_section(self, section: str) -> bool:
-        """Return whether a section of the job has an effect: ags also on a self-tuning training, whose arms may scale."""
+        """Return whether a section has an effect; ags has one on a self-tuning training too, whose arms may scale gradients."""
         return section not in ("ags", "auto") or self.section in (section, "auto")
 
     def choose_lr_rule(self, requested: LrRule | Literal["auto"], *, is_adaptive: bool) -> LrRule:
@@ -85,7 +84,7 @@ class TrainingMethod:
         return ""
 
     def describe_optimizer_conflict(self, optimizer: str, *, divides_gradients: bool) -> str:
-        """Return why the method does not fit an optimizer; empty if it fits, or if this is unknown until that is loaded.
+        """Return why the method does not fit an optimizer; empty if it fits, or if this is unknown until the optimizer is loaded.
 
         Args:
             optimizer: value of optimizer.name.
@@ -113,24 +112,13 @@ class TrainingMethod:
 
     def _make_advice(self, optimizer: str | None) -> str:
         if optimizer is None:
-            return (
-                ""
-                if self.orthogonalises
-                else "If the script uses Adam or AdamW, try train.method: ortho with tula compare"
-            )
-        if optimizer == "Muon":
-            return (
-                "Muon already orthogonalises its updates"
-                if self.grows_batch
-                else "Try train.method: ramp with tula compare"
-            )
-        if not (self.grows_batch or self.is_self_tuning):
-            orthogonalised = (
-                f"With {optimizer}, orthogonalised updates bring the largest gain: try"
-                if "Adam" in optimizer
-                else "Try"
-            )
-            return f"{orthogonalised} train.method: ramp with tula compare"
+            advice = "If the script uses Adam or AdamW, try train.method: ortho with tula compare"
+            return "" if self.orthogonalises else advice
+        if optimizer == "Muon" and self.grows_batch:
+            return "Muon already orthogonalises its updates"
+        if optimizer == "Muon" or not (self.grows_batch or self.is_self_tuning):
+            gain = f"With {optimizer}, orthogonalised updates bring the largest gain: try"
+            return f"{gain if 'Adam' in optimizer else 'Try'} train.method: ramp with tula compare"
         if "Adam" in optimizer:
             return f"With {optimizer} and few steps, also try schedule: {{kind: linear, decay_from: 0.7}} with optimizer.args.betas: [0.8, 0.999]"
         return ""

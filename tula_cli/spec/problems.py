@@ -52,7 +52,6 @@ _EXPECTED: Mapping[str, str] = {
     "string_type": "text",
 }
 """Descriptions of the expected value, by pydantic's error type."""
-_EMPTY_MESSAGE = "must not be empty"
 _BOUNDS: Mapping[str, tuple[str, str]] = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "of at least"),
@@ -90,10 +89,14 @@ def _describe(item: Any, *, is_script: bool) -> _Description:
         return _Description(_describe_value_error(item, path), expected, given)
     if item["type"] == "invalid_key":
         return _Description(Problem(".".join(map(str, item["loc"])), "a key must be text"))
-    if item["type"] in ("extra_forbidden", "missing"):
-        return _Description(_describe_key(item, path, is_script=is_script))
+    if item["type"] == "missing":
+        return _Description(Problem(path, "is required"))
+    if item["type"] == "extra_forbidden":
+        return _Description(_describe_unknown_key(item, path, is_script=is_script))
     expected, given = _describe_expected(item), _format_value(item["input"])
-    message = f"must be {expected}" if expected else _describe_constraint(item)
+    message = f"must be {expected}" if expected else describe_expected_value(item["msg"])
+    if not expected and item["type"] in ("too_short", "string_too_short"):
+        message = "must not be empty"
     is_section = _EXPECTED.get(item["type"]) == _SECTION_WORDS
     hint = _find_key_of_name(item) if is_section else ""
     if item["type"] == "literal_error":
@@ -105,17 +108,11 @@ def _describe(item: Any, *, is_script: bool) -> _Description:
     return _Description(Problem(path, f"{message}, got {given}", hint), expected, given, is_section)
 
 
-def _describe_key(item: Any, path: str, *, is_script: bool) -> Problem:
-    """Describe a key that is unknown, removed or missing."""
-    if item["type"] == "extra_forbidden":
-        if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
-            return Problem(path, "this key no longer exists: delete it", hint)
-        return Problem(
-            path,
-            "no such key",
-            _suggest_key(str(item["loc"][-1]), _list_keys_at(item["loc"][:-1]), is_script=is_script),
-        )
-    return Problem(path, "is required")
+def _describe_unknown_key(item: Any, path: str, *, is_script: bool) -> Problem:
+    if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
+        return Problem(path, "this key no longer exists: delete it", hint)
+    hint = _suggest_key(str(item["loc"][-1]), _list_keys_at(item["loc"][:-1]), is_script=is_script)
+    return Problem(path, "no such key", hint)
 
 
 def _describe_value_error(item: Any, path: str) -> Problem:
@@ -125,13 +122,6 @@ def _describe_value_error(item: Any, path: str) -> Problem:
         # The error of a section's validator starts with the key.
         return Problem(f"{path}.{key}" if item["loc"] else key, reason)
     return Problem(path, message[:1].lower() + message[1:])
-
-
-def _describe_constraint(item: Any) -> str:
-    """Describe a constraint on a value that is not of the form "must be X"."""
-    if item["type"] in ("too_short", "string_too_short"):
-        return _EMPTY_MESSAGE
-    return describe_expected_value(item["msg"])
 
 
 def _describe_expected(item: Any) -> str:
@@ -160,7 +150,6 @@ def _list_choices(item: Any) -> list[str]:
 
 
 def _describe_pattern(pattern: str) -> str:
-    """Describe the names that one of the patterns of the spec matches."""
     if max_length := re.search(r"\{0,(\d+)\}", pattern):
         return f"1 to {int(max_length[1]) + 1} letters, digits, '.', '_' or '-', and start with a letter or a digit"
     return "letters, digits, '_', '.' or '-', and start with a letter or '_'"
@@ -180,7 +169,6 @@ def _format_value(value: object) -> str:
 
 
 def _suggest_key(key: str, names: list[str], *, is_script: bool) -> str:
-    """Suggest a key for an unknown one: from the same section, or from another one."""
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
         return f"did you mean {close[0]}?"
     plain = key.lower().replace("-", "_")
@@ -277,7 +265,6 @@ def _format_path(location: tuple[Any, ...]) -> str:
 
 
 def _list_keys_at(location: tuple[Any, ...]) -> list[str]:
-    """Return the keys of the section at `location`."""
     section: type[Section] | None = JobSpec
     if len(location) > 1 and location[0] == "node_types":
         section, location = (JobSpec, location[2:]) if len(location) > 2 else (NodeType, ())
@@ -290,9 +277,8 @@ def _list_keys_at(location: tuple[Any, ...]) -> list[str]:
 
 def _find_section(annotation: Any) -> type[Section] | None:
     """Return the section class in an annotation such as `Slurm | None`."""
-    return next((kind for kind in (annotation, *get_args(annotation)) if _is_section(kind)), None)
-
-
-def _is_section(kind: Any) -> bool:
     # In Python 3.10, isinstance(list[str], type) is true.
-    return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, Section)
+    classes = (
+        kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is None and isinstance(kind, type)
+    )
+    return next((kind for kind in classes if issubclass(kind, Section)), None)

@@ -18,8 +18,8 @@ from tula_cli.spec.kinds import (
     PositiveFloat,
     Section,
     Size,
+    check_price,
 )
-from tula_cli.spec.kinds import check_price as no_free_price
 from tula_cli.spec.slurm_options import Slurm
 
 
@@ -128,7 +128,7 @@ class Pricing(Section):
     # Unit of the price; billing: what SLURM bills
     kind: Literal["node_hour", "gpu_hour", "gb_hour", "billing"] = "node_hour"
     # Price per unit, in currency. It may be omitted only with kind: billing.
-    price: Annotated[PositiveFloat, BeforeValidator(no_free_price)] = 1.0
+    price: Annotated[PositiveFloat, BeforeValidator(check_price)] = 1.0
     # Currency of all costs. With kind: billing and no price, costs are in SU instead.
     currency: Annotated[OneLineText, Field(min_length=1)] = "USD"
     spot: Spot | None = None  # Discount and interruptions of spot nodes; null: on demand only

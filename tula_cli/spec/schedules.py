@@ -28,7 +28,7 @@ def compute_scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmu
     Args:
         schedule: multistep multiplies by gamma at each milestone; cosine and linear fall from the end of the warm-up,
             or from `decay_from` if later, to `min_lr` at the last epoch; one-cycle (Smith and Topin 2018) grows as a
-            cosine from 1/25 to the full rate at `PEAK` of the epochs and falls as a cosine to `min_lr`; constant does
+            cosine from 1/25 to the full rate at `ONE_CYCLE_PEAK` of the epochs and falls as a cosine to `min_lr`; constant does
             not change.
         base: learning rate from which the schedule starts.
         epoch: finished epochs, with fraction.
@@ -63,5 +63,4 @@ def compute_lr_decay_factor(schedule: Schedule, base: float, *, epoch: float, wa
 
 
 def _interpolate_cosine(start: float, end: float, share: float) -> float:
-    """Interpolate between two values along half a cosine period."""
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2

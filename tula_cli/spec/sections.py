@@ -22,8 +22,6 @@ from tula_cli.spec.kinds import (
 )
 from tula_cli.spec.methods import DEFAULT_METHOD, TrainingMethod, get_training_method
 
-# --- Values of `train`
-
 MIN_STAGE_SHARE = 0.02
 """Minimum share of the training for a stage derived from the gradient noise or the schedule."""
 
@@ -82,7 +80,6 @@ class BestCheckpoint(Section):
 
     @property
     def is_lower_better(self) -> bool:
-        """Whether lower values are better."""
         return self.mode == "min" or (self.mode == "auto" and self.metric in FALLING_METRICS)
 
 
@@ -106,9 +103,6 @@ class EarlyStopping(Section):
         if not self.depends_on_metric and self.epochs is None:
             raise ValueError("must set target, patience or epochs, for example {target: 0.76}")
         return self
-
-
-# --- Sections
 
 
 class Model(Section):
@@ -440,7 +434,6 @@ class Train(Section):
 
     @property
     def sharded(self) -> bool:
-        """Whether the model is sharded over the GPUs."""
         return self.parallel == "fsdp"
 
     @property
@@ -605,10 +598,6 @@ class Export(Section):
         if self.to not in TRACKERS and not is_import_string(self.to):
             hint = suggest_name(self.to, TRACKERS) or f"use {', '.join(TRACKERS)}, or package.module:callable"
             raise ValueError(f"to: unknown tracker {self.to!r}; {hint}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tensorboard_folder(self) -> "Export":
         uri = self.uri or ""
         if self.to == "tensorboard" and "://" in uri and not uri.startswith("file:///"):
             raise ValueError(f"uri: must be a folder for tensorboard, got {uri}; set a path, or file:///path")

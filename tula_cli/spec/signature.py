@@ -9,7 +9,6 @@ from tula_cli.spec.ags import BRANCHING_EPOCH, Ags
 from tula_cli.spec.job import JobSpec, find_effective_lr_limit, get_default_beta1, get_warmup_epochs
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.script import Script
-from tula_cli.spec.sections import BestCheckpoint, EarlyStopping
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.version import RUN_FORMAT
 
@@ -94,19 +93,16 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
     )
     parts["train"]["max_lr_factor"] = _get_lr_limit(spec, batch)
     if (stopping := spec.train.early_stopping) is not None:
-        parts["train"]["early_stopping"] = _list_stopping_fields(stopping, spec.train.best_checkpoint)
+        # The metric matters only if a value of it ends the training.
+        best = spec.train.best_checkpoint
+        metric = {} if stopping.target is None else {"metric": best.metric, "falls": best.is_lower_better}
+        parts["train"]["early_stopping"] = stopping.model_dump() | metric
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.training_method.is_self_tuning:
         parts["auto"] = {"after": BRANCHING_EPOCH, **spec.auto.model_dump()}
     if code:
         parts["code"] = code
     return compute_digest({**parts, "nodes": nodes, "batch": batch})
-
-
-def _list_stopping_fields(stopping: EarlyStopping, best: BestCheckpoint) -> dict[str, Any]:
-    """Return the conditions for the end of a training, with the metric only if a value of it ends the training."""
-    metric = {} if stopping.target is None else {"metric": best.metric, "falls": best.is_lower_better}
-    return stopping.model_dump() | metric
 
 
 def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str, Any]) -> str:
@@ -136,7 +132,7 @@ def compute_resume_test_signature(spec: JobSpec, code: str) -> str:
     )
 
 
-def compute_evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, code: str = "") -> str:
+def compute_evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, code: str) -> str:
     """Return 8 hex digits of the settings that an evaluation depends on, in addition to the training.
 
     Args:

@@ -48,41 +48,35 @@ def _construct_text(loader: "yaml.constructor.SafeConstructor", node: yaml.Scala
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML loader with 1.2's plain scalars: 1e-3 is a number, `on`, 1:30 and 2025-01-01 are text; no duplicate keys."""
+class _Constructor(yaml.constructor.SafeConstructor):
+    """Constructor that rejects duplicate keys, for loaders to which `_PLAIN_SCALARS` are added."""
 
-    yaml_implicit_resolvers = {}
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        _reject_duplicate_keys(self, node)
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(
+                    problem="a key must be text, not a list or a mapping", problem_mark=key_node.start_mark
+                )
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+class _Loader(_Constructor, yaml.SafeLoader):
+    """YAML loader with 1.2's plain scalars: 1e-3 is a number, `on`, 1:30 and 2025-01-01 are text; no duplicate keys."""
 
 
 if yaml.__with_libyaml__:
 
-    class _FastLoader(yaml.CSafeLoader):
+    class _FastLoader(_Constructor, yaml.CSafeLoader):
         """The same loader based on libyaml, ten times as fast; errors are reported by `_Loader`."""
-
-        yaml_implicit_resolvers = {}
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            _reject_duplicate_keys(self, node)
-            return super().construct_mapping(node, deep)
-
-
-def _reject_duplicate_keys(loader: "yaml.constructor.SafeConstructor", node: yaml.MappingNode) -> None:
-    seen = set()
-    for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(
-                problem="a key must be text, not a list or a mapping", problem_mark=key_node.start_mark
-            )
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
-        seen.add(key)
 
 
 class Dumper(yaml.SafeDumper):
@@ -173,12 +167,9 @@ def _parse_in_python(text: str, *, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        where = (
-            f", line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-            if error.problem_mark
-            else ""
-        )
-        hint = _make_quoting_hint(text, error.problem_mark)
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        hint = _make_quoting_hint(text, mark)
         if "\\t" in (error.problem or ""):
             hint = "use spaces for indentation: YAML does not allow tabs there"
         elif "could not find expected ':'" in (error.problem or ""):

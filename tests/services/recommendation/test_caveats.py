@@ -14,7 +14,7 @@ from make_results import Truth, make_probe
 
 from tula_cli.cli import app
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.recommendations import Caveats, Prediction, SameProgress
+from tula_cli.run.records.recommendations import Prediction, SameProgress, list_caveats
 from tula_cli.show import recommend as show
 from tula_cli.show.screen import Screen
 
@@ -58,7 +58,7 @@ def progress(low: float, high: float) -> SameProgress:
     ],
 )  # fmt: skip
 def test_caveats_of_a_configuration(other: Prediction, names: list[str]) -> None:
-    assert list(Caveats(CHOICE).list_caveats(other)) == names
+    assert list(list_caveats(other, CHOICE)) == names
 
 
 def test_differences_of_energy_and_progress_are_compared_where_both_are_known() -> None:
@@ -67,8 +67,8 @@ def test_differences_of_energy_and_progress_are_compared_where_both_are_known() 
     )
     other = row(kwh=1.15, kwh_low=1.05, kwh_high=1.3, same_progress=progress(1.5, 3.0))
     apart = row(kwh=1.5, kwh_low=1.4, kwh_high=1.6, same_progress=progress(2.5, 3.0))
-    assert Caveats(choice).list_caveats(other) == ("energy_within_noise", "progress_within_noise")
-    assert Caveats(choice).list_caveats(apart) == ()
+    assert list_caveats(other, choice) == ("energy_within_noise", "progress_within_noise")
+    assert list_caveats(apart, choice) == ()
 
 
 def cells(made: Any) -> list[list[str]]:

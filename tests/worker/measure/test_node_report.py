@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture
 def report(run: RunDir) -> ClusterReport:
-    result = run.checks.report("check-n002-1")
+    result = run.checks.read_report("check-n002-1")
     assert result is not None
     return result
 

@@ -18,6 +18,7 @@ from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, find_dataset_size, list_mismatches, select_undisturbed_steps
 from tula_cli.models.efficiency import Pair, summarize_gradient_norms
+from tula_cli.run.files import open_to_append
 from tula_cli.run.records.base import ModelStates, PeakMemory
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
@@ -283,7 +284,7 @@ class ScriptProbe(ScriptProgram):
                 self.task, ranks, local_batch=local_batch, cores=cores, log=path, notes=attempt.read_moved_files()
             )
             self.run.write_result(result)
-            with self.run.open_log(path) as log:
+            with open_to_append(path) as log:
                 log.write(f"{result.description}\n".encode())
         except MeasurementFailed as error:
             return make_script_failure(failure, str(error))

@@ -32,7 +32,7 @@ from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import find_innermost_pid
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import list_splits, make_batch_norm_limit
-from tula_cli.run.files import append_json_line
+from tula_cli.run.files import append_json_line, open_to_append
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -126,7 +126,7 @@ class TrainingMonitor(ScriptMonitor):
             epoch=row["epoch"], all_epochs=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], remaining=row["eta"],
         )  # fmt: skip
-        with self.run.open_log(self.run.get_log_path(self.task.id, self.command.attempt)) as log:
+        with open_to_append(self.run.get_log_path(self.task.id, self.command.attempt)) as log:
             log.write(f"{words.add_timestamp(progress_text)}\n".encode())
 
     @cached_property

@@ -21,7 +21,7 @@ from tula_cli.models.choice.objective import find_envelope
 from tula_cli.models.memory import MemoryModel
 from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean, split_step
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Caveats, Prediction, Recommendation, TradeOff
+from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Prediction, Recommendation, TradeOff, list_caveats
 from tula_cli.services.document import Annotation, Cell, Column, Fact, Figure, Section, Series, Style, Table
 from tula_cli.services.measurements import TypeMeasurements
 from tula_cli.spec.sections import MEMORY_MARGIN
@@ -91,11 +91,11 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
     """Build the table of configurations: the choice first, the others in the order of `rows`."""
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
     to_size, size = choose_bytes_unit(row.peak_memory for row in rows)
-    caveats, chosen, priced = Caveats(choice), get_configuration(choice), is_priced(rows, currency)
+    chosen, priced = get_configuration(choice), is_priced(rows, currency)
     has_spot = any(row.market == "spot" for row in rows)
 
     def list_notes(row: Prediction) -> list[str]:
-        return [*caveats.list_caveats(row), *["interval_unknown"] * (row.hours_low is None)]
+        return [*list_caveats(row, choice), *["interval_unknown"] * (row.hours_low is None)]
 
     rows = sorted(rows, key=lambda row: get_configuration(row) != chosen)
     return build_table(

@@ -29,14 +29,11 @@ OutcomeClass = Literal[
     "unknown",
 ]
 
-
 Market = Literal["on_demand", "spot"]
 """How nodes are obtained: for as long as needed, or at a discount until they are reclaimed."""
 
-
 Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """An integer that fits in 64 bits, as arrays need: a record with a larger one is damaged."""
-
 
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 """An integer from 1 on."""
@@ -58,9 +55,6 @@ class Record(BaseModel):
     """Base class: frozen; unknown keys are ignored, so that an older version of tula can read a newer run."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
-
-
-# --- Memory
 
 
 class ModelStates(Record):
@@ -106,9 +100,6 @@ class Footprint(Record):
     local_batch: Count
     memory: Components
     room: Count = 0  # bytes: smallest sufficient size of the CUDA allocator's reserved memory; 0 if not simulated
-
-
-# --- Micro-batches
 
 
 class Splits(Record):

@@ -102,9 +102,6 @@ def convert_old_failure(fields: object, *, ended_at: str = "") -> object:
     return {**fields, "failure": {**known, "failed_at": fields.get(ended_at) or 0.0}}
 
 
-# --- Decisions
-
-
 class Fallback(Record):
     """The configuration to train after an out-of-memory error, and what did not fit."""
 

@@ -217,5 +217,5 @@ class Failed(Record):
         return self.failure.description
 
 
-Result = Annotated[Measured | OutOfMemory | Failed, Field(discriminator="kind")]
-RESULT: TypeAdapter[Measured | OutOfMemory | Failed] = TypeAdapter(Result)
+Result = Measured | OutOfMemory | Failed
+RESULT: TypeAdapter[Result] = TypeAdapter(Annotated[Result, Field(discriminator="kind")])

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tula_cli.errors import SpecError
 from tula_cli.query import Curve, Objective, Query, parse_hours
-from tula_cli.run.frames import make_record_frame
+from tula_cli.run.frames import make_record_frame, render_html
 from tula_cli.run.records.base import Market, Record, RecordedText
 from tula_cli.words import (
     choose_time_unit,
@@ -181,27 +181,23 @@ HIGHEST_EFFICIENCY = 1.1
 """Highest plausible ratio to ideal scaling (caches and noise may exceed 1); above it a measurement is wrong."""
 
 
-class Caveats:
-    """Reasons not to trust a figure of a configuration, marked in every table and named in the JSON of each row.
+def list_caveats(row: Prediction, choice: Prediction) -> tuple[str, ...]:
+    """Return the reasons not to trust a figure of a configuration, by the keys of `CAVEATS`.
+
+    They are marked in every table and named in the JSON of each row.
 
     Args:
-        choice: the configuration that the others are compared with.
+        choice: the configuration with which the others are compared.
     """
-
-    def __init__(self, choice: Prediction) -> None:
-        self._choice, self._intervals = choice, _list_quantity_intervals(choice)
-
-    def list_caveats(self, row: Prediction) -> tuple[str, ...]:
-        """Return the caveats of a configuration, by the keys of `CAVEATS`."""
-        names = ["wide_interval"] * is_interval_too_wide(row.hours_low, row.hours_high)
-        if _list_configuration_fields(row) != _list_configuration_fields(self._choice):
-            intervals = _list_quantity_intervals(row)
-            names += [
-                f"{name}_within_noise"
-                for name in intervals
-                if _intervals_overlap(intervals[name], self._intervals[name])
-            ]
-        return (*names, *["efficiency_above_110"] * ((row.scaling_efficiency or 0.0) > HIGHEST_EFFICIENCY))
+    names = ["wide_interval"] * is_interval_too_wide(row.hours_low, row.hours_high)
+    if _list_configuration_fields(row) != _list_configuration_fields(choice):
+        intervals, intervals_of_choice = _list_quantity_intervals(row), _list_quantity_intervals(choice)
+        names += [
+            f"{name}_within_noise"
+            for name, interval in intervals.items()
+            if _intervals_overlap(interval, intervals_of_choice[name])
+        ]
+    return (*names, *["efficiency_above_110"] * ((row.scaling_efficiency or 0.0) > HIGHEST_EFFICIENCY))
 
 
 CAVEATS = {
@@ -329,7 +325,7 @@ class RiskBasis(Record):
     is_lower_bound: bool  # noise_scale is only a lower bound
     batch_grows: bool  # the batch grows during the training
 
-    def assess(self, batch: int, accuracy: "Accuracy | None" = None) -> AccuracyRisk:
+    def assess(self, batch: int, accuracy: Accuracy | None = None) -> AccuracyRisk:
         """Return the risk of a global batch; a result of `tula compare` that covers the batch takes precedence."""
         ratio = None if self.noise_scale is None else batch / max(self.noise_scale, 1e-9)
         if batch <= self.reference_batch:
@@ -495,8 +491,6 @@ class Recommendation(Record):
 
     def _repr_html_(self) -> str:
         """Return the choice and the configurations, the chosen one first, for a notebook."""
-        from tula_cli.run.frames import render_html  # only notebooks need it
-
         divisor, unit = choose_time_unit(3600 * max(row.hours for row in self.rows))
         is_typed = any(row.type for row in self.rows)
         rows = [row for row in self.rows if row != self.choice]
@@ -552,7 +546,7 @@ class Recommendation(Record):
             chosen=row == self.choice,
             speed_up=headline.compute_speed_up(row) if headline is not None else None,
             accuracy_risk=headline.risk_basis.assess(row.batch, self.accuracy).level if headline is not None else None,
-            caveats=self.caveats.list_caveats(row),
+            caveats=list_caveats(row, self.choice),
         )
 
     def plot(self, against: TradeOff = "cost") -> Any:
@@ -569,11 +563,6 @@ class Recommendation(Record):
         if against not in get_args(TradeOff):
             raise SpecError(f"against {against!r}: must be one of {join_words(get_args(TradeOff))}")
         return load_extra("report").plot(self, against)
-
-    @property
-    def caveats(self) -> Caveats:
-        """The caveats of the rows, compared with the choice."""
-        return Caveats(self.choice)
 
     @property
     def criteria(self) -> str:

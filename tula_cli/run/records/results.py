@@ -9,6 +9,7 @@ from tula_cli.run.records.base import Record, RecordedText
 from tula_cli.run.records.failures import Fallback, Recovery, Relaunch
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.ags import Arm
+from tula_cli.spec.methods import LrRule
 
 
 class JobFile(Record):
@@ -99,15 +100,11 @@ class Tuning(Record):
         return sum(branch.samples for branch in self.branches) + self.beginning + self.lost
 
 
-LearningRateRule = Literal["none", "sqrt", "linear"]
-"""Values of `train.lr_scaling`: how the learning rate scales with the batch."""
-
-
 class RateBranch(Branch):
     """A branch with one batch and learning rate (`tula compare --learning-rates`)."""
 
     batch: int  # global
-    rule: LearningRateRule
+    rule: LrRule
     factor: float  # lr divided by optimizer.lr
     lr: float  # peak learning rate, before the factors of the schedule and of the branch
 
@@ -115,7 +112,7 @@ class RateBranch(Branch):
 class PlannedBranch(Record):
     """One start of a script in a search for a learning rate, before it runs."""
 
-    rule: LearningRateRule | None  # None for the training up to the checkpoint, at the reference batch
+    rule: LrRule | None  # None for the training up to the checkpoint, at the reference batch
     out: str  # output folder of the script
 
 
@@ -329,9 +326,8 @@ class Comparison(Record):
     """Trainings of the first round, then full trainings of all rows, some of which may be dropped."""
     created_at: float  # Unix time
     job_row: str = ""  # name of the row that trains the job unchanged
-    earlier: tuple[
-        str, ...
-    ] = ()  # signatures of other trainings of earlier comparisons than those of the job unchanged
+    earlier: tuple[str, ...] = ()
+    """Signatures of other trainings of earlier comparisons than those of the job unchanged."""
 
     @property
     def signatures(self) -> frozenset[str]:

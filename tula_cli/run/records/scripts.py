@@ -4,10 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
+from tula_cli.run.records.base import OutcomeClass, Positive, Record, RecordedText
 from tula_cli.spec.scripts.script import Length
-
-# --- Resume tests
 
 Phase = Literal["begin", "same", "more", "half"]
 """A start without a checkpoint, killed after its first checkpoint; a resume at the same batch; one at the same batch on
@@ -82,9 +80,6 @@ class ResumeTestResult(Record):
     faults: tuple[str, ...] = ()  # the sentences in `told` that report a fault of the script
 
 
-# --- Plans for the shim, and results of the ranks
-
-Positive = Annotated[int, Field(ge=1)]
 Cause = Literal["eval", "epoch", "save"]
 
 

@@ -128,8 +128,6 @@ class BaseTask(Record):
         """Data-loader processes per rank."""
         return self.spec.train.workers
 
-    # --- Time limits
-
     @property
     def timeout(self) -> float:
         """Seconds over all attempts after which the supervisor stops the task; infinite if only the job's limit applies."""

@@ -48,7 +48,7 @@ class TrainingCommand:
 
 
 def find_training_command(
-    text: str, *, keeps_setup: bool = False, variables: Mapping[str, str] | None = None
+    text: str, *, keeps_setup: bool, variables: Mapping[str, str] | None = None
 ) -> TrainingCommand:
     """Return the command that starts the training.
 

@@ -145,7 +145,7 @@ def find_launcher(words: Sequence[ShellWord], known_facts: KnownFacts) -> Launch
     remaining_words, left_out = _strip_prefix(words)
     if not remaining_words:
         raise SpecError("the command is empty", _COMPLETE_COMMAND_HINT)
-    index = _find_start_index(remaining_words)
+    index = _find_program_index(remaining_words)
     if (
         remaining_words[0].name not in _WRAPPERS
         and remaining_words[index].name not in _LAUNCHERS
@@ -169,7 +169,7 @@ def is_program_start(words: Sequence[ShellWord]) -> bool:
     remaining_words, _ = _strip_prefix(words)
     return bool(remaining_words) and (
         _starts_program(remaining_words[0])
-        or (remaining_words[0].name in _WRAPPERS and _find_start_index(remaining_words) > 0)
+        or (remaining_words[0].name in _WRAPPERS and _find_program_index(remaining_words) > 0)
     )
 
 
@@ -198,8 +198,11 @@ def _starts_program(word: ShellWord) -> bool:
     return word.text.endswith(SCRIPT_SUFFIXES) or (bool(is_name) and not re.search("[:,=]", word.text))
 
 
-def _find_start_index(words: Sequence[ShellWord]) -> int:
-    """Return the index at which a program starts, else 0; of two adjacent names the first is an argument."""
+def _find_program_index(words: Sequence[ShellWord]) -> int:
+    """Return the index of the word that starts the program, 0 if none does.
+
+    A launcher or shell directly before another such name is the argument of an option (`--type bash python`), so it is skipped.
+    """
     starts = [index for index, word in enumerate(words) if _starts_program(word)]
     for index in starts:
         is_argument = (
@@ -339,7 +342,6 @@ def _count_processes_per_node(
 def _set_process_counts(
     launch: Launch, launcher: str, machines: int, processes: int, nodes: Option | None, each: Option | None
 ) -> Launch:
-    """Return a launch with its numbers of nodes and processes, and the options that gave them."""
     given = ((nodes, format_count(machines)), (each, make_per_node_words(processes)))
     sources = tuple((option.written, words) for option, words in given if option)
     return replace(launch, launcher=launcher, nodes=machines, per_node=processes, sources=sources)
@@ -381,11 +383,8 @@ def _parse_launch(
         return _set_process_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
         machines = max(1, parse_count_option(total, PROCESSES_QUESTION, known_facts) // processes) if total else 1
-        start = (
-            ShellWord("env", "env"),
-            fill_placeholders("NODE_RANK={node_rank}"),
-            *start,
-        )  # composer's scripts may need NODE_RANK, which torchrun does not set
+        # Composer's scripts may need NODE_RANK, which torchrun does not set.
+        start = (ShellWord("env", "env"), fill_placeholders("NODE_RANK={node_rank}"), *start)
     module = [ShellWord("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
     program = (*(() if given.keys() & {"no_python"} else start), *module, remaining_words[0])
     hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
@@ -534,19 +533,12 @@ def _make_launch_without_launcher(launch: Launch, known_facts: KnownFacts, *, is
     flag = next((word.raw for word in launch.arguments if _SEVERAL_PROCESSES_PATTERN.fullmatch(word.text)), "")
     if several_gpus_option and ("{gpus_per_node=" in several_gpus_option.value.text or name == "yolo"):
         each = parse_count_option(several_gpus_option, PROCESSES_QUESTION, known_facts)
-    elif several_gpus_option or flag or not is_script:
-        words = (
-            [*launch.program, *launch.arguments][:2]
-            if not is_script
-            else several_gpus_option.words
-            if several_gpus_option
-            else ()
-        )
-        each = _ask_processes(
-            " ".join(word.raw for word in words) or flag,
-            _PROCESS_COUNT_HINT if is_script else _INNER_COMMAND_HINT,
-            known_facts,
-        )
+    elif not is_script:
+        first_words = " ".join(word.raw for word in [*launch.program, *launch.arguments][:2])
+        each = _ask_processes(first_words, _INNER_COMMAND_HINT, known_facts)
+    elif several_gpus_option or flag:
+        written = several_gpus_option.written if several_gpus_option else flag
+        each = _ask_processes(written, _PROCESS_COUNT_HINT, known_facts)
     else:
         return launch
     return _set_process_counts(

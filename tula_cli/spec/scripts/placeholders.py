@@ -84,8 +84,6 @@ def fill_text(text: str, values: Mapping[str, str | float]) -> str:
     )
 
 
-NEEDS_SHELL_MESSAGE = "needs a shell, but tula starts the command without one"
-SHELL_SCRIPT_HINT = "replace variables by their values and remove redirections, or put the command into a shell script, for example bash train.sh"
 _SHELL_WORD_PATTERN = re.compile(r"&&|\|\|?|.*;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].*")
 
 _QUOTED_PATTERN = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, find_placeholders, get_program_name
+from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, get_program_name
 from tula_cli.spec.scripts.recognition import RecognisedCommand
 from tula_cli.spec.scripts.script import get_default_train
 from tula_cli.words import format_count
@@ -30,12 +30,9 @@ def make_job_name(recognised: RecognisedCommand) -> str:
     return name[:64] or "job"
 
 
-def list_missing(recognised: RecognisedCommand) -> tuple[MissingKey, ...]:
-    """Return the keys that the command does not determine, required and optional ones, in the order of the file."""
-    return tuple(_list_missing_parts(recognised.script, set(find_placeholders(recognised.script["command"]))))
-
-
-def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Iterator[MissingKey]:
+def list_missing_keys(recognised: RecognisedCommand) -> Iterator[MissingKey]:
+    """Yield the keys that the command does not determine, required and optional ones, in the order of the file."""
+    script, placeholders = recognised.script, recognised.placeholders
     if "out" not in placeholders:
         yield MissingKey(
             "script.command",
@@ -82,9 +79,9 @@ def render_sections(recognised: RecognisedCommand) -> str:
         f"  command: {format_yaml_word(script['command'])}",
         f"  launch: {script['launch']} # rank: tula starts one process per GPU; node: one per node, which starts the ranks",
         *_list_length_lines(script),
-        _render_dataset_size(script),
+        _render_dataset_size(recognised),
         *_render_reference(recognised),
-        *_render_resume(script),
+        *_render_resume(recognised),
         "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern in the script's output; the last and the best value are kept",
         '  # save: none # how tula requests a checkpoint: SIGUSR1, SIGUSR2, SIGTERM, "file:{out}/save", or hooks (tula_hooks.py)',
         "  # code: snapshot # jobs run a copy made at submission; none: the files as they are when the job starts",
@@ -110,19 +107,18 @@ def _list_length_lines(script: dict[str, Any]) -> Iterator[str]:
         yield "  # length: {epochs: 90} # REQUIRED: or {samples: N}, or {steps: N} at reference.batch"
 
 
-def _needs_dataset_size(script: dict[str, Any], placeholders: set[str]) -> bool:
-    """Return whether the dataset size is needed: {steps} or {samples} in the command, and a length in epochs."""
+def _needs_dataset_size(script: dict[str, Any], placeholders: frozenset[str]) -> bool:
     return bool(placeholders & {"steps", "samples"}) and "epochs" in script.get("length", {})
 
 
-def _render_dataset_size(script: dict[str, Any]) -> str:
-    if _needs_dataset_size(script, set(find_placeholders(script["command"]))):
+def _render_dataset_size(recognised: RecognisedCommand) -> str:
+    if _needs_dataset_size(recognised.script, recognised.placeholders):
         return "  # dataset_size: 50000 # REQUIRED: samples per epoch, needed for {steps} and {samples}"
     return "  # dataset_size: auto # samples per epoch; auto: read from the script's DataLoader in the probes"
 
 
 def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
-    reference, placeholders = recognised.script["reference"], set(find_placeholders(recognised.script["command"]))
+    reference = recognised.script["reference"]
     yield (
         "  reference: # the batch and learning rate for which the script was tuned"
         if reference
@@ -133,8 +129,8 @@ def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
     else:
         yield f"  {'  ' if reference else '#   '}{'# ' if reference else ''}batch: 256 # REQUIRED: over all GPUs"
     if "lr" in reference:
-        yield f"    lr: {_format_number(reference['lr'])} # tuned for that batch"
-    elif "lr" in placeholders:
+        yield f"    lr: {reference['lr']:.12g} # tuned for that batch"
+    elif "lr" in recognised.placeholders:
         yield f"  {'  # ' if reference else '#   '}lr: 0.1 # REQUIRED: tuned for that batch"
     else:
         yield f"  {'  # ' if reference else '#   '}lr: 0.1 # needs {{lr}} in the command; omit it if the script scales its learning rate itself"
@@ -154,9 +150,9 @@ def _describe_batch(recognised: RecognisedCommand) -> str:
     return f"{text}; if {flag} is the batch of all GPUs, write {batch} here and {{batch}} in the command"
 
 
-def _render_resume(script: dict[str, Any]) -> Iterator[str]:
-    args = script.get("resume", {}).get("args", "--resume {checkpoint}")
-    if "resume" in script and "out" in find_placeholders(script["command"]):
+def _render_resume(recognised: RecognisedCommand) -> Iterator[str]:
+    args = recognised.script.get("resume", {}).get("args", "--resume {checkpoint}")
+    if "resume" in recognised.script and "out" in recognised.placeholders:
         yield "  resume: # without this section, an interrupted training starts from the beginning"
         yield f"    args: {format_yaml_word(args)} # appended to the command if there is a checkpoint"
         yield '    checkpoint: "{out}/*" # the newest match is used; narrow the pattern down to the checkpoints of the script'
@@ -166,7 +162,7 @@ def _render_resume(script: dict[str, Any]) -> Iterator[str]:
 
 
 def _render_train(recognised: RecognisedCommand) -> Iterator[str]:
-    values, placeholders = recognised.values, set(find_placeholders(recognised.script["command"]))
+    values, placeholders = recognised.values, recognised.placeholders
     chosen, reason = get_default_train(recognised.script["command"])
     others = [name for name in ("lbt", "lrs", "ags", "ortho") if name != chosen["method"]]
     yield f"  method: {chosen['method']} # {reason}; or {', '.join(others)}"
@@ -190,8 +186,3 @@ def format_yaml_word(text: str, *, flow: bool = False) -> str:
     if text.isprintable() and not re.search(unsafe, text) and yaml.safe_load(text) == text:
         return text
     return yaml.safe_dump(text, default_style='"', width=math.inf, allow_unicode=True).rstrip("\n")
-
-
-def _format_number(value: float) -> str:
-    """Format a learning rate for YAML."""
-    return f"{value:.12g}"

@@ -10,7 +10,7 @@ from typing import Any
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.command_text import TrainingCommand, find_training_command, reject_unexpanded_word
 from tula_cli.spec.scripts.launchers import KnownFacts, Launch, UnknownFact, find_launcher, make_per_node_words
-from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, PLACEHOLDERS
+from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, PLACEHOLDERS, find_placeholders
 from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, ShellWord, fill_options, read_options
 from tula_cli.words import format_count, parse_number
 
@@ -63,6 +63,11 @@ class RecognisedCommand:
     left_out: tuple[str, ...] = ()  # parts of the text that tula does itself or does not need
     warnings: tuple[str, ...] = ()
     slurm: Mapping[str, Option] = field(default_factory=dict)  # options of srun by long name
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        """The placeholders of the command."""
+        return frozenset(find_placeholders(self.script["command"]))
 
     @property
     def accumulate(self) -> int:
@@ -141,8 +146,6 @@ def recognise_command(command: TrainingCommand, known: KnownFacts) -> Recognised
 
 @dataclass
 class _OptionReplacer:
-    """Replaces the values of a script's options by placeholders."""
-
     launch: Launch
     known: KnownFacts
     variables: int = 0  # number of first words that set environment variables; options of the script take precedence
@@ -225,9 +228,8 @@ class _OptionReplacer:
         kinds: dict[str, list[Option]] = {}
         for option in options:
             is_training = not any(_OTHER_PHASE_PATTERN.search(part) for part in option.path)
-            if is_training and (
-                option.flag.lower() != "b=" or _is_valid_value("batch", option.value.text)
-            ):  # in b=x, an x that is not a number is no batch
+            # In b=x, an x that is not a number is no batch.
+            if is_training and (option.flag.lower() != "b=" or _is_valid_value("batch", option.value.text)):
                 kinds.setdefault(_find_option_meaning(option), []).append(option)
         global_options = kinds.get("batch", [])
         local_options = [*kinds.get("local_batch", []), *kinds.get("some_batch", [])]
@@ -274,7 +276,6 @@ class _OptionReplacer:
             yield accumulation[0], self._choose_accumulation_placeholder(accumulation[0], option)
 
     def _is_batch_of_all_processes(self, option: Option, options: Sequence[Option]) -> bool:
-        """Return whether an option gives the batch of all processes, not that of one process."""
         name, launcher = option.name, self.launch.launcher
         if self.ranks == 1 or _find_option_meaning(option) in ("local_batch", "micro_batch"):
             return False
@@ -291,15 +292,10 @@ class _OptionReplacer:
         )
         if by_custom and not is_yacs:
             return False
-        return self._counts_all_processes(
-            option,
-            f"batch of {option.label}",
-            "the batch",
-            _BATCH_HINT.format(option.value.text),
-        )
+        hint = _BATCH_HINT.format(option.value.text)
+        return self._counts_all_processes(option, f"batch of {option.label}", "the batch", hint)
 
     def _choose_accumulation_placeholder(self, option: Option, batch: Option) -> str:
-        """Return the placeholder of an accumulation option: {accumulate} per process or {accumulate_total}."""
         certain = option.name != "gradient_accumulation_steps" or _find_option_meaning(batch) in (
             "local_batch",
             "micro_batch",
@@ -392,11 +388,7 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     )
 
 
-# --- Words
-
-
 def _is_valid_value(placeholder: str, text: str) -> bool:
-    """Return whether an option's value is valid for its placeholder."""
     value = parse_number(text)
     if placeholder in _COUNT_MEANINGS:
         return value is not None and value >= 1 and value == int(value)

@@ -12,9 +12,7 @@ from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import advise_key
 from tula_cli.spec.scripts.placeholders import (
     BATCH_PLACEHOLDERS,
-    NEEDS_SHELL_MESSAGE,
     RANK_PLACEHOLDERS,
-    SHELL_SCRIPT_HINT,
     find_placeholders,
     find_shell_word,
 )
@@ -29,7 +27,9 @@ def _require_known_placeholders(text: str) -> str:
 
 def _require_no_shell(text: str) -> str:
     if word := find_shell_word(text):
-        raise ValueError(f"{word!r} {NEEDS_SHELL_MESSAGE}; {SHELL_SCRIPT_HINT}")
+        raise ValueError(
+            f"{word!r} needs a shell, but tula starts the command without one; replace variables by their values and remove redirections, or put the command into a shell script, for example bash train.sh"
+        )
     return text
 
 
@@ -134,11 +134,7 @@ class Script(Section):
 
         None if the samples per epoch are not known yet.
         """
-        if self.dataset_size != "auto":
-            return self.dataset_size
-        if self.length.epochs is not None:
-            return None
-        return self.length.samples or (self.length.steps or 0) * self.reference.batch
+        return count_requested_samples(self) if self.dataset_size == "auto" else self.dataset_size
 
     @property
     def placeholders(self) -> frozenset[str]:
@@ -194,8 +190,6 @@ class Script(Section):
         return self
 
 
-# --- Checks with the other sections
-
 TULA_LOOP_SECTIONS = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "auto")
 """Sections of tula's loop, which a script replaces completely."""
 SCRIPT_TRAIN_KEYS = {"method", "lr_scaling", "accumulate", "seed", "workers", "oom_policy", "max_attempts"}
@@ -233,13 +227,10 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the content has a setting that would not reach the script.
     """
     if loop_sections := [name for name in TULA_LOOP_SECTIONS if content.get(name) is not None]:
-        rest = "have no effect with section script, because the script builds its model and data itself; remove these sections"
-        rest = (
-            rest
-            if loop_sections[1:]
-            else "has no effect with section script, because the script builds its model and data itself; remove this section"
+        verb, sections = ("have", "these sections") if loop_sections[1:] else ("has", "this section")
+        raise ValueError(
+            f"{', '.join(loop_sections)} {verb} no effect with section script, because the script builds its model and data itself; remove {sections}"
         )
-        raise ValueError(f"{', '.join(loop_sections)} {rest}")
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
     if unknown := sorted(key for key in train.keys() - SCRIPT_TRAIN_KEYS if not advise_key(f"train.{key}")):
         raise ValueError(
@@ -249,35 +240,30 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         default, _ = get_default_train(_as_mapping(content["script"]).get("command"))
         train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
     method = train["method"]
-    if method not in (there_are := [name for name, known in METHODS.items() if known.supports_scripts]):
+    if method not in (supported := [name for name, known in METHODS.items() if known.supports_scripts]):
         raise ValueError(
-            f"train.method: {method} needs tula's own training loop; for a script, set train.method to one of {', '.join(there_are)}"
+            f"train.method: {method} needs tula's own training loop; for a script, set train.method to one of {', '.join(supported)}"
         )
     reads_ags = METHODS[method].uses_section("ags")
     if not reads_ags and content.get("ags") is not None:
         raise ValueError(
             f"section ags has no effect with train.method: {method}; remove section ags, or set train.method: ags"
         )
-    length, reference = (_get_mapping_at(content["script"], name) for name in ("length", "reference"))
+    length, reference = (_as_mapping(_as_mapping(content["script"]).get(name)) for name in ("length", "reference"))
     return {
         **content,
         "model": Model(name=""),
         "dataset": Dataset(name=""),
         "optimizer": Optimizer.model_construct(name="", lr=math.nan),
-        **({"ags": _fill_ags_defaults(content)} if reads_ags else {}),
+        **({"ags": _fill_ags_defaults(content.get("ags") or {})} if reads_ags else {}),
         # Placeholders for invalid values, whose problems are reported for section script itself.
         "train": {**train, "epochs": length.get("epochs") or 1, "reference_batch": reference.get("batch") or 1},
     }
 
 
-def _fill_ags_defaults(content: Mapping[str, Any]) -> Any:
+def _fill_ags_defaults(given: Any) -> Any:
     """Return section ags with the default preset of scripts; a value that is not a mapping is left to validation."""
-    given = content.get("ags") or {}
     return {"preset": SCRIPT_AGS_PRESET, **given} if isinstance(given, Mapping) else given
-
-
-def _get_mapping_at(script: Any, name: str) -> Mapping[str, Any]:
-    return _as_mapping(_as_mapping(script).get(name))
 
 
 def _as_mapping(part: Any) -> Mapping[str, Any]:

@@ -137,8 +137,6 @@ def _count_block_size(commands: list[Command]) -> int:
 
 @dataclass
 class _Scanner:
-    """Scanner of a shell text from start to end."""
-
     text: str
     variables: dict[str, str]
     arrays: dict[str, list[ShellWord]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from tula_cli.run.records.scripts import (
     ExpectedValues,
     Heartbeat,
     LoaderProperties,
-    PeakMemory,
+    PhaseMemory,
     RankResult,
     ScriptStep,
 )
@@ -24,7 +24,7 @@ def make_rank(rank: int, *, world: int, gpus: int, seconds: float, sync: float, 
         expected=ExpectedValues(), python="3.11", torch="2.9", device="cuda", hardware="GPU", capacity=16 * GIB, startup=1.0,
         steps=200, samples=6400, optimizer="torch.optim.SGD", parameters=1_000_000,
         bytes={"parameters": GIB // 2, "gradients": GIB // 2, "optimizer": GIB},
-        peak={"timed": PeakMemory(allocated=peak, reserved=peak)}, lr=None, warmup=(), timed=(step,) * 20,
+        peak={"timed": PhaseMemory(allocated=peak, reserved=peak)}, lr=None, warmup=(), timed=(step,) * 20,
         split=DdpSplit(modules=1, hook="default", sync=(sync,) * 6, norms=(), local=()), loader=loader, loaders=(), notes=(),
     )  # fmt: skip
 

@@ -183,7 +183,7 @@ class DdpSplit(Record):
     local: tuple[ScriptStep, ...]  # steps without synchronisation
 
 
-class PeakMemory(Record):
+class PhaseMemory(Record):
     """Peak memory of a phase in bytes; on the CPU both are resident memory."""
 
     allocated: int
@@ -236,7 +236,7 @@ class RankResult(Record):
     optimizer: str | None  # class name; None if the loop reports its steps itself
     parameters: int | None  # number of scalar parameters that the optimizer trains
     bytes: dict[Literal["parameters", "gradients", "optimizer"], int] | None  # None if not measured
-    peak: dict[Literal["warmup", "timed"], PeakMemory]
+    peak: dict[Literal["warmup", "timed"], PhaseMemory]
     lr: LearningRates | None
     warmup: tuple[float, ...]  # seconds per step
     timed: tuple[ScriptStep, ...]

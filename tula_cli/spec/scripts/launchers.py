@@ -13,9 +13,9 @@ from tula_cli.spec.scripts.shell import (
     ShellWord,
     fill_options,
     fill_placeholders,
+    is_option,
     read_options,
     split_commands,
-    split_launcher_options,
 )
 from tula_cli.spec.yaml_text import parse_yaml, read_text_file
 from tula_cli.words import format_count
@@ -397,7 +397,7 @@ def _parse_launch(
 
 def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[list[Option], list[ShellWord]]:
     """Return a launcher's options and the words after them; options with a number may be abbreviated."""
-    options, rest = split_launcher_options(words, _starts_program)
+    options, rest = _split_launcher_options(words)
     numbers = f"{launcher.nodes} {launcher.per_node} {launcher.total}".split()
     result = []
     for option in options:
@@ -410,6 +410,45 @@ def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[lis
             )
         result.append(replace(option, meaning=name))
     return result, rest
+
+
+_VALUELESS_FLAGS = frozenset({
+    "standalone", "no_python", "use_env", "m", "module", "module_mode", "v", "verbose", "multi_gpu", "no_local_rank",
+    "exclusive", "label", "l", "unbuffered", "u", "quiet", "Q", "overlap", "exact", "pty", "overcommit", "O", "oversubscribe",
+    "E", "H", "K", "X", "k", "s", "hold", "kill_on_bad_exit", "multi_prog", "no_kill", "preserve_env", "requeue", "no_requeue",
+})  # fmt: skip
+"""Options of launchers that have no value, although the next word could be taken for one."""
+
+
+def _split_launcher_options(words: Sequence[ShellWord], *, attached: str = "") -> tuple[list[Option], list[ShellWord]]:
+    """Return a launcher's options in order, and the words from the script onwards.
+
+    Args:
+        words: words after the launcher.
+        attached: one-letter options whose value may follow without a space, in addition to numbers after any letter.
+    """
+    options: list[Option] = []
+    index = 0
+    while index < len(words) and words[index].text.startswith("-") and words[index].text != "--":
+        word, behind = words[index], words[index + 1 : index + 2]
+        flag, separator, value = word.text.partition("=")
+        size = 1
+        match = re.fullmatch(r"(-[A-Za-z])([^-=].*)", word.text)  # -n4, -pgpu
+        if match and (match[2][0].isdigit() or match[1][1] in attached):
+            flag, separator, value = match[1], "=", match[2]
+        name = flag.lstrip("-").replace("-", "_")
+        if (
+            not separator
+            and behind
+            and name not in _VALUELESS_FLAGS
+            and not is_option(behind[0].text)
+            and not _starts_program(behind[0])
+        ):
+            size, value = 2, behind[0].text
+        given = behind[0] if size == 2 else replace(word, text=value)
+        options.append(Option(tuple(words[index : index + size]), f"{flag}{separator or ' '}", given, index, name))
+        index += size
+    return options, list(words[index + (words[index : index + 1] == [ShellWord("--", "--")]) :])
 
 
 def _find_local_rank_flag(script: Path) -> str:
@@ -485,7 +524,7 @@ _SLURM_OPTIONS_WITH_VALUE = "ABCDFGJLMNSTWabcdeimnopqrtwx"
 
 def read_slurm_options(words: Sequence[ShellWord]) -> tuple[dict[str, Option], list[ShellWord]]:
     """Return options of sbatch or srun by their long names with underscores, and the words after them."""
-    options, remaining_words = split_launcher_options(words, _starts_program, attached=_SLURM_OPTIONS_WITH_VALUE)
+    options, remaining_words = _split_launcher_options(words, attached=_SLURM_OPTIONS_WITH_VALUE)
     return {_SLURM_SHORT_OPTIONS.get(option.meaning, option.meaning): option for option in options}, remaining_words
 
 

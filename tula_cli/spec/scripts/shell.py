@@ -1,7 +1,7 @@
 """Parsing of shell text without running it: commands, their words, and the parts that only a shell can expand."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path, PurePath
@@ -355,45 +355,3 @@ def fill_options(words: Sequence[ShellWord], values: Sequence[tuple[Option | Non
     for option, text in sorted(((o, text) for o, text in values if o), key=lambda pair: -pair[0].place):
         result[option.place : option.place + len(option.words)] = option.fill(text)
     return result
-
-
-_VALUELESS_FLAGS = frozenset({
-    "standalone", "no_python", "use_env", "m", "module", "module_mode", "v", "verbose", "multi_gpu", "no_local_rank",
-    "exclusive", "label", "l", "unbuffered", "u", "quiet", "Q", "overlap", "exact", "pty", "overcommit", "O", "oversubscribe",
-    "E", "H", "K", "X", "k", "s", "hold", "kill_on_bad_exit", "multi_prog", "no_kill", "preserve_env", "requeue", "no_requeue",
-})  # fmt: skip
-"""Options of launchers that have no value, although the next word could be taken for one."""
-
-
-def split_launcher_options(
-    words: Sequence[ShellWord], starts: Callable[[ShellWord], bool], *, attached: str = ""
-) -> tuple[list[Option], list[ShellWord]]:
-    """Return a launcher's options in order, and the words from the script onwards.
-
-    Args:
-        words: words after the launcher.
-        starts: returns whether a word is started by the launcher, and therefore not the value of an option.
-        attached: one-letter options whose value may follow without a space, in addition to numbers after any letter.
-    """
-    options: list[Option] = []
-    index = 0
-    while index < len(words) and words[index].text.startswith("-") and words[index].text != "--":
-        word, behind = words[index], words[index + 1 : index + 2]
-        flag, separator, value = word.text.partition("=")
-        size = 1
-        match = re.fullmatch(r"(-[A-Za-z])([^-=].*)", word.text)  # -n4, -pgpu
-        if match and (match[2][0].isdigit() or match[1][1] in attached):
-            flag, separator, value = match[1], "=", match[2]
-        name = flag.lstrip("-").replace("-", "_")
-        if (
-            not separator
-            and behind
-            and name not in _VALUELESS_FLAGS
-            and not is_option(behind[0].text)
-            and not starts(behind[0])
-        ):
-            size, value = 2, behind[0].text
-        given = behind[0] if size == 2 else replace(word, text=value)
-        options.append(Option(tuple(words[index : index + size]), f"{flag}{separator or ' '}", given, index, name))
-        index += size
-    return options, list(words[index + (words[index : index + 1] == [ShellWord("--", "--")]) :])

@@ -244,7 +244,7 @@ def test_a_damaged_file_is_named(run, content):
     make.add_measured(run, 1, 32)
     path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
     path.write_bytes(content)
-    (error,) = run.read_snapshot().damaged
+    (error,) = run.read_snapshot().damaged_results
     assert str(path) in error.message
     assert error.hint == "run tula profile, which measures it again"
     assert run.read_results() == [] and run.read_result(path.stem) is None
@@ -432,7 +432,7 @@ def test_a_number_that_no_measurement_has_is_damage(run, energy):
     path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "energy": 0}).replace('"energy": 0', f'"energy": {energy}'))
-    (error,) = run.read_snapshot().damaged
+    (error,) = run.read_snapshot().damaged_results
     assert re.search(r"is damaged: .* is not a valid number", error.message) and run.read_results() == []
     path.write_text(json.dumps({**content, "extra": ": NaN, 1e999"}))  # a text, and a key of a newer version
     assert len(run.read_results()) == 1
@@ -451,7 +451,7 @@ def test_a_probe_without_steps_nodes_or_memory_is_damaged(run, key, value):
     make.add_measured(run, 1, 32)
     path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    (error,) = run.read_snapshot().damaged
+    (error,) = run.read_snapshot().damaged_results
     assert "is damaged" in error.message and run.read_results() == []
 
 

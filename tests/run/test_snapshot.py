@@ -66,7 +66,7 @@ def test_a_damaged_result_is_reported_beside_the_others(run):
     (run.path / "results" / "probe-n001-l000064.json").write_text("{")
     look = run.read_snapshot()
     assert [result.local_batch for result in look.results] == [32]
-    assert "is damaged" in look.damaged[0].message
+    assert "is damaged" in look.damaged_results[0].message
     assert run.read_results() == look.results
 
 

@@ -229,7 +229,7 @@ class Snapshot:
         return next((probe.dataset_size for probe in self.measured), None)
 
     @property
-    def damaged(self) -> list[BadMeasurements]:
+    def damaged_results(self) -> list[BadMeasurements]:
         """Errors of the results that cannot be read."""
         _ = self.results
         return self._list_errors("results")

@@ -195,7 +195,7 @@ def _prepare_runs(runs: Sequence[Run]) -> Work[list[Run]]:
     for run in runs:
         require_current_format(run.path)
         snapshot = run.read_snapshot()
-        for error in snapshot.damaged:
+        for error in snapshot.damaged_results:
             if isinstance(error, UnreadableFile):
                 raise error
         yield from map(WarningEvent, (*snapshot.job_warnings, *snapshot.record_warnings))

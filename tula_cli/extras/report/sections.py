@@ -393,7 +393,7 @@ def build_measured_section(material: ReportData) -> Section:
     waiting = f", {remaining} missing (run tula profile)" if remaining else ""
     figures = tuple(figure for part in material.parts for figure in _build_parts_figure(part))
     text = [f"{format_count(len(material.measured), 'probe')} measured{waiting}."]
-    text += [f"Left out: {error.message}." for part in material.parts for error in part.snapshot.damaged]
+    text += [f"Left out: {error.message}." for part in material.parts for error in part.snapshot.damaged_results]
     if material.measured and not figures:
         text.append(
             "Only total step times were measured. In a script, communication is measured if it uses DistributedDataParallel,"

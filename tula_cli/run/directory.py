@@ -258,7 +258,7 @@ class RunDir:
         write_record(self.path / f"jobs/{job.id}.json", job)
 
     def find_job(self, job_id: str) -> Job | None:
-        """Return a job of this run, or None if there is none or it belongs to the run of which this one is a copy."""
+        """Return a job of this run; None if there is none, or if it belongs to the run that this one was copied from."""
         job = read_record(self.path / f"jobs/{job_id}.json", Job)
         return None if job is None or is_of_another_run(job, self.path.resolve()) else job
 

@@ -121,7 +121,7 @@ def list_files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] |
 def list_files_of_import_strings(
     names: Iterable[str], workdir: Path, *, path: Sequence[str] | None = None
 ) -> tuple[Path, ...]:
-    """Return the user's files that import strings refer to; arguments as of `list_files_of_imports`."""
+    """Return the user's files that import strings refer to; arguments as in `list_files_of_imports`."""
     roots = list_import_roots(workdir, sys.path if path is None else path)
     return follow_imports(
         (file for name in names for file in resolve_module(name.partition(":")[0], roots)), workdir, roots

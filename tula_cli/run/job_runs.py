@@ -37,7 +37,7 @@ def list_variants(spec: JobSpec) -> list[tuple[Variant, JobSpec]]:
 
 
 def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
-    """Return the runs of a job under `root`, of which some or all may not exist yet; nothing is written.
+    """Return the runs of a job under `root`, including those that do not exist yet; nothing is written.
 
     Args:
         code: digest of the user's code that the spec names; empty for none.
@@ -77,15 +77,15 @@ def open_runs_of_job(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, .
 
 
 def open_run(run: RunDir, overrides: Sequence[str] = ()) -> Run:
-    """Return an existing run with its job. Args and errors are as of `open_runs_of_job`."""
+    """Return an existing run with its job. Arguments and errors as in `open_runs_of_job`."""
     return next(sibling for sibling in open_runs_of_job(run, overrides) if sibling.path == run.path)
 
 
 def open_runs(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> tuple[Run, ...]:
-    """Return existing runs of one job that are named one by one. Args are as of `open_runs_of_job`.
+    """Return existing runs of one job that are named one by one. Arguments as in `open_runs_of_job`.
 
     Raises:
-        SpecError: as of `open_runs_of_job` and `combine_runs`.
+        SpecError: as in `open_runs_of_job` and `combine_runs`.
     """
     return combine_runs(_open_each(runs, overrides))
 
@@ -93,7 +93,7 @@ def open_runs(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> tuple[Ru
 def open_runs_by_job(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> list[tuple[Run, ...]]:
     """Group existing runs, named one by one, by their jobs; the jobs are in the order of their first runs.
 
-    Args and errors are as of `open_runs_of_job`.
+    Arguments and errors as in `open_runs_of_job`.
     """
     jobs: list[list[Run]] = []
     for run in _open_each(runs, overrides):
@@ -201,7 +201,7 @@ def get_only_run(runs: Sequence[Run], node_type: str | None, *, purpose: str) ->
 
 
 def find_chosen_run(runs: Sequence[Run]) -> Run | None:
-    """Return the only run, or that of the job's stored recommendation; None if neither is known."""
+    """Return the only run, or the one that the job's stored recommendation has chosen; None if neither is known."""
     if len(runs) == 1:
         return runs[0]
     names = {variant.chosen for run in runs if (variant := run.read_variant()) is not None}
@@ -277,7 +277,7 @@ class ConfigDrift:
 
 
 def find_settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
-    """Return the job file that settings come from: `job`, else that of the run's settings; with `overrides` added."""
+    """Return the job file of the settings with `overrides` added: `job`, else the file recorded in the run, else None."""
     if job is not None:
         return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
     stored_file = run.read_job_file()

@@ -38,9 +38,10 @@ def is_moved(job: Job, run_path: Path) -> bool:
 
 
 def is_of_another_run(job: Job, run_path: Path) -> bool:
-    """Return whether a job belongs to the run of which this one is a copy: it writes there and is cancelled there.
+    """Return whether a job belongs to the run that this one was copied from: it writes there and is cancelled there.
 
-    Args: as of `is_moved`.
+    Args:
+        run_path: resolved path of the run.
     """
     job_folder = Path(job.folder)
     is_there = os.path.exists(job_folder / f"jobs/{job.id}.json")  # noqa: PTH110 - raises no PermissionError in another user's folder

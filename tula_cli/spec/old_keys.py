@@ -27,7 +27,7 @@ RENAMED_KEYS: Mapping[str, str] = {
 """New paths of keys; the section of a new path contains the old one."""
 
 NODE_TYPE_SECTIONS = ("cluster", "pricing", "search")
-"""Sections of which a node type, or a site file, may give a part. Kept here because the command line imports it without pydantic."""
+"""Sections that a node type or a site file may give in part. Kept here because the command line imports it without pydantic."""
 
 REMOVED_STRATEGIES: Mapping[str, str] = {
     "five": "set adaptive, which chooses better at the same cost, or partial, which measures the four corners of the search",

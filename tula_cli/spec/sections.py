@@ -67,7 +67,7 @@ def _read_measurements(value: object) -> object:
 
 
 FALLING_METRICS = ("loss", "perplexity")
-"""Metrics of which lower values are better."""
+"""Metrics for which lower values are better."""
 
 
 class BestCheckpoint(Section):

@@ -59,7 +59,7 @@ class Workload:
 
 
 class UserScript(Workload):
-    """A training script, of which only its command and what the job says about it are known."""
+    """A training script: only its command and the settings of section `script` are known."""
 
     epochs_key = "script.length.epochs"
     reference_key = "script.reference.batch"

@@ -304,7 +304,7 @@ class TrainTask(BaseTask):
         return resized.model_copy(update={"splits": splits})
 
     def with_usable_sizes(self) -> "TrainTask":
-        """Return this task without the sizes among whose ranks its batch, or that of a stage, cannot be divided."""
+        """Return this task with only the sizes among whose ranks its batch and those of its stages can be divided."""
         parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
         batches = [self.batch, *(stage.batch for stage in self.stages)]
         usable = [size for size in self.sizes if all(batch % (size.nodes * parts) == 0 for batch in batches)]

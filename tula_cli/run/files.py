@@ -58,11 +58,8 @@ def pin_run(run: Path) -> None:
 
     Nobody would look for files there.
 
-    Args:
-        run: the run directory, which must exist.
-
     Raises:
-        RunGone: it does not exist.
+        RunGone: the run directory does not exist.
     """
     try:
         folder = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -593,12 +590,7 @@ def is_listed(path: Path) -> bool:
 
 
 def wait_until_listed(path: Path, *, timeout: float = MAX_ATTRIBUTE_LAG) -> bool:
-    """Wait until a folder lists a name that another machine has written; return False if it does not appear in time.
-
-    Args:
-        path: of the file or folder.
-        timeout: seconds.
-    """
+    """Wait until the folder of a path that another machine has written lists it; return False after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not is_listed(path):
         if time.monotonic() >= deadline:
@@ -637,10 +629,7 @@ def touch_change_marker(run: Path) -> None:
 
 
 def write_and_announce(run: Path, name: str, record: "BaseModel") -> None:
-    """Replace one of a run's records and announce the change.
-
-    Args:
-        name: the record's path in the run directory.
+    """Replace a record at the path `name` in a run directory, and announce the change.
 
     Raises:
         TulaError: the disk is full or the folder cannot be written; the old record is unchanged.
@@ -655,10 +644,7 @@ def read_change_marker(run: Path) -> tuple[int, int] | None:
 
 
 def prepare_folders(run: Path, *others: str) -> None:
-    """Create the folders that supervisors and ranks poll: file systems that cache missing names would hide them.
-
-    Args:
-        others: further folders in it.
+    """Create the folders that supervisors and ranks poll, and `others`: caches of missing names would hide them later.
 
     Raises:
         OSError: the run directory cannot be written.

@@ -63,7 +63,6 @@ def open_runs_of_job(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, .
     """Return all existing runs of a run's job, including the run itself.
 
     Args:
-        run: an existing run.
         overrides: `a.b=c`, which override the settings of each run.
 
     Raises:
@@ -320,8 +319,7 @@ def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | 
     ignored.
 
     Args:
-        run: the run, with `overrides` in its settings.
-        overrides: `a.b=c`, of this command.
+        overrides: `a.b=c`, of this command; they already apply to the settings of `run`.
     """
     file = find_settings_origin(run, None, overrides)
     if file is None or not os.path.isfile(file.path):  # noqa: PTH113 - raises no PermissionError in another user's folder

@@ -34,11 +34,7 @@ class ParsedSpec:
 
 
 def write_parsed_spec(run: Path, yaml: str, spec: Mapping[str, Any]) -> None:
-    """Replace the job of a run in both forms, and record the format of a new run.
-
-    Args:
-        yaml: the job as text.
-        spec: the same as plain values.
+    """Replace the job of a run, as text and as plain values, and record the format of a new run.
 
     Raises:
         OtherFormat: the run exists in a format of another version of tula.

@@ -31,11 +31,7 @@ def read_heartbeats(folder: Path) -> list[Heartbeat]:
 
 
 class ScriptAttempt:
-    """One attempt of a task. Reading a file that does not exist yet never fails; the result is None or an empty list.
-
-    Args:
-        number: of the attempt, from 1.
-    """
+    """One attempt of a task. Reading a file that does not exist yet never fails; the result is None or an empty list."""
 
     def __init__(self, run: Path, task_id: str, number: int) -> None:
         self.run = run

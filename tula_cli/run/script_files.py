@@ -253,7 +253,6 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     not track and the command does not name, because most of those are written by the script itself.
 
     Args:
-        script: the section of the spec.
         workdir: where the command runs.
         path: module search path in addition to `workdir`; sys.path by default.
 

@@ -383,11 +383,7 @@ def get_warmup_epochs(spec: JobSpec) -> float:
 
 
 def compute_reference_rate(spec: JobSpec, epoch: float) -> float:
-    """Return the learning rate at the reference batch, for a schedule that is not user-defined.
-
-    Args:
-        epoch: finished epochs, with fraction.
-    """
+    """Return the learning rate at the reference batch after `epoch` epochs, for a schedule that is not user-defined."""
     warmup = get_warmup_epochs(spec)
     base = spec.optimizer.lr * (compute_warmup_factor(epoch, warmup) if epoch < warmup else 1.0)
     return compute_scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
@@ -519,7 +515,6 @@ def compute_beta2(spec: JobSpec, beta2: float, batch: int) -> float:
 
     Args:
         beta2: value of the optimizer, by default or by its arguments.
-        batch: samples per step.
     """
     half_life = get_beta2_half_life(spec)
     if half_life is None:

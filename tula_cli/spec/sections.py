@@ -546,20 +546,12 @@ class Search(Section):
         return self.min_steps
 
     def estimate_timed_steps(self, step_time: float) -> int:
-        """Return the number of steps that a probe is expected to time if steps are steady.
-
-        Args:
-            step_time: seconds per step.
-        """
+        """Return the number of steps that a probe is expected to time if each takes `step_time` seconds."""
         requested_steps = max(self.min_steps, math.ceil(self.min_seconds / step_time))
         return max(MIN_TIMED_STEPS, min(requested_steps, math.ceil(self.max_seconds / step_time)))
 
     def estimate_probe_seconds(self, step_time: float) -> float:
-        """Return the expected duration of a probe's steps in seconds: warm-up, timed steps and additional timings.
-
-        Args:
-            step_time: seconds per step.
-        """
+        """Return the expected seconds of a probe's warm-up, timed steps and additional timings, at `step_time` per step."""
         # With steady steps, the additional timings take the minimum number of steps.
         extra_timings = EXTRA_TIMINGS * MIN_TIMED_STEPS + self.split_steps
         return (self.min_steps + self.estimate_timed_steps(step_time) + extra_timings) * step_time

@@ -117,12 +117,7 @@ def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str,
 
 
 def compute_resume_test_signature(spec: JobSpec, code: str) -> str:
-    """Return 8 hex digits of the settings that determine how a script resumes.
-
-    Args:
-        spec: the job, with a script.
-        code: digest of the script's code.
-    """
+    """Return 8 hex digits of the settings, and of the code (its digest), that determine how a job's script resumes."""
     assert spec.script is not None
     parts = spec.script.model_dump(include={"command", "launch", "save", "dataset_size"})
     parts["resume"] = spec.script.resume.model_dump(include={"args", "checkpoint"}) if spec.script.resume else None

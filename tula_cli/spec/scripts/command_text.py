@@ -50,10 +50,9 @@ class TrainingCommand:
 def find_training_command(
     text: str, *, keeps_setup: bool, variables: Mapping[str, str] | None = None
 ) -> TrainingCommand:
-    """Return the command that starts the training.
+    """Return the command that starts the training in a command line or a shell script.
 
     Args:
-        text: a command line or a script.
         keeps_setup: whether the job can keep lines that set up the shell; otherwise they are rejected.
         variables: values of variables that the text may use.
 

@@ -421,10 +421,9 @@ _VALUELESS_FLAGS = frozenset({
 
 
 def _split_launcher_options(words: Sequence[ShellWord], *, attached: str = "") -> tuple[list[Option], list[ShellWord]]:
-    """Return a launcher's options in order, and the words from the script onwards.
+    """Return the options in the words after a launcher, and the words from the script onwards.
 
     Args:
-        words: words after the launcher.
         attached: one-letter options whose value may follow without a space, in addition to numbers after any letter.
     """
     options: list[Option] = []

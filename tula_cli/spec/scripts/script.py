@@ -284,11 +284,7 @@ def remove_script_defaults(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_script_samples(script: Script, dataset_size: int) -> int:
-    """Return the samples of the whole training.
-
-    Args:
-        dataset_size: samples per epoch.
-    """
+    """Return the samples of the whole training, with `dataset_size` samples per epoch."""
     requested = count_requested_samples(script)
     return (script.length.epochs or 0) * dataset_size if requested is None else requested
 

@@ -94,10 +94,9 @@ class Command:
 
 
 def split_commands(text: str, variables: Mapping[str, str] | None = None) -> list[Command]:
-    """Return the commands of a shell text; a loop, a branch or a function is one command.
+    """Return the commands of a command line or a shell script; a loop, a branch or a function is one command.
 
     Args:
-        text: a command line or a script.
         variables: values of variables known beforehand; those set in the text are added.
 
     Raises:

@@ -114,8 +114,7 @@ def list_distinct_runs(runs: Sequence[RunDir]) -> list[RunDir]:
 
 def _open_each(runs: Sequence[RunDir], overrides: Sequence[str]) -> list[Run]:
     opened: dict[Path, Run] = {}
-    existing = [run for run in runs if run.exists] or runs[:1]
-    runs = list_distinct_runs(existing)
+    runs = list_distinct_runs([run for run in runs if run.exists] or runs[:1])
     for run in runs:
         if run.path not in opened:
             opened |= {sibling.path: sibling for sibling in open_runs_of_job(run, overrides)}
@@ -327,8 +326,7 @@ def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | 
     try:
         job = load_spec(Path(file.path), overrides=file.overrides)
     except SpecError as error:
-        problems = [str(problem) for problem in error.problems]
-        return ConfigDrift(file, {}, problem="; ".join([error.message, *problems]))
+        return ConfigDrift(file, {}, problem="; ".join([error.message, *map(str, error.problems)]))
     spec, variant = run.spec, (run.variant.node_type, run.variant.gpus)
     jobs = {(variant.node_type, variant.gpus): job for variant, job in list_variants(job)}
     current = jobs.get(variant)

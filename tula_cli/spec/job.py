@@ -344,8 +344,7 @@ class JobSpec(Section):
 
     def without_bill(self) -> "JobSpec":
         """Return the job without the billing that SLURM reported, so that it is requested again."""
-        pricing = self.pricing.model_copy(update={"slurm_billing": None})
-        return self.model_copy(update={"pricing": pricing})
+        return self.model_copy(update={"pricing": self.pricing.model_copy(update={"slurm_billing": None})})
 
     def with_fewer_gpus(self, fewer: bool) -> "JobSpec":
         """Return the job with `measured_with_fewer_gpus` set, which is no key of the job file."""

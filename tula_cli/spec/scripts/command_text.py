@@ -99,14 +99,14 @@ class _TrainingCommandFinder:
             else:
                 reject_unexpanded_word(word)
                 self.environment[name] = word.text
-        for word in training[0].program:
+        words = training[0].program
+        for word in words:
             reject_typographic_characters(word)
         warnings = tuple(
             f"{self._describe_line(other)}{self._get_raw_text(other)!r} is not part of the job; run it first if the training needs it"
             for other in programs
             if other is not training
         )
-        words = training[0].program
         return TrainingCommand(words, self.environment, tuple(self.setup), tuple(self.left_out), warnings)
 
     def _is_program(self, pipeline: _Pipeline) -> bool:

@@ -132,15 +132,15 @@ def _read_link_target(link: Path) -> str:
     return target.name if target.parent == Path("checkpoints") else ""
 
 
-def remove_file(holding: RemovableEntry) -> None:
+def remove_file(entry: RemovableEntry) -> None:
     """Remove a file or folder, and the links to it first. An interrupted removal is completed by the next call.
 
     Raises:
         NotYours, CannotWrite: the file system refuses the removal.
     """
-    path = holding.path
+    path = entry.path
     try:
-        if holding.kind in ("checkpoints", "compared"):
+        if entry.kind in ("checkpoints", "compared"):
             for link in (path.parent.parent / "best", path.parent.parent / "last"):
                 if _read_link_target(link) == path.name:
                     link.unlink(missing_ok=True)
@@ -148,10 +148,10 @@ def remove_file(holding: RemovableEntry) -> None:
             path.unlink(missing_ok=True)
             return
         if CHECKPOINT_PATTERN.fullmatch(path.name):  # renamed first: a partly removed checkpoint must not look complete
-            doomed = path.with_name(f".{path.name}.old")
-            if _is_folder(doomed):
-                _remove_folder(doomed)
-            path = path.rename(doomed)
+            renamed = path.with_name(f".{path.name}.old")
+            if _is_folder(renamed):
+                _remove_folder(renamed)
+            path = path.rename(renamed)
         _remove_folder(path)
     except FileNotFoundError:  # already removed
         return

@@ -52,22 +52,21 @@ _LOST_WEIGHTS = {
 def warn_damaged_record(run: Path, path: Path, error: BadMeasurements) -> Diagnostic:
     """Return a warning about a damaged record, with its consequence and what to do."""
     name = path.relative_to(run).as_posix()
-    lost = next(
-        (consequence for pattern, consequence in _CONSEQUENCE_BY_RECORD.items() if fnmatchcase(name, pattern)),
-        "it is skipped",
+    consequence = next(
+        (text for pattern, text in _CONSEQUENCE_BY_RECORD.items() if fnmatchcase(name, pattern)), "it is skipped"
     )
-    return messages.damaged_record(problem=error.message, consequence=lost, advice=error.hint)
+    return messages.damaged_record(problem=error.message, consequence=consequence, advice=error.hint)
 
 
 def list_curve_warnings(training: TrainingRun) -> Iterator[Diagnostic]:
     """Yield warnings about damaged rows and damaged weights of a training."""
-    for path, lines, lost in (
+    for path, lines, consequence in (
         (training.metrics_path, training.find_damaged_rows(), "predictions, charts and exports do not include"),
         (training.steps_path, training.find_damaged_steps(), "charts and exports of every step do not include"),
     ):  # fmt: skip
         if lines:
             yield messages.damaged_lines(
-                path=str(path), lines=_describe_line_ranges(lines), count=len(lines), consequence=lost
+                path=str(path), lines=_describe_line_ranges(lines), count=len(lines), consequence=consequence
             )
     yield from _warn_lost_weights(training)
 

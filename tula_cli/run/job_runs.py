@@ -350,9 +350,9 @@ def _select_training_settings(spec: JobSpec) -> dict[str, Any]:
 
 def compare_jobs(earlier: JobSpec, current: JobSpec) -> dict[str, tuple[Any, Any]]:
     """Return the values of two jobs for each key in which they differ; an absent or empty section counts as None."""
-    leaves_before, after = (
+    earlier_values, current_values = (
         {key: None if value == {} else value for key, value in flatten_mapping(spec.model_dump(mode="json"))}
         for spec in (earlier, current)
     )
-    keys = [key for key in {**leaves_before, **after} if leaves_before.get(key) != after.get(key)]
-    return {key: (leaves_before.get(key), after.get(key)) for key in keys}
+    keys = [key for key in {**earlier_values, **current_values} if earlier_values.get(key) != current_values.get(key)]
+    return {key: (earlier_values.get(key), current_values.get(key)) for key in keys}

@@ -195,15 +195,15 @@ def find_newest_run(root: Path, latest: str) -> Path:
     """
     if get_change_time(root / latest) is not None and not owner.find_other_owner(root / latest):
         return root / latest
-    runs_found = list_run_folders(root)
-    if not runs_found:
+    runs = list_run_folders(root)
+    if not runs:
         others_text = owner.describe_left_out_runs(root / name for name in files.list_names(root))
         message = f"no run under {root}{others_text and f' ({others_text})'}"
         from tula_cli.run.observed import hint_at_observed_jobs
 
         hint = f"start one with tula profile job.yaml, or name one with --run DIR{hint_at_observed_jobs()}"
         raise SpecError(message, hint)
-    return next((run for run in runs_found if not owner.find_other_owner(run)), runs_found[0])
+    return next((run for run in runs if not owner.find_other_owner(run)), runs[0])
 
 
 def get_change_time(run: Path) -> int | None:

@@ -265,10 +265,10 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     if program is None:
         return Selection(home, (), (), (), (), exact=True)
     base, listed, beyond = _list_files(program, home, path)
-    own_files = _select_own_files(program, base, listed)
-    keys = [file for file in own_files if is_key_file(file) and file != program.file]
+    user_files = _select_user_files(program, base, listed)
+    keys = [file for file in user_files if is_key_file(file) and file != program.file]
     copied, left_out = _select_bounded_files(
-        program, base, {file: listed[file] for file in own_files if file not in keys}
+        program, base, {file: listed[file] for file in user_files if file not in keys}
     )
     named, start = _list_named_files(words, home), program.file.relative_to(base).as_posix()
     modules = [
@@ -303,9 +303,9 @@ def list_script_warnings(script: Script, workdir: Path) -> tuple[Diagnostic, ...
 def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
     """Return the folder that a snapshot mirrors, its files (whether git tracks each), and folders not searched."""
     left_out: list[Path] = []
-    known = code_selection.list_tracked_files(program.file.parent)
-    if known is not None and program.file in known[1] and program.root.is_relative_to(known[0]):
-        base, listed = known
+    repository = code_selection.list_tracked_files(program.file.parent)
+    if repository is not None and program.file in repository[1] and program.root.is_relative_to(repository[0]):
+        base, listed = repository
     else:
         base = home if program.file.is_relative_to(home) else program.root
         files, left_out = _walk_folder(program.root)
@@ -318,15 +318,15 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
     """Return the code and settings files under a folder, by suffix, and the folders that were too large to search."""
     files: list[Path] = []
     left_out: list[Path] = []
-    waiting, looked = deque([start]), 0
-    while waiting and looked < MAX_FILES_WALKED:
+    waiting, examined = deque([start]), 0
+    while waiting and examined < MAX_FILES_WALKED:
         folder = waiting.popleft()
         try:
             with os.scandir(folder) as scan:
                 entries = sorted(scan, key=lambda entry: entry.name)
         except OSError:
             continue
-        looked += len(entries)
+        examined += len(entries)
         below = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
         inside = [Path(entry.path) for entry in entries if Path(entry.name).suffix in SUFFIXES_WITHOUT_GIT]
         if len(entries) <= code_selection.MAX_ENTRIES or folder == start:
@@ -337,7 +337,7 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
     return files, [*left_out, *waiting]
 
 
-def _select_own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
+def _select_user_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
     """Return the existing files that are neither hidden nor in installed packages or run folders."""
     is_foreign = cache(is_foreign_folder)
     return [

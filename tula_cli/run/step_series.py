@@ -72,10 +72,10 @@ class StepRow(NamedTuple):
 
     def join(self, later: "StepRow") -> "StepRow":
         """Return one row for the steps of this row and of the one that follows it."""
-        own_scaled, other_scaled = self.scaled or 0.0, later.scaled or 0.0
-        scaled = (self.steps * own_scaled + later.steps * other_scaled) / (self.steps + later.steps)
+        earlier_share, later_share = self.scaled or 0.0, later.scaled or 0.0
+        weights = (self.steps * earlier_share, later.steps * later_share)
+        scaled = sum(weights) / (self.steps + later.steps)
         has_scaled = self.scaled is not None or later.scaled is not None
-        weights = (self.steps * own_scaled, later.steps * other_scaled)
         norm, norm_low, norm_high = _join_spreads("norm", self, later)
         delta, delta_low, delta_high = _join_spreads("delta", self, later)
         return later._replace(

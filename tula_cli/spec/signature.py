@@ -79,8 +79,8 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
     if (beta1 := get_default_beta1(spec, batch)) is not None:
         parts["optimizer"]["beta1"] = beta1
     parts["schedule"]["warmup_epochs"] = get_warmup_epochs(spec)
-    acts = spec.ags if spec.train.training_method.uses_section("ags") else Ags()  # no effect with other methods
-    parts["ags"] = {"exclude": (), "norm_ewma": 0.0, **acts.resolved().model_dump(exclude={"preset"})}
+    ags = spec.ags if spec.train.training_method.uses_section("ags") else Ags()  # no effect with other methods
+    parts["ags"] = {"exclude": (), "norm_ewma": 0.0, **ags.resolved().model_dump(exclude={"preset"})}
     parts["schedule"]["args"] = {}
     parts["train"] = _REMOVED_KEY_VALUES["trained"] | spec.train.model_dump(
         exclude={

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         estimate,
         evaluate,
         export,
+        find_largest_batch,
+        find_learning_rate,
         observed_jobs,
         plan_trainings,
         profile,

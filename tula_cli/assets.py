@@ -1,7 +1,7 @@
 """Files that are shipped with tula, and those with which a site or a user replaces them."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tula_cli.errors import TulaError
@@ -11,49 +11,32 @@ _PACKAGE = Path(__file__).parent
 
 
 def find_asset(name: str) -> Path:
-    """Return the path of a file that is shipped with tula: inside the package (wheel) or next to it (checkout).
+    """Return the path of a file or folder that is shipped with tula: inside the package (wheel) or next to it (checkout).
 
     Args:
-        name: for example "templates/job.yaml".
+        name: for example "templates/job.yaml", or "demo".
 
     Raises:
-        TulaError: the file is missing from both folders.
+        TulaError: there is no such file or folder.
     """
-    return _find_shipped_path(name, Path.is_file)
-
-
-def find_asset_folder(name: str) -> Path:
-    """Return the path of a folder that is shipped with tula, such as "demo".
-
-    Raises:
-        TulaError: the folder is missing.
-    """
-    return _find_shipped_path(name, Path.is_dir)
-
-
-def _find_shipped_path(name: str, exists: Callable[[Path], bool]) -> Path:
     for path in (_PACKAGE / name, _PACKAGE.parent / name):
-        if exists(path):
+        if path.exists():
             return path
     raise TulaError(f"this installation of tula has no {name}", "reinstall it from a wheel or a complete checkout")
 
 
-def _list_config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the folders that may hold configuration files of the user and the site, existing or not, by precedence.
+def list_config_files(name: str, *, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the existing configuration files called `name`, by precedence: the user's before the site's.
 
-    They are `tula/` in $XDG_CONFIG_HOME (~/.config if it is unset) and in each of $XDG_CONFIG_DIRS, then /etc/tula,
-    which is always included so that a variable set by an environment module cannot hide it. Paths that are not absolute
-    are ignored (XDG Base Directory Specification 0.8).
+    Their folders are `tula/` in $XDG_CONFIG_HOME (~/.config if it is unset) and in each of $XDG_CONFIG_DIRS, then
+    /etc/tula, which is always included so that a variable set by an environment module cannot hide it. Paths that are
+    not absolute are ignored (XDG Base Directory Specification 0.8).
     """
     home = Path(environ.get("XDG_CONFIG_HOME", ""))
     user = home if home.is_absolute() else Path("~/.config").expanduser()
     sites = [folder for text in environ.get("XDG_CONFIG_DIRS", "").split(":") if (folder := Path(text)).is_absolute()]
-    return list(dict.fromkeys([*(folder / "tula" for folder in (user, *sites)), SITE_FOLDER]))
-
-
-def list_config_files(name: str, *, environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the existing configuration files called `name`, by precedence: the user's before the site's."""
-    return [path for folder in _list_config_folders(environ=environ) if (path := folder / name).is_file()]
+    folders = dict.fromkeys([*(folder / "tula" for folder in (user, *sites)), SITE_FOLDER])
+    return [path for folder in folders if (path := folder / name).is_file()]
 
 
 def find_site_asset(name: str) -> Path | None:

@@ -123,23 +123,12 @@ def require_positive(**given: object) -> None:
         SpecError: a value is not a whole number, or is below 1.
     """
     for name, value in given.items():
-        require_whole_number(**{name: value})
-        if isinstance(value, Integral) and value < 1:
-            raise SpecError(f"{name} {value}: must be at least 1")
-
-
-def require_whole_number(**given: object) -> None:
-    """Check that arguments are whole numbers.
-
-    Args:
-        given: values by argument name; None if not given.
-
-    Raises:
-        SpecError: a value is not a whole number.
-    """
-    for name, value in given.items():
-        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
+        if value is None:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
             raise SpecError(f"{name} {value!r}: must be an integer")
+        if value < 1:
+            raise SpecError(f"{name} {value}: must be at least 1")
 
 
 def require_callable(**given: object) -> None:

@@ -1,7 +1,4 @@
-"""Constants shared by the job file and the optimizers; standard library only.
-
-`optim` imports no other module of tula.
-"""
+"""Constants of the job file and the optimizers. `optim` imports no other module of tula; standard library only."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +27,7 @@ AGS_PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Settings of adaptive gradient scaling, in the form of section `ags` of a job. "paper" is Algorithm 1; "robust" uses
 one smoothed factor per parameter tensor, updated at every step from the ranks' own gradients, without a gate."""
 
-DIVIDING = frozenset(
+NORMALISING_OPTIMIZERS = frozenset(
     {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "FusedAdam", "Adagrad", "Adadelta", "Adafactor"}
     | {"RMSprop", "Rprop", "Muon", "Lion", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
 )

@@ -4,10 +4,8 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-
-# --- Numbers and words
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
@@ -45,12 +43,18 @@ def is_interval_too_wide(low: float | None, high: float | None) -> bool:
     return low is not None and high is not None and high > MAX_INTERVAL_RATIO * max(low, 0.0)
 
 
-def format_interval_of_hours(low: float | None, high: float | None) -> str:
-    """Return an interval in parentheses, marked if it is too uncertain to decide by; empty if there is no interval."""
+def describe_interval_of_hours(low: float | None, high: float | None) -> str:
+    """Return an interval of hours in words, marked if it is too uncertain to decide by; empty if there is no interval."""
     if low is None or high is None:
         return ""
     width_warning = ", too uncertain for a decision" * is_interval_too_wide(low, high)
-    return f" ({format_duration(3600 * low)} to {format_duration(3600 * high)}{width_warning})"
+    return f"{format_duration(3600 * low)} to {format_duration(3600 * high)}{width_warning}"
+
+
+def format_interval_of_hours(low: float | None, high: float | None) -> str:
+    """Return `describe_interval_of_hours` in parentheses after a space; empty if there is no interval."""
+    interval = describe_interval_of_hours(low, high)
+    return f" ({interval})" * bool(interval)
 
 
 def choose_time_unit(longest: float) -> tuple[float, str]:
@@ -118,9 +122,7 @@ _CONTROL_CHARACTERS = re.compile(
 
 
 def strip_control_characters(text: str) -> str:
-    """Return text without characters that control a terminal or reorder a line.
-
-    These are control characters, escape sequences and bidi marks.
+    """Return text without control characters, escape sequences and bidi marks, which control a terminal or reorder a line.
 
     Newlines and tabs are kept; a carriage return inside a line becomes a space.
     """
@@ -181,8 +183,8 @@ def format_bytes(value: float) -> str:
     return f"{format_number(value / divisor)} {unit}"
 
 
-def format_moment(at: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
-    """Return a Unix time as local time; "-" if it is unknown, or no time of the calendar, as in a damaged record."""
+def format_local_time(at: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
+    """Return a Unix time as local time; "-" if it is None, or outside the range of the calendar (damaged record)."""
     try:
         return "-" if at is None else time.strftime(form, time.localtime(at))
     except (OverflowError, ValueError, OSError):
@@ -190,7 +192,7 @@ def format_moment(at: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
 
 
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-"""Units in which users write times."""
+"""Seconds of the units in which users write times."""
 _RANK_TAG = re.compile(r"\[rank([0-9]+)\]: ?")
 
 
@@ -201,13 +203,13 @@ def add_timestamp(line: str) -> str:
 
 def format_number_ranges(numbers: Iterable[int]) -> str:
     """Format ascending numbers as ranges, "0-3, 7"."""
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for value in numbers:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], value]
+        if ranges and value == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], value]
         else:
-            runs.append([value])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+            ranges.append([value])
+    return join_words("-".join(map(str, ends)) for ends in ranges)
 
 
 def make_rank_tag(rank: int) -> str:
@@ -260,7 +262,7 @@ def shorten_around_difference(before: str, after: str, longest: int) -> tuple[st
     return shortened(before), shortened(after)
 
 
-_EXPECTED_VALUES: Mapping[str, str] = {
+_EXPECTED_VALUES = {
     "Value error, ": "",
     "Input should be": "must be",
     "a valid integer, unable to parse string as an integer": "an integer",
@@ -292,9 +294,6 @@ def describe_probe_configuration(nodes: int, local_batch: int) -> str:
 
 def describe_node_type(name: str) -> str:
     return f"node type {name}"
-
-
-# --- Lists of texts
 
 
 def split_outside_brackets(text: str, mark: str) -> Iterator[str]:

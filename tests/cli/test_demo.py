@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from isolation import isolate_environment
 
-from tula_cli.assets import find_asset_folder
+from tula_cli.assets import find_asset
 from tula_cli.cli import app
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
@@ -93,9 +93,9 @@ def test_the_demo_takes_no_run_and_saves_nothing(options: tuple[str, ...]) -> No
 
 
 def test_the_demo_writes_nothing(empty_folder: Path) -> None:
-    before = list_files(find_asset_folder("demo"))
+    before = list_files(find_asset("demo"))
     assert run_demo()[0] == run_demo("--all")[0] == 0
-    assert list_files(find_asset_folder("demo")) == before
+    assert list_files(find_asset("demo")) == before
     assert list(empty_folder.iterdir()) == []
 
 
@@ -106,9 +106,9 @@ def test_the_demo_needs_no_torch(empty_folder: Path) -> None:
 
 
 def test_the_demo_is_small_and_its_probes_are_published_measurements() -> None:
-    files = list_files(find_asset_folder("demo"))
+    files = list_files(find_asset("demo"))
     assert sum(map(len, files.values())) < MAX_BYTES
-    results = RunDir.find_newest(find_asset_folder("demo")).read_results()
+    results = RunDir.find_newest(find_asset("demo")).read_results()
     assert len(results) >= 8
     for probe in results:
         assert isinstance(probe, Measured)

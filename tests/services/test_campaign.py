@@ -8,7 +8,7 @@ import pytest
 from isolation import isolate_environment
 from make_results import Truth, make_out_of_memory, make_probes, make_spec
 
-from tula_cli.assets import find_asset_folder
+from tula_cli.assets import find_asset
 from tula_cli.cli import app
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.campaign import Campaign
@@ -94,7 +94,7 @@ def test_a_budget_below_the_cheapest_plan_is_refused(run: RunDir) -> None:
 def test_limits_of_all_trainings_change_neither_the_knee_nor_the_options_of_one(
     trainings: int, budget: float, hours: float, cost: float
 ) -> None:
-    demo = RunDir.find_newest(find_asset_folder("demo"))
+    demo = RunDir.find_newest(find_asset("demo"))
     within, free = plan(demo, trainings, budget=budget), plan(demo, trainings)
     assert (within.hours, within.cost) == pytest.approx((hours, cost), rel=1e-3)
     assert within.max_batch == free.max_batch == within.batch and within.at_fastest == free.at_fastest

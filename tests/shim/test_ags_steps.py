@@ -13,7 +13,7 @@ from torch import nn
 
 from tula_cli.cluster.scripts.methods import copy_optim
 from tula_cli.optim import TulaOptimizer, configure_ags
-from tula_cli.presets import AGS_PRESETS, DIVIDING
+from tula_cli.presets import AGS_PRESETS, NORMALISING_OPTIMIZERS
 from tula_cli.run.records.scripts import AgsPlan, ShimPlan
 from tula_cli.shim.tula_shim import ags as ags_module
 from tula_cli.shim.tula_shim.ags import AgsHooks, CannotScaleError
@@ -221,7 +221,7 @@ class SGDW(torch.optim.SGD):
     ("kind", "gradients"), [(torch.optim.SGD, True), (SGDW, True), (torch.optim.AdamW, False), (Prodigy, False)]
 )
 def test_gradients_are_scaled_where_that_is_known_to_act_else_updates(kind: Any, gradients: bool) -> None:
-    assert ags_module.scales_gradients(kind.__new__(kind), DIVIDING) is gradients
+    assert ags_module.scales_gradients(kind.__new__(kind), NORMALISING_OPTIMIZERS) is gradients
 
 
 def test_gradients_of_adam_are_refused(around: Callable[..., AgsHooks]) -> None:

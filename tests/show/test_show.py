@@ -623,18 +623,18 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
     name = make.add_probes(run, 2, (16,))
     launcher = make.FakeLauncher({name: "pending"}, reason="Resources", starts_at=START + 600)
     now = services_status.get_run_status(run, launcher, now=START)
-    expected = f"{name} queued: Resources, expected to start {words.format_moment(START + 600)}"
+    expected = f"{name} queued: Resources, expected to start {words.format_local_time(START + 600)}"
     assert expected in printed(show_status.render_status(now))
     shown = screen()
     with show_live.open_live_display(shown) as live:
         live.update(now)
-    assert f"expected to start {words.format_moment(START + 600)}" in shown.err.getvalue()
+    assert f"expected to start {words.format_local_time(START + 600)}" in shown.err.getvalue()
 
 
 @pytest.mark.parametrize(
     ("wait", "reason", "shown"),
     [
-        (1800.0, "", f"start: in {words.format_duration(1800)} by the scheduler's estimate at {words.format_moment(START)} (sbatch --test-only, 2 nodes"),
+        (1800.0, "", f"start: in {words.format_duration(1800)} by the scheduler's estimate at {words.format_local_time(START)} (sbatch --test-only, 2 nodes"),
         (None, "no such partition", "start: the scheduler gives no estimate (sbatch --test-only, 2 nodes, 60 min: no such partition)"),
     ],
 )  # fmt: skip

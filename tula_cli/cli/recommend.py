@@ -144,7 +144,7 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> "Run":
     Raises:
         SpecError: another run is named, or the answer is to be saved.
     """
-    from tula_cli.assets import find_asset_folder
+    from tula_cli.assets import find_asset
     from tula_cli.run.directory import RunDir
     from tula_cli.run.job_runs import open_run
 
@@ -153,7 +153,7 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> "Run":
             "--demo uses a run that is part of tula, and saves nothing",
             "remove the job, --run, --observed and --save, or remove --demo",
         )
-    run = RunDir.find_newest(find_asset_folder("demo"))
+    run = RunDir.find_newest(find_asset("demo"))
     screen.run_id = run.id
     screen.overrides = tuple(chosen.overrides)
     return open_run(run, chosen.overrides)

@@ -21,7 +21,7 @@ from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.version import __version__
-from tula_cli.words import format_count, format_moment
+from tula_cli.words import format_count, format_local_time
 
 JOB_MODULE, SUPERVISOR = "tula_cli.cluster.job_main", "tula_cli.cluster.supervise"
 """Modules started by name: the command line never runs them in its process."""
@@ -141,7 +141,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
         return SchedulerState("ended", f"on {job.host}, according to its files")
     heard = snapshot.get_last_log_time(attempts[-1])
     if heard is not None and time.time() - heard > MAX_HEARTBEAT_AGE_SECONDS:
-        return SchedulerState("ended", f"on {job.host}, without a heartbeat since {format_moment(heard)}")
+        return SchedulerState("ended", f"on {job.host}, without a heartbeat since {format_local_time(heard)}")
     return SchedulerState("running", f"on {job.host}, according to its files")
 
 

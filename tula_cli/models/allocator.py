@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 BLOCK_ALIGNMENT_BYTES = 512
-MAX_SMALL_REQUEST_BYTES = (
-    2**20
-)  # largest request of the small pool, and smallest remainder that is split off in the large pool
+MAX_SMALL_REQUEST_BYTES = 2**20
+"""Largest request of the small pool, and smallest remainder that is split off in the large pool."""
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
 MIN_DEDICATED_SEGMENT = 10 * 2**20  # requests of at least this size get their own segment
@@ -110,13 +109,12 @@ class CachingAllocator:
 
     def _request_segment(self, requested_bytes: int) -> _Block:
         small = requested_bytes <= MAX_SMALL_REQUEST_BYTES
-        size = (
-            SMALL_SEGMENT
-            if small
-            else LARGE_SEGMENT
-            if requested_bytes < MIN_DEDICATED_SEGMENT
-            else -(-requested_bytes // SEGMENT_UNIT) * SEGMENT_UNIT
-        )
+        if small:
+            size = SMALL_SEGMENT
+        elif requested_bytes < MIN_DEDICATED_SEGMENT:
+            size = LARGE_SEGMENT
+        else:
+            size = -(-requested_bytes // SEGMENT_UNIT) * SEGMENT_UNIT
         if self.capacity is not None and self.reserved + size > self.capacity:
             self._release_free_segments()
             if self.reserved + size > self.capacity:

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import linear_regression, median
 
 from tula_cli.diagnostics import Diagnostic
@@ -38,15 +38,10 @@ def join_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     occurs in more than half of the steps (for example a frozen module that is switched to evaluation mode each time) is
     not a disturbance.
     """
-    rows = [_join_step(row) for row in zip(*(rank.timed for rank in ranks), strict=False)]
-    often = Counter(cause for row in rows for cause in row.causes)
-    frequent_causes = {cause for cause, count in often.items() if count > _MAX_SHARE_OF_DISTURBED * len(rows)}
-    return tuple(
-        JointStep(
-            row.seconds, row.wait, row.samples, tuple(cause for cause in row.causes if cause not in frequent_causes)
-        )
-        for row in rows
-    )
+    steps = [_join_step(row) for row in zip(*(rank.timed for rank in ranks), strict=False)]
+    counts = Counter(cause for step in steps for cause in step.causes)
+    frequent = {cause for cause, count in counts.items() if count > _MAX_SHARE_OF_DISTURBED * len(steps)}
+    return tuple(replace(step, causes=tuple(cause for cause in step.causes if cause not in frequent)) for step in steps)
 
 
 def _join_step(row: Sequence[ScriptStep]) -> JointStep:
@@ -70,10 +65,11 @@ def select_undisturbed_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ..
     Raises:
         BadMeasurements: there is no such step.
     """
-    clean = tuple(step for step in join_steps(ranks) if not step.causes)
+    steps = join_steps(ranks)
+    clean = tuple(step for step in steps if not step.causes)
     if not clean:
         raise BadMeasurements(
-            f"all {len(join_steps(ranks))} timed steps contain an evaluation, a checkpoint or the start of an epoch",
+            f"all {len(steps)} timed steps contain an evaluation, a checkpoint or the start of an epoch",
             "raise search.min_steps, or set script.probe_args so that the script evaluates less often in probes",
         )
     return clean
@@ -95,7 +91,7 @@ def describe_unmet_expectations(ranks: Sequence[RankResult], *, resumed: bool) -
     """Describe the expectations that a training does not meet; empty if none, or not all ranks have reported yet.
 
     Args:
-        ranks: results of the ranks' first steps. With fewer than `LEAST_STEPS` steps only the number of ranks is
+        ranks: results of the ranks' first steps. With fewer than `MIN_TIMED_STEPS` steps only the number of ranks is
             checked, because the last batches of an epoch are smaller.
         resumed: whether the training resumed from a checkpoint, so that its loader may hold only the rest of an epoch.
     """
@@ -115,10 +111,9 @@ def _find_world_mismatch(ranks: Sequence[RankResult]) -> Diagnostic | None:
 
 def _find_batch_mismatch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     expected = ranks[0].expected.batch
-    samples = [step.samples for step in join_steps(ranks) if not step.causes]
-    if expected is None or not samples or None in samples:
+    known_samples = _list_known_values(step.samples for step in join_steps(ranks) if not step.causes)
+    if expected is None or not known_samples:
         return None
-    known_samples = [sample for sample in samples if sample is not None]
     seen, newest = median(known_samples), known_samples[-max(_NEWEST_STEPS, len(known_samples) // 3) :]
     grown = seen == expected and expected not in newest  # a smaller last batch is no change
     if grown:
@@ -157,9 +152,8 @@ def _find_epoch_mismatch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     given = ranks[0].expected.dataset
     if given is not None and loader.sampler == STREAM_SAMPLER_NAME:
         return None  # its length is defined by the dataset, and may be that of one rank or of all
-    if (given is not None or _have_separate_shards(ranks)) and abs(
-        seen - size / batch
-    ) <= 1 + _MAX_EPOCH_DIFFERENCE * size / batch:
+    is_close = abs(seen - size / batch) <= 1 + _MAX_EPOCH_DIFFERENCE * size / batch
+    if is_close and (given is not None or _have_separate_shards(ranks)):
         return None  # the given size may be rounded, and shards may differ in length
     return messages.epoch_steps_differ(
         expected=high, observed=math.ceil(seen), dataset_size=size, batch=batch, is_given=given is not None

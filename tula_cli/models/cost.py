@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tula_cli.models import refresh, self_tuning
+from tula_cli.models.choice.grid import Number
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Overheads
@@ -33,6 +34,7 @@ from tula_cli.words import format_count, format_duration
 if TYPE_CHECKING:
     from tula_cli.models.choice.candidates import Floats
     from tula_cli.models.overheads import OverheadColumns
+
 GB = 10**9
 """Bytes of the GB in a price: decimal, as in cloud price lists and GPU data sheets."""
 
@@ -49,10 +51,6 @@ MIN_CHECKPOINT_SECONDS = 30.0
 
 _MAX_EXPONENT = 20.0
 """Expected interruptions in one restart and segment above which the training never ends (e^20 attempts)."""
-
-
-Number = Any
-"""A number, or an array of them."""
 
 Hours = TypeVar("Hours", float, "Floats")
 
@@ -168,14 +166,10 @@ def compute_training_seconds(
     """
     import numpy as np
 
-    save, restart, eval_batch = (
-        _replace_unmeasured(overheads.checkpoint),
-        overheads.startup,
-        _replace_unmeasured(overheads.eval_batch),
-    )
-    interval = (
-        compute_checkpoint_interval(overheads.checkpoint, rate=rate) if checkpoint_every is None else checkpoint_every
-    )
+    save, eval_batch = (_replace_unmeasured(seconds) for seconds in (overheads.checkpoint, overheads.eval_batch))
+    restart, interval = overheads.startup, checkpoint_every
+    if interval is None:
+        interval = compute_checkpoint_interval(overheads.checkpoint, rate=rate)
     stepping = work.steps * step_time + work.refreshes / work.epochs * _replace_unmeasured(overheads.refresh)
     # The checkpoint at the end of an epoch restarts the interval.
     checkpoints = np.floor(stepping / interval)
@@ -336,14 +330,12 @@ def compute_attempt_cost(task: TrainTask, attempt: Attempt, prediction: Predicti
         prediction: the prediction for the training, with its memory and market; None if there is none.
         now: Unix time.
     """
-    cluster = task.spec.cluster
-    reserved = (prediction.peak_memory if prediction else None) or 0
     return compute_cost(
         task.spec.pricing,
         hours=attempt.count_seconds(now) / 3600,
         nodes=task.nodes + attempt.idle_nodes,
-        gpus_per_node=cluster.gpus_per_node,
-        reserved=reserved,
+        gpus_per_node=task.spec.cluster.gpus_per_node,
+        reserved=(prediction.peak_memory if prediction else None) or 0,
         market=prediction.market if prediction else "on_demand",
     )
 
@@ -470,19 +462,12 @@ class CheckpointSchedule:
             return "the script cannot resume (no script.resume), so an interruption loses all progress"
         if not self.is_known:
             return f"the checkpoint interval is unknown until the script trains{self._setting_text}"
-        interval_text = self._interval_text
-        timed = (
-            None
-            if step_time is None or epoch_steps is None
-            else self.compute_interval(step_time, epoch_steps=epoch_steps)
-        )
-        seconds = self.seconds if timed is None else timed
-        if seconds is None:
-            return (
-                f"saves {interval_text}, so an interruption costs half of this interval on average{self._setting_text}"
-            )
-        lasts = f" ({format_duration(seconds)})" if self.seconds is None else ""
-        return f"saves {interval_text}{lasts}, so an interruption costs {format_duration(seconds / 2)} on average{self._setting_text}"
+        seconds = self.seconds
+        if step_time is not None and epoch_steps is not None:
+            seconds = self.compute_interval(step_time, epoch_steps=epoch_steps)
+        loss = "half of this interval" if seconds is None else format_duration(seconds / 2)
+        duration = f" ({format_duration(seconds)})" if seconds is not None and self.seconds is None else ""
+        return f"saves {self._interval_text}{duration}, so an interruption costs {loss} on average{self._setting_text}"
 
     @property
     def _interval_text(self) -> str:

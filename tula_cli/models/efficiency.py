@@ -14,25 +14,21 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from tula_cli.models.choice.candidates import NO_STAGES, Candidates
+from tula_cli.models.choice.grid import Number
 from tula_cli.models.ramp import NOISE_GROWTH_EXPONENT
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.words import format_number
-
-Number = Any
-"""A number, or an array of them."""
 
 Pair = tuple[float, float]
 """Squared gradient norms of one step: the mean over small batches, and that of their average gradient."""
 
 MIN_NOISE_GROWTH = 0.5
 """Exponent assumed for the upper bound of an interval; the application whose noise grew slowest had 0.54."""
-
 
 EARLY_SHARE = 0.1
 """Share of a training's epochs after which a noise measurement is most informative for its cost (same benchmark as for
@@ -105,19 +101,14 @@ def estimate_noise_scale(stats: Iterable[GradientStats]) -> Noise | None:
     ]
     if not usable:
         return None
-    moments, weights = (
-        [_solve_moments(probe_stats) for probe_stats in usable],
-        [float(probe_stats.batch * probe_stats.steps) for probe_stats in usable],
-    )
+    moments = [_solve_moments(probe_stats) for probe_stats in usable]
+    weights = [float(probe_stats.batch * probe_stats.steps) for probe_stats in usable]
     shares = [samples / sum(weights) for samples in weights]
     total = _combine_moments(moments, shares)
-    return (
-        _compute_noise_from_moments(
-            total, scatter=_estimate_relative_scatter(moments, shares, total), probes=len(usable)
-        )
-        if total.trace > 0
-        else None
-    )
+    if not total.trace > 0:
+        return None
+    scatter = _estimate_relative_scatter(moments, shares, total)
+    return _compute_noise_from_moments(total, scatter=scatter, probes=len(usable))
 
 
 def _solve_moments(stats: GradientStats) -> _Moments:
@@ -136,15 +127,17 @@ def _solve_moments(stats: GradientStats) -> _Moments:
 
 
 def _combine_moments(moments: Sequence[_Moments], shares: Sequence[float]) -> _Moments:
-    def compute_mean(values: Iterable[float], power: int) -> float:
-        return sum(share**power * value for share, value in zip(shares, values, strict=True))
+    def add_up(name: str, *, power: int) -> float:
+        return float(
+            sum(share**power * getattr(of_probe, name) for share, of_probe in zip(shares, moments, strict=True))
+        )
 
     return _Moments(
-        sqr=compute_mean((probe_moments.sqr for probe_moments in moments), 1),
-        trace=compute_mean((probe_moments.trace for probe_moments in moments), 1),
-        sqr_variance=compute_mean((probe_moments.sqr_variance for probe_moments in moments), 2),
-        trace_variance=compute_mean((probe_moments.trace_variance for probe_moments in moments), 2),
-        covariance=compute_mean((probe_moments.covariance for probe_moments in moments), 2),
+        sqr=add_up("sqr", power=1),
+        trace=add_up("trace", power=1),
+        sqr_variance=add_up("sqr_variance", power=2),
+        trace_variance=add_up("trace_variance", power=2),
+        covariance=add_up("covariance", power=2),
     )
 
 
@@ -217,23 +210,17 @@ def add_same_progress(rows: Candidates, *, epochs: int, reference: int, noise: N
     The range extends from an infinite noise scale, at which all samples contribute equally, to the lowest noise with
     the slowest growth. All of the time is scaled with the epochs, including start-up.
     """
-    at = noise.epoch
-    noise_of_training = compute_equivalent_constant_noise(
-        noise.scale, reference=reference, epochs=epochs, measured_at=at
-    )
-    least = compute_equivalent_constant_noise(
-        noise.low, reference=reference, epochs=epochs, growth=MIN_NOISE_GROWTH, measured_at=at
+    extend = functools.partial(
+        compute_equivalent_constant_noise, reference=reference, epochs=epochs, measured_at=noise.epoch
     )
     count, epochs_at_infinite_noise, epochs_at_lowest_noise = (
         _count_epochs_over_stages(
             rows, functools.partial(compute_equivalent_epochs, epochs, reference=reference, noise=value)
         )
-        for value in (noise_of_training, math.inf, least)
+        for value in (extend(noise.scale), math.inf, extend(noise.low, growth=MIN_NOISE_GROWTH))
     )
-    fewest, most = (
-        np.minimum(epochs_at_infinite_noise, epochs_at_lowest_noise),
-        np.maximum(epochs_at_infinite_noise, epochs_at_lowest_noise),
-    )
+    fewest = np.minimum(epochs_at_infinite_noise, epochs_at_lowest_noise)
+    most = np.maximum(epochs_at_infinite_noise, epochs_at_lowest_noise)
     hours = rows["hours"]
     low, high = (np.where(np.isnan(end), hours, end) for end in (rows["hours_low"], rows["hours_high"]))
     columns = {

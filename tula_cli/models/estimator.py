@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,6 @@ from tula_cli.models.memory import MemoryModel
 from tula_cli.models.observations import (
     NO_OTHER_SIZES,
     OtherGpuCountMeasurements,
-    Probe,
-    T,
     find_capacity,
     list_measurement_warnings,
     require_measurements,
@@ -41,10 +39,9 @@ from tula_cli.models.observations import (
     warn_forecast_limits,
 )
 from tula_cli.models.out_of_memory import (
-    describe_why_not_splittable,
     find_smallest_ruled_out,
     is_ruled_out_by,
-    list_splits,
+    list_allowed_splits,
 )
 from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
 from tula_cli.models.ramp import NoisePath
@@ -60,12 +57,16 @@ from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.run.records.results import ScriptCheckpointSave
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import Spot
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import format_count
 
 if TYPE_CHECKING:
     from tula_cli.models.power import PowerModel
+
+T = TypeVar("T", Measured, OutOfMemory, Failed)
+
+Probe = tuple[int, int]
+"""Nodes and local batch of a probe."""
 
 _CONFIGURATIONS_PER_CHUNK = 8192
 """Configurations that are predicted at a time, to bound the memory of intermediate arrays."""
@@ -122,11 +123,11 @@ class Estimator:
             other_sizes: results with other numbers of GPUs per node, used for the step time only.
             noise: of the gradients, which determines the stages of `train.ramp: noise`.
             queue: seconds that a job waits for nodes.
-            stages_by: what the nodes of the stages are chosen by.
+            stages_by: quantity by which the nodes of stages are chosen.
 
         Raises:
             Infeasible: every probe was out of memory.
-            TooFew: nothing was measured.
+            TooFewMeasurements: nothing was measured.
             BadMeasurements: the probes ran on different hardware, or cannot be fitted together.
         """
         all_results = list(results)
@@ -209,18 +210,17 @@ class Estimator:
         )
         return convert_to_columns(grid)
 
-    def list_feasible_configurations(self, nodes: Iterable[int] | None = None) -> list[Config]:
-        """Return the configurations that fit."""
+    def list_feasible_configurations(self, nodes: Iterable[int] | None) -> list[Config]:
+        """Return the configurations of the spec (or on other numbers of nodes) that fit."""
         return convert_to_configs(*self._find_feasible_configurations(nodes))
 
     def _find_feasible_configurations(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the configurations that fit, considering memory, OOM probes and ramp stages."""
         counts, batch = self._make_grid(nodes)
         local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
-        fits = local_batch <= (
-            apply_to_distinct_values(self._compute_max_local_batch, counts)
-            if sharded
-            else self._compute_max_local_batch(1)
+        fits = local_batch <= apply_to_distinct_values(
+            lambda count: inf if (largest := self.compute_largest_local_batch(count)) is None else largest,
+            counts if sharded else 1,
         )
         for oom in self.ooms:
             fits &= ~is_ruled_out_by(oom, counts, local_batch, sharded=sharded)
@@ -233,10 +233,6 @@ class Estimator:
         counts, batch = self._find_feasible_configurations(nodes)
         begin = self.stages.compute_startable_mask(counts, batch)
         return counts[begin], batch[begin]
-
-    def _compute_max_local_batch(self, nodes: int) -> float:
-        largest = self.compute_largest_local_batch(nodes)
-        return inf if largest is None else largest
 
     def find_known_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the candidates to start at whose step time can be predicted from the probes."""
@@ -319,7 +315,7 @@ class Estimator:
         on_demand = self.predict_configurations(*self.find_known_configurations(nodes))
         return Candidates.concatenate([on_demand, self.predict_on_spot(on_demand)]).sort_by_time()
 
-    def find_unknown_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
+    def find_unknown_configurations(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the candidates to start at whose step time is unknown, in order."""
         counts, batch = self._find_starting_configurations(nodes)
         refused = self._compute_unknown_mask(counts, batch)
@@ -333,10 +329,8 @@ class Estimator:
         """
         tables = []
         for start in range(0, max(1, len(nodes)), _CONFIGURATIONS_PER_CHUNK):
-            counts, batches = (
-                nodes[start : start + _CONFIGURATIONS_PER_CHUNK],
-                batch[start : start + _CONFIGURATIONS_PER_CHUNK],
-            )
+            chunk = slice(start, start + _CONFIGURATIONS_PER_CHUNK)
+            counts, batches = nodes[chunk], batch[chunk]
             probes = self._find_probes(counts, batches // (counts * self.spec.cluster.gpus_per_node))
             steps = self._estimate_step_times(counts, batches)
             stages = self.stages.make_stage_table(counts, batches, steps)
@@ -369,10 +363,9 @@ class Estimator:
 
     def _predict_by_split(self, config: Config, market: Market) -> dict[int, Prediction]:
         """Return the predictions of a configuration with split micro-batches, by the number of parts."""
-        accumulate, local_batch = self.spec.train.accumulate, config.local_batch(self.spec.cluster.gpus_per_node)
-        splits = list_splits(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
-        into = () if describe_why_not_splittable(self.spec) else splits.into
-        predictions = {split: self.predict_split(config, split, market) for split in into}
+        predictions = {
+            split: self.predict_split(config, split, market) for split in list_allowed_splits(self.spec, config)
+        }
         return {split: row for split, row in predictions.items() if row is not None}
 
     def predict_split(self, config: Config, split: int, market: Market = "on_demand") -> Prediction | None:
@@ -387,13 +380,10 @@ class Estimator:
             smaller
         ):
             return None
-        nodes, batch, size = (
-            convert_to_columns([smaller])[0],
-            convert_to_columns([config])[1],
-            smaller.local_batch(gpus),
-        )
+        (nodes, batch), (_, smaller_batch) = convert_to_columns([config]), convert_to_columns([smaller])
+        size = smaller.local_batch(gpus)
         probes = self._find_probes(nodes, np.array([size]))
-        step = self._estimate_step_times(*convert_to_columns([smaller]))
+        step = self._estimate_step_times(nodes, smaller_batch)
         compute_time = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
         longer = step.scale(1 + (split - 1) * compute_time / float(step.seconds[0]))
         stages = self.stages.make_stage_table(nodes, batch, self._estimate_step_times(nodes, batch))
@@ -433,7 +423,6 @@ class Estimator:
     @cached_property
     def stages(self) -> StageTimes:
         """The stages of a batch that grows, with their step times."""
-
         gpus = self.spec.cluster.gpus_per_node
         return StageTimes(
             self.spec,
@@ -578,8 +567,11 @@ class Estimator:
             return on_demand.select_rows([])
         nodes, batch = on_demand["nodes"], on_demand["batch"]
         stages = on_demand.stages.select_rows(on_demand["stages"])
-        training = self._make_hours_function(nodes, batch, stages, pricing.spot)
-        hours, low, high = (training(on_demand[name]) for name in ("step_time", "step_low", "step_high"))
+        time = self.make_training_time(nodes, batch, stages, on_spot=True)
+        compute_hours = (
+            time.compute_hours if self.saving is None else functools.partial(self.saving.compute_hours_on_spot, time)
+        )
+        hours, low, high = (compute_hours(on_demand[name]) for name in ("step_time", "step_low", "step_high"))
         share = hours / on_demand["hours"]
         spot = on_demand.with_columns(
             {
@@ -601,15 +593,8 @@ class Estimator:
         )
         return spot.select_rows(np.isfinite(hours))
 
-    def _make_hours_function(
-        self, nodes: Ints, batch: Ints, stages: StageTable, spot: Spot
-    ) -> Callable[[Floats], Floats]:
-        """Return a function from step times to the expected hours of the whole training on spot nodes."""
-        time = self.make_training_time(nodes, batch, stages, spot=spot)
-        return time.compute_hours if self.saving is None else functools.partial(self.saving.compute_hours_on_spot, time)
-
     def make_training_time(
-        self, nodes: Ints, batch: Ints, stages: StageTable, *, spot: Spot | None = None
+        self, nodes: Ints, batch: Ints, stages: StageTable, *, on_spot: bool = False
     ) -> cost.TrainingTime:
         """Return the models of training time by step time; on spot nodes of the expected time."""
         gpus, checkpoint_every = self.spec.cluster.gpus_per_node, self.spec.train.checkpoint_every
@@ -630,9 +615,7 @@ class Estimator:
             if checkpoint_every == "auto"
             else checkpoint_every
         )
-        if spot is None:
-            return cost.TrainingTime(work, overheads, interval)
-        return cost.TrainingTime(work, overheads, interval, rate)
+        return cost.TrainingTime(work, overheads, interval, rate if on_spot else 0.0)
 
     def describe_interruption(self, row: Prediction) -> str:
         """Describe the cost of an interruption of a script at a configuration; empty for tula's own loop."""
@@ -642,7 +625,7 @@ class Estimator:
 
 
 def map_indices_to_probes(probes: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
-    """Return those of the given (nodes, local batch) pairs that are among configurations, by their index there."""
+    """Return the probes that have one of the given configurations, by the index of the configuration."""
     return {
         int(index): probe
         for probe in probes

@@ -40,8 +40,8 @@ def compute_max_spike_steps(steps: int) -> int:
 class LossLevel:
     """Recent losses of one training and the state of the blow-up detection."""
 
-    newest: list[float] = field(default_factory=list)  # at most WINDOW
-    first: float | None = None  # level of the first WINDOW steps; None before
+    newest: list[float] = field(default_factory=list)  # at most LEVEL_WINDOW_STEPS
+    first: float | None = None  # level of the first LEVEL_WINDOW_STEPS; None before
     lowest: float = math.inf  # lowest level of the loss so far
     noise: float = 0.0  # standard deviation of single losses at the lowest level
     sound: int = 0  # samples up to which the loss was normal

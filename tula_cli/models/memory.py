@@ -21,19 +21,15 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
+from tula_cli.models.choice.grid import Number
 from tula_cli.run.records.base import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured
-
-Number = Any
-"""A number, or an array of them."""
 
 MIN_PROBE_DISTANCE = 0.05
 """Probes whose estimated activations differ by less than this share of the peak do not show how activations grow."""
 
-
 FAR_RATIO = 2.0
 """A factor between measured and estimated growth beyond which the measurement is used but a warning is given."""
-
 
 HEAP_GROWTH, HEAP_GROWTH_SD = 1.5, 0.2
 """Factor by which the peak of a CPU process grows faster with the batch than its tensors do (heap and workspaces): mean
@@ -129,10 +125,8 @@ class MemoryModel:
     @property
     def fixed(self) -> float:
         """Peak extrapolated from large batches to zero samples."""
-        last_corner = self.activations.xs[-1]
-        return float(
-            max(0.0, self.states.static + self.activations(last_corner) - self.activations.last_slope() * last_corner)
-        )
+        last_corner, last_slope = self.activations.xs[-1], self.activations.last_slope()
+        return float(max(0.0, self.states.static + self.activations(last_corner) - last_slope * last_corner))
 
     def compute_activations(self, micro_batch: Number) -> Number:
         return np.maximum(0.0, self.activations(micro_batch))
@@ -190,19 +184,11 @@ class MemoryModel:
         if not below:
             return 0
         at = max(below)
-        slope = (
-            self._compute_needed_at(at + 1) - self._compute_needed_at(at)
-            if at == corners[-1]
-            else self._compute_slope_from(at, corners)
-        )
+        end = at + 1 if at == corners[-1] else corners[corners.index(at) + 1]
+        slope = float((self._compute_needed_at(end) - self._compute_needed_at(at)) / (end - at))
         if slope <= 0:
             return None if at == corners[-1] else math.floor(at) * self.accumulate
         return math.floor(at + float(limit - self._compute_needed_at(at)) / slope) * self.accumulate
-
-    def _compute_slope_from(self, at: float, corners: Sequence[float]) -> float:
-        """Return the slope of the piece that starts at a corner."""
-        end = corners[corners.index(at) + 1]
-        return float((self._compute_needed_at(end) - self._compute_needed_at(at)) / (end - at))
 
     def _compute_peak_at(self, micro_batch: Number) -> Number:
         return self.states.static + self.batch_slope * micro_batch + self.compute_activations(micro_batch)
@@ -327,13 +313,11 @@ def _fit_activations(
     measured: Sequence[_Point], estimated: Sequence[_Point]
 ) -> tuple[PiecewiseLinear, Diagnostic | None]:
     """Return the curve of the activations, never falling or below a measurement, and a warning about it."""
+    shape = _make_non_decreasing({point.micro_batch: point.activations for point in estimated})
     if not measured:
-        return _make_non_decreasing({point.micro_batch: point.activations for point in estimated}), None
-    shape = (
-        _make_non_decreasing({point.micro_batch: point.activations for point in estimated})
-        if estimated
-        else _IDENTITY_CURVE
-    )
+        return shape, None
+    if not estimated:
+        shape = PiecewiseLinear((0.0, 1.0), (0.0, 1.0))
     level, scale = _fit_correction(measured, shape, proportional=not estimated)
     warning = None
     if estimated and not 1 / FAR_RATIO <= scale <= FAR_RATIO:
@@ -346,9 +330,6 @@ def _fit_activations(
         end = 2 * max(points)  # beyond an outlier, the curve continues like the fit
         points[end] = max(0.0, level + scale * shape(end))
     return _make_non_decreasing(points), warning
-
-
-_IDENTITY_CURVE = PiecewiseLinear((0.0, 1.0), (0.0, 1.0))
 
 
 def _make_non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
@@ -407,17 +388,10 @@ def _fit_weighted_ratio(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> 
 def _fit_reserved_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> PiecewiseLinear:
     """Return the ratio of reserved to used memory: the estimated curve, shifted to the measurements."""
     ratios = sorted((point.micro_batch, point.reserved_ratio) for point in estimated)
-    curve = (
-        PiecewiseLinear(tuple(x for x, _ in ratios), tuple(y for _, y in ratios))
-        if ratios
-        else PiecewiseLinear((0.0,), (1.0,))
-    )
-    # constant beyond the last point
-    inside = PiecewiseLinear((*curve.xs, 2 * curve.xs[-1] + 1), (*curve.ys, curve.ys[-1]))
-    errors = (
-        float(np.median([point.reserved_ratio - inside(point.micro_batch) for point in measured])) if measured else 0.0
-    )
-    return PiecewiseLinear(inside.xs, tuple(max(1.0, y + errors) for y in inside.ys))
+    xs, ys = zip(*ratios, strict=True) if ratios else ((0.0,), (1.0,))
+    curve = PiecewiseLinear((*xs, 2 * xs[-1] + 1), (*ys, ys[-1]))  # constant beyond the last point
+    errors = [point.reserved_ratio - curve(point.micro_batch) for point in measured] or [0.0]
+    return PiecewiseLinear(curve.xs, tuple(max(1.0, y + float(np.median(errors))) for y in curve.ys))
 
 
 def _fit_min_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> float:

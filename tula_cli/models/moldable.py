@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.grid import Config, list_batches
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.out_of_memory import describe_why_not_splittable, list_splits
+from tula_cli.models.out_of_memory import list_allowed_splits
 from tula_cli.models.ramp_costs import compute_batch_divisor, list_nodes_named_by_stages
 from tula_cli.options import NodeRange
 from tula_cli.run.records.base import Market
@@ -21,7 +21,8 @@ from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import join_words
 
 MIN_NODES_SHARE = 1 / 8
-"""Share of the most nodes that is worth a start. In simulations it gave the shortest turnaround: `benchmarks/moldable`."""
+"""Smallest share of the upper bound of nodes on which a job starts if no lower bound is given. In simulations this value
+gave the shortest turnaround: `benchmarks/moldable`."""
 
 
 def require_moldable(spec: JobSpec) -> None:
@@ -149,9 +150,7 @@ def _count_splits(spec: JobSpec, config: Config, estimator: Estimator | None) ->
     """Return the fewest parts of each micro-batch that fit the memory; None if no number of them does."""
     if estimator is None or not estimator.describe_why_too_large(config):
         return 1
-    accumulate, local_batch = spec.train.accumulate, config.local_batch(spec.cluster.gpus_per_node)
-    splits = list_splits(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
-    fits = (
-        part for part in splits.into if not estimator.describe_why_too_large(Config(config.nodes, config.batch // part))
-    )
-    return None if describe_why_not_splittable(spec) else next(fits, None)
+    for parts in list_allowed_splits(spec, config):
+        if not estimator.describe_why_too_large(Config(config.nodes, config.batch // parts)):
+            return parts
+    return None

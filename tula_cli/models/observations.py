@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible
@@ -18,11 +17,6 @@ from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import describe_probe_configuration, format_count
-
-T = TypeVar("T", Measured, OutOfMemory, Failed)
-
-Probe = tuple[int, int]
-"""Nodes and local batch of a probe."""
 
 _PIN_HARDWARE_HINT = "set cluster.slurm.constraint to request one kind of node, delete the results of the other nodes in results/ of the run, and run tula profile again"
 
@@ -59,11 +53,9 @@ def warn_forecast_limits(spec: JobSpec, measured: Sequence[Measured], noise: Noi
     """Yield warnings about upper bounds and omissions of the forecast, and about probes that contradict the job."""
     if spec.train.training_method.probes_overestimate and any(p.nodes * p.gpus_per_node > 1 for p in measured):
         yield messages.times_are_upper_bounds(method=spec.train.method)
-    if timed := [
-        probe for probe in measured if probe.environment.allreduce
-    ]:  # probes that recorded NCCL's algorithm for the largest all-reduce
-        widest = max(timed, key=lambda probe: probe.nodes)
-        algorithms = widest.environment.allreduce
+    # of the probes that recorded the algorithm that NCCL chose by the size of an all-reduce
+    widest = max(measured, key=lambda probe: probe.nodes if probe.environment.allreduce else 0, default=None)
+    if widest is not None and (algorithms := widest.environment.allreduce):
         chosen, modelled = algorithms[max(algorithms)].partition(",")[0], spec.cluster.collective
         if {chosen, modelled} == {"ring", "tree"}:
             yield messages.other_collective(chosen=chosen, modelled=modelled, nodes=widest.nodes)
@@ -121,7 +113,8 @@ def describe_mixed_hardware(measured: Sequence[Measured]) -> str:
     """Describe probes on different hardware, which belong to different fits; empty if all ran on the same."""
     for probe in measured:
         if probe.environment.mixed:
-            return f"{probe.id} ran on nodes with different hardware ({_get_hardware(probe)}), so the slowest determined its times"
+            nodes = "; ".join(f"{node.name}: {' and '.join(node.hardware)}" for node in probe.environment.nodes)
+            return f"{probe.id} ran on nodes with different hardware ({nodes}), so the slowest determined its times"
     where: dict[str, list[str]] = {}
     for probe in measured:
         where.setdefault(probe.environment.hardware, []).append(probe.id)
@@ -129,10 +122,6 @@ def describe_mixed_hardware(measured: Sequence[Measured]) -> str:
         return ""
     description = "; ".join(f"{hardware}: {', '.join(ids)}" for hardware, ids in where.items())
     return f"the probes ran on different hardware, so one model cannot describe them ({description})"
-
-
-def _get_hardware(probe: Measured) -> str:
-    return "; ".join(f"{node.name}: {' and '.join(node.hardware)}" for node in probe.environment.nodes)
 
 
 def find_capacity(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:

@@ -1,12 +1,12 @@
 """Reports on observed jobs: the parts of a step, memory, and predictions for other numbers of GPUs.
 
-From one configuration the step-time model rests on its priors (`step_time.PRIORS`); `benchmarks/observe` holds it against
-published measurements. Further jobs of the same script are fitted together with it.
+With a single configuration, predictions are mostly based on the priors of the step-time model (`step_time.PRIORS`);
+`benchmarks/observe` compares them with published measurements. Further jobs of the same script are fitted together.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist, median
 
 import numpy as np
@@ -170,7 +170,7 @@ class MeasuredJob:
 
     @property
     def kind(self) -> tuple[str, int | None]:
-        """Jobs of the same script are fitted together if they train as many parameters on the same hardware."""
+        """Hardware and number of parameters; jobs of a script are fitted together if both are equal."""
         return self.ranks[0].hardware, self.ranks[0].parameters
 
     def convert_to_observation(self) -> Observation:
@@ -281,13 +281,10 @@ def list_other_requests(nodes: int, gpus_per_node: int) -> list[tuple[int, int]]
 
 def predict_other_requests(job: MeasuredJob, fitted_jobs: Sequence[MeasuredJob]) -> tuple[AlternativeRequest, ...]:
     """Return what the job would need on other numbers of GPUs, with the same batch per GPU."""
-    requests = list_other_requests(job.nodes, job.gpus_per_node)
-    if not requests:
-        return ()
     observations = [other.convert_to_observation() for other in fitted_jobs]
     return tuple(
         predict_request(observations, job.convert_to_observation(), nodes, gpus, samples=job.samples)
-        for nodes, gpus in requests
+        for nodes, gpus in list_other_requests(job.nodes, job.gpus_per_node)
     )
 
 
@@ -314,7 +311,10 @@ def predict_request(
     fits = [fit_step_time(observations, collective="ring")]
     nodes_and_gpus = [(nodes, gpus_per_node)]
     if nodes == 1 and observed.nodes > 1 and gpus_per_node > 1:
-        single = [_convert_to_single_gpu_nodes(observation) for observation in observations]
+        single = [
+            replace(observation, nodes=observation.nodes * observation.gpus_per_node, gpus_per_node=1)
+            for observation in observations
+        ]
         fits.append(fit_step_time(single, collective="ring"))
         nodes_and_gpus.append((nodes * gpus_per_node, 1))
     logs, variances = zip(
@@ -346,17 +346,6 @@ def predict_request(
         node_hours_low=low * hours,
         node_hours_high=high * hours,
         saving_chance=chance,
-    )
-
-
-def _convert_to_single_gpu_nodes(observation: Observation) -> Observation:
-    """Return an observation with each GPU as a node."""
-    return Observation(
-        nodes=observation.nodes * observation.gpus_per_node,
-        gpus_per_node=1,
-        local_batch=observation.local_batch,
-        step_times=observation.step_times,
-        compute_time=observation.compute_time,
     )
 
 

@@ -1,15 +1,12 @@
 """Out-of-memory fallbacks: the same batch in smaller micro-batches as long as possible, then a smaller batch."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
+from tula_cli.models.choice.grid import Config, Number
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Fallback
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
-
-Number = Any
-"""A number, or an array of them."""
 
 MIN_NORMALISED = 8
 """Minimum samples for BatchNorm statistics: with fewer, their noise, not the batch, decides what is learned (Wu and He
@@ -24,6 +21,14 @@ def describe_why_not_splittable(spec: JobSpec) -> str:
     if spec.train.oom_policy == "shrink":
         return "train.oom_policy is shrink"
     return get_workload(spec).describe_accumulation_conflict()
+
+
+def list_allowed_splits(spec: JobSpec, config: Config) -> tuple[int, ...]:
+    """Return the numbers of parts into which a configuration's micro-batches may be split; none if they must not be."""
+    if describe_why_not_splittable(spec):
+        return ()
+    accumulate, local_batch = spec.train.accumulate, config.local_batch(spec.cluster.gpus_per_node)
+    return list_splits(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate).into
 
 
 def list_splits(

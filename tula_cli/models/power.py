@@ -8,17 +8,13 @@ additional energy per sample. Residuals are relative.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tula_cli.models.choice.candidates import Floats
+from tula_cli.models.choice.grid import Number
 from tula_cli.run.records.probes import Measured
 from tula_cli.words import format_count, format_number
-
-Floats = NDArray[np.float64]
-Number = Any
-"""A number, or an array of them."""
 
 _MIN_PROBES = 3  # minimum number of probes to separate P and e; with fewer, power is constant
 _MAX_CONDITION = 1e4  # condition number above which step time and batch are practically proportional

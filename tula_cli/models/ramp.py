@@ -1,4 +1,4 @@
-"""A batch size that grows over the first epochs (`train.ramp`): its stages, and which batch is used from where on.
+"""A batch size that grows over the first epochs (`train.ramp`): its stages, and the batch at each position.
 
 The clock is samples passed: those of completed epochs, including samples dropped at their ends, and those done in the
 current epoch. A stage ends with the first step that reaches its end or passes it, so that batches remain successive
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
-from tula_cli.models.choice.grid import describe_nearest_multiples
+from tula_cli.models.choice.grid import describe_nearest_multiples, list_batches
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
 from tula_cli.spec.job import JobSpec, get_warmup_epochs
@@ -38,13 +38,13 @@ from tula_cli.words import format_number
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.candidates import Floats, Ints
+
 # --- Stages
 
 STAGE_EPOCH_SHARE = 0.05
 """Share of the training's epochs for each stage of `auto`."""
 MAX_STAGES_EPOCH_SHARE = 0.5
 """Maximum share of the training's epochs for all stages of `auto` below its own batch together."""
-
 
 NOISE_GROWTH_EXPONENT = 0.65
 """Exponent of the noise scale over the epochs, fitted to six applications (benchmarks/replay/efficiency.py fits it with
@@ -242,10 +242,10 @@ def build_ramp(
     stages_setting = spec.train.stages
     if stages_setting is None:
         return Ramp.from_constant_batch(batch)
-    if decided and not isinstance(stages_setting, list):
-        return _fit_stages([*list_stages_below(decided, batch)], [divisor])
     if isinstance(stages_setting, list):
         return _plan_named_stages(spec, stages_setting, batch, divisor, dataset_size)
+    if decided:
+        return _fit_stages([*list_stages_below(decided, batch)], [divisor])
     if has_auto_stages(spec, noise):
         return _plan_auto_stages(spec, batch, [divisor, *fewer], dataset_size)
     planned = plan_stages_before_fitting(spec, batch, dataset_size=dataset_size, noise=noise)
@@ -270,7 +270,8 @@ def plan_stages_before_fitting(
         return plan_stages_by_decay(spec, batch=batch, size=dataset_size)
     if noise is not None and spec.train.stages == "noise":
         return plan_stages_by_noise(noise, batch=batch, size=dataset_size, epochs=spec.train.epochs)
-    return [Stage(begin=0, batch=stage_batch) for stage_batch in [*_list_doubled_batches(spec, batch), batch]]
+    smaller = list_batches(spec.train.reference_batch, batch - 1)
+    return [Stage(begin=0, batch=stage_batch) for stage_batch in [*smaller, batch]]
 
 
 def compute_auto_begins(spec: JobSpec, batches: "Ints", *, dataset_size: int) -> "Floats":
@@ -285,11 +286,6 @@ def compute_auto_begins(spec: JobSpec, batches: "Ints", *, dataset_size: int) ->
     share = np.minimum(STAGE_EPOCH_SHARE, MAX_STAGES_EPOCH_SHARE / np.maximum(1, number[:, -1:]))
     begins: Floats = np.rint(number * (share * spec.train.epochs * float(dataset_size)))
     return begins
-
-
-def _list_doubled_batches(spec: JobSpec, batch: int) -> list[int]:
-    reference = spec.train.reference_batch
-    return [reference << k for k in range(batch.bit_length()) if reference << k < batch]
 
 
 def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...]:
@@ -307,7 +303,7 @@ def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage
         size: samples per epoch.
     """
     reference, total = spec.train.reference_batch, spec.train.epochs * size
-    doubled = [reference << k for k in range(1, batch.bit_length()) if reference << k < batch]
+    doubled = list_batches(2 * reference, batch - 1)
     begins = {0: min(reference, batch)}  # keyed by `begin`: of stages that begin at the same sample, the last is kept
     schedule, warmup = spec.schedule.model_dump_json(), get_warmup_epochs(spec)
     for following in [*doubled, *([batch] if batch > reference else [])]:
@@ -343,7 +339,7 @@ def _count_samples_until_decay(share: float, schedule: str, lr: float, *, warmup
 def list_stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
     """Yield the stages below a batch, then a stage with that batch.
 
-    The latter starts where the first stage not below it does, or else where the last one does.
+    The added stage starts with the first stage that is not below the batch, or else with the last stage.
     """
     yield from (stage for stage in stages if stage.batch < batch)
     stage_of_batch = next((stage for stage in stages if stage.batch >= batch), stages[-1])
@@ -357,10 +353,8 @@ def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
     """
     *smaller, stage_of_batch = stages
     sizes = [_find_fitting_batch(stage.batch, divisors) for stage in smaller]
-    fitting_stages = [
-        stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size
-    ]
-    first_stage, *later = (*fitting_stages, stage_of_batch)
+    fitting = [stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size]
+    first_stage, *later = (*fitting, stage_of_batch)
     remarks = tuple(
         f"train.ramp: batch {stage.batch} is skipped, because it is smaller than the number of GPUs x micro-batches ({divisors[-1]})"
         for stage, size in zip(smaller, sizes, strict=True)
@@ -401,12 +395,11 @@ def _plan_named_stages(
 
 def _plan_auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], dataset_size: int) -> Ramp:
     reference = spec.train.reference_batch
-    doubled = _list_doubled_batches(spec, batch)
+    doubled = list_batches(reference, batch - 1)
     fitting = {doubled_batch: _find_fitting_batch(doubled_batch, divisors) for doubled_batch in doubled}
     fitting_batches = [fitting_batch for fitting_batch in fitting.values() if fitting_batch]
-    length = (
-        min(STAGE_EPOCH_SHARE, MAX_STAGES_EPOCH_SHARE / max(1, len(fitting_batches))) * spec.train.epochs * dataset_size
-    )
+    share = min(STAGE_EPOCH_SHARE, MAX_STAGES_EPOCH_SHARE / max(1, len(fitting_batches)))
+    length = share * spec.train.epochs * dataset_size
     remarks = [
         f"train.ramp: auto: batch {doubled_batch} is skipped, because it is smaller than the number of GPUs x micro-batches ({divisors[-1]})"
         for doubled_batch, fitting_batch in fitting.items()
@@ -467,9 +460,7 @@ def plan_stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, le
 
 def _list_batches_between(spec: JobSpec, arm: Arm, batch: int) -> list[int]:
     """Return the batches between the reference batch and the training's own that an arm's ramp uses."""
-    reference = spec.train.reference_batch
-    ramps = METHODS[arm.method].grows_batch
-    return [reference << k for k in range(1, batch.bit_length()) if reference << k < batch] if ramps else []
+    return list_batches(2 * spec.train.reference_batch, batch - 1) if METHODS[arm.method].grows_batch else []
 
 
 def _build_stages(spec: JobSpec, batches: list[int], begins: list[int]) -> Stages:
@@ -488,8 +479,7 @@ def plan_stages_by_noise(path: NoisePath, *, batch: int, size: int, epochs: int)
         epochs: of the whole training.
     """
     total = size * epochs
-    doubled = [path.reference << k for k in range(batch.bit_length()) if path.reference << k < batch]
-    batches = [*doubled, batch]
+    batches = [*list_batches(path.reference, batch - 1), batch]
     start = max(0, sum(stage_batch <= path.interpolate_noise(0.0) for stage_batch in batches) - 1)
     stages = [Stage(begin=0, batch=batches[start], noise=path.interpolate_noise(0.0))]
     for following in batches[start + 1 :]:

@@ -7,7 +7,7 @@ whole numbers of samples up to 2^53 exactly; beyond that, where int64 would over
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from tula_cli.models.ramp import (
     build_ramp,
     compute_auto_begins,
     count_steps_of_stages,
+    has_auto_stages,
     plan_stages_before_fitting,
 )
 from tula_cli.models.time.step_time import Estimates
@@ -33,9 +34,6 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec, compute_max_decay_growth
 from tula_cli.spec.sections import RampStage
 from tula_cli.words import format_count, format_number
-
-if TYPE_CHECKING:
-    from tula_cli.models.choice.candidates import Ints
 
 StageObjective = Literal["time", "cost"]
 """The quantity that is minimised: hours, or node-hours."""
@@ -81,7 +79,7 @@ class StageTimes:
         )
 
     def compute_fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return a mask, shape (n,), of the configurations for which `describe_why_infeasible` has no objection."""
+        """Return a mask, shape (n,), of the configurations for which `describe_why_infeasible` gives no reason."""
         if not isinstance(self.spec.train.stages, list):
             return np.ones(len(nodes), dtype=bool)
         return np.array(
@@ -89,7 +87,7 @@ class StageTimes:
         )
 
     def compute_startable_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return a mask, shape (n,), of the configurations for which `describe_why_not_startable` has no objection."""
+        """Return a mask, shape (n,), of the configurations for which `describe_why_not_startable` gives no reason."""
         if self.spec.train.stages in (None, "auto", "noise"):
             return np.ones(len(nodes), dtype=bool)
         return np.array(
@@ -148,7 +146,7 @@ class StageTimes:
             counts, of_nodes = np.unique(nodes, return_inverse=True)
             fitting = find_fitting_batches(spec, counts[:, None], np.array(lower, dtype=np.int64)[None, :])[of_nodes]
         batches = np.column_stack([np.where(np.isfinite(begin[:, :-1]), fitting, 0), batch])
-        if spec.train.stages == "auto" or (spec.train.stages == "noise" and self.noise is None):
+        if has_auto_stages(spec, self.noise):
             return compute_auto_begins(spec, batches, dataset_size=size), batches
         first = (batches > 0).argmax(axis=1)
         begin[np.arange(len(nodes)), first] = 0.0
@@ -161,7 +159,13 @@ class StageTimes:
             stage_nodes[:, :-1][batches[:, :-1] == named_batch] = count
         if isinstance(self.spec.train.stages, list) or self.spec.train.ramp_nodes == "same":
             return stage_nodes
-        options = self._list_stage_nodes_by_batch(nodes, batches)
+        stages = {
+            (training_nodes, stage_batch)
+            for training_nodes, row in zip(nodes.tolist(), batches[:, :-1].tolist(), strict=True)
+            for stage_batch in row
+            if stage_batch
+        }
+        options = {stage: self._list_stage_nodes(*stage) for stage in stages}
         pairs = sorted({(count, stage_batch) for (_, stage_batch), counts_ in options.items() for count in counts_})
         predicted_seconds = self._predict_pairs(pairs)
         startup = self.startup(nodes, batch)
@@ -181,20 +185,8 @@ class StageTimes:
                 stage_nodes[row, present] = choose_stage_nodes([*choices, last_stage], change, by=self.by)[:-1]
         return stage_nodes
 
-    def _list_stage_nodes_by_batch(self, nodes: Ints, batches: Ints) -> dict[tuple[int, int], Sequence[int]]:
-        """Return the numbers of nodes on which a stage may run, by the nodes of its training and its batch."""
-        pairs = {
-            (training_nodes, stage_batch)
-            for training_nodes, row in zip(nodes.tolist(), batches[:, :-1].tolist(), strict=True)
-            for stage_batch in row
-            if stage_batch
-        }
-        return {
-            (training_nodes, stage_batch): self._list_stage_nodes(training_nodes, stage_batch)
-            for training_nodes, stage_batch in pairs
-        }
-
     def _list_stage_nodes(self, nodes: int, batch: int) -> Sequence[int]:
+        """Return the numbers of nodes on which a stage may run, from the nodes of its training and its batch."""
         counts = list_allowed_stage_nodes(self.spec, batch, nodes=nodes)
         unknown = self.find_unknown(np.array(counts), np.full(len(counts), batch)).tolist()
         if nodes in counts and unknown[counts.index(nodes)]:
@@ -249,7 +241,7 @@ class StageTimes:
         return replace(work, steps=steps, changes=changes, queued=changes * self.queue)
 
     def compute_unused_node_hours(self, nodes: Ints, batch: Ints, table: StageTable) -> Floats:
-        """Return the node-hours, shape (n,), saved compared with all nodes of a training for all its hours."""
+        """Return the node-hours, shape (n,), that stages on fewer nodes save compared with all nodes for all hours."""
         if table is NO_STAGES or (table.nodes == nodes[:, None]).all():
             return np.zeros(len(nodes))
         fewer = nodes[:, None] - table.nodes
@@ -262,13 +254,13 @@ class StageTimes:
 
 
 def _find_distinct_pairs(nodes: Ints, batch: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return for each pair the index of its first equal among the distinct ones, and those: nodes and batches."""
+    """Return for each pair its index among the distinct pairs, and those: nodes and batches."""
     import pandas as pd
 
     node_index, distinct_nodes = pd.factorize(nodes)
     batch_index, distinct_batches = pd.factorize(batch)
-    pair_index, pairs = pd.factorize(node_index.astype(np.int64) * max(1, len(distinct_batches)) + batch_index)
     width = max(1, len(distinct_batches))
+    pair_index, pairs = pd.factorize(node_index.astype(np.int64) * width + batch_index)
     return pair_index, distinct_nodes[pairs // width], distinct_batches[pairs % width]
 
 
@@ -289,11 +281,9 @@ def choose_stage_objective(quantity: Quantity) -> StageObjective:
 
 def choose_stage_objective_of_recommendation(recommended: Recommendation | None) -> StageObjective:
     """Return the quantity by which the nodes of stages are chosen for a recommendation; time if there is none."""
-    return (
-        "time"
-        if recommended is None
-        else choose_stage_objective(get_quantity(recommended.objective, recommended.curve))
-    )
+    if recommended is None:
+        return "time"
+    return choose_stage_objective(get_quantity(recommended.objective, recommended.curve))
 
 
 @dataclass(frozen=True)
@@ -374,13 +364,8 @@ def build_ramp_on_nodes(
     Raises:
         SpecError: as in `build_ramp`, or a stage names more nodes than the training has.
     """
-    fewer: list[int] = []
-    if spec.train.ramp_nodes == "auto":
-        fewer = [
-            compute_batch_divisor(spec, count)
-            for count in sorted(set(spec.search.nodes), reverse=True)
-            if count < nodes
-        ]
+    smaller = sorted({count for count in spec.search.nodes if count < nodes}, reverse=True)
+    fewer = [compute_batch_divisor(spec, count) for count in smaller] if spec.train.ramp_nodes == "auto" else []
     for size, count in list_nodes_named_by_stages(spec).items():
         if count > nodes and size < batch:
             raise SpecError(
@@ -391,16 +376,15 @@ def build_ramp_on_nodes(
     return build_ramp(spec, batch=batch, divisor=divisor, dataset_size=dataset_size, noise=noise, fewer=fewer)
 
 
-def find_fitting_batches(spec: JobSpec, nodes: "Ints", batches: "Ints") -> "Ints":
-    """Return batches rounded down to divide on `nodes` nodes, or else on the most below these if stages may run on fewer.
+def find_fitting_batches(spec: JobSpec, nodes: Ints, batches: Ints) -> Ints:
+    """Return batches rounded down so that they divide among the GPUs and micro-batches of `nodes` nodes.
 
-    0 if a batch has less than one sample for each part.
+    If stages may run on fewer nodes, a batch that is too small is rounded for the most nodes for which it suffices. 0 if
+    there are none.
 
     Args:
         nodes, batches: arrays that broadcast to the shape of the result.
     """
-    import numpy as np
-
     parts = compute_batch_divisor(spec, 1)
     divisor = nodes * parts
     if spec.train.ramp_nodes == "auto":

@@ -147,7 +147,7 @@ def list_overrides(spec: JobSpec, rule: LrRule) -> list[str]:
 
 
 def list_arms(spec: JobSpec, batch: int) -> list[RateArm]:
-    """Return the learning rates to try at a batch, ascending; rules with equal factors (train.max_lr_factor) are one."""
+    """Return the learning rates to try at a batch, ascending; of rules with equal factors (train.max_lr_factor), one is tried."""
     arms = {
         (factor := compute_lr_scale(make_job_of_rule(spec, rule), batch)): RateArm(batch, rule, factor)
         for rule in reversed(LR_SCALING_RULES)

@@ -55,8 +55,7 @@ def count_refreshes(spec: JobSpec, *, batch: int, steps: int) -> int:
     """
     if not has_separate_refreshes(spec, batch):
         return 0
-    refresh = spec.ags.resolved().refresh
-    epochs = spec.train.max_epochs
+    refresh, epochs = spec.ags.resolved().refresh, spec.train.max_epochs
     return epochs * steps // refresh.every if isinstance(refresh, Every) else epochs
 
 
@@ -74,8 +73,7 @@ def compute_refresh_seconds(
     """
     import numpy as np
 
-    from tula_cli.models.choice.candidates import apply_to_distinct_values, find_nearest
-    from tula_cli.models.choice.candidates import compute_ratios as doublings
+    from tula_cli.models.choice.candidates import apply_to_distinct_values, compute_ratios, find_nearest
 
     refreshed = apply_to_distinct_values(lambda size: has_separate_refreshes(spec, size), batch)
     if not refreshed.any():
@@ -92,14 +90,16 @@ def compute_refresh_seconds(
     ]
     local = [probe for probe in all_probes if _get_time_without_sync(probe) is not None]
     if timed:
-        unlike = (
-            doublings([_count_samples_per_rank(spec, probe.batch, probe.local_batch) for probe in timed], share),
-            doublings([probe.nodes for probe in timed], nodes),
-            doublings([probe.local_batch for probe in timed], local_batch),
+        differences = (
+            compute_ratios([_count_samples_per_rank(spec, probe.batch, probe.local_batch) for probe in timed], share),
+            compute_ratios([probe.nodes for probe in timed], nodes),
+            compute_ratios([probe.local_batch for probe in timed], local_batch),
         )
-        refresh_seconds = np.array([probe.overheads.refresh for probe in timed], dtype=float)[find_nearest(*unlike)]
+        refresh_seconds = np.array([probe.overheads.refresh for probe in timed], dtype=float)[
+            find_nearest(*differences)
+        ]
     elif local:
-        nearest_probes = find_nearest(doublings([probe.local_batch for probe in local], share))
+        nearest_probes = find_nearest(compute_ratios([probe.local_batch for probe in local], share))
         refresh_seconds = np.array([_get_time_without_sync(probe) for probe in local], dtype=float)[nearest_probes]
     else:
         refresh_seconds = np.full(len(batch), np.nan)
@@ -109,9 +109,8 @@ def compute_refresh_seconds(
 def _get_time_without_sync(probe: Measured) -> float | None:
     """Return the time of a step without synchronisation, which is any step of a single GPU; None if not measured."""
     if probe.compute_time is None and probe.nodes * probe.gpus_per_node == 1:
-        from tula_cli.models.time.noise import (
-            compute_trimmed_mean,  # imports numpy, which would slow down commands that only display
-        )
+        # imports numpy, which would slow down commands that only display
+        from tula_cli.models.time.noise import compute_trimmed_mean
 
         return compute_trimmed_mean(probe.step_times)
     return probe.compute_time

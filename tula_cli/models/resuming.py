@@ -42,7 +42,7 @@ class _ResumedStart:
 
 
 def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -> ResumeVerdict:
-    """Judge the starts of a resume test; what they did not reach is reported, never assumed.
+    """Return the verdict on the starts of a resume test; properties that the starts do not show are reported as not tested.
 
     Args:
         starts: in their order.
@@ -114,12 +114,8 @@ def _explain_no_checkpoint(begin: ObservedStart | None) -> str:
     if begin.ended == "failed":
         return f"not tested: at batch {begin.batch} the script failed before it could resume: {begin.why}"
     if begin.saved_samples is None and not begin.steps:
-        why = (
-            f"no step of a torch optimizer was observed; last line of the script: {begin.why}"
-            if begin.why
-            else NO_STEP_SEEN
-        )
-        return f"not tested: at batch {begin.batch} {why}"
+        why = f"no step of a torch optimizer was observed; last line of the script: {begin.why}"
+        return f"not tested: at batch {begin.batch} {why if begin.why else NO_STEP_SEEN}"
     if begin.saved_samples is None and begin.ended == "cut":
         within = f"within {format_duration(begin.seconds)} at batch {begin.batch}"
         return f"not tested: no checkpoint {within}; raise search.max_minutes, or set script.save so that tula can request a checkpoint"
@@ -161,11 +157,8 @@ def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
     """Compare the samples trained after a start from the checkpoint with those that remained."""
     at, saved, total = _describe_start(begin, start), begin.saved_samples or 0, start.whole
     if total is None:
-        return _ResumedStart(
-            reasons=(
-                f"samples {at} were not compared, because the samples per epoch are unknown (script.dataset_size)",
-            )
-        )
+        message = f"samples {at} were not compared, because the samples per epoch are unknown (script.dataset_size)"
+        return _ResumedStart(reasons=(message,))
     remaining, tolerance = total - saved, _compute_sample_tolerance(begin, start, total - saved)
     excess = start.samples - remaining
     if excess > tolerance:
@@ -188,12 +181,8 @@ def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
         other = "steps counted at the other batch" if start.nodes == begin.nodes else "samples counted per rank"
         early = f"its checkpoint contains only {saved} samples, too few to notice {other}"
         return _ResumedStart(reasons=(f"{at} it resumes, but {early}",))
-    return _ResumedStart(
-        exact=True,
-        reasons=(
-            f"{at} it resumes from its checkpoint, up to {saved + start.samples} of the {total} samples of the test",
-        ),
-    )
+    message = f"{at} it resumes from its checkpoint, up to {saved + start.samples} of the {total} samples of the test"
+    return _ResumedStart(exact=True, reasons=(message,))
 
 
 def _compute_sample_tolerance(begin: ObservedStart, start: ObservedStart, remaining: int) -> int:
@@ -213,12 +202,9 @@ def _judge_learning_rate(begin: ObservedStart, start: ObservedStart, ratio: floa
     slack = LR_TOLERANCE * abs(begin.next_lr) + begin.lr_step
     if any(abs(start.first_lr - begin.next_lr * allowed_ratio) <= slack * allowed_ratio for allowed_ratio in ratios):
         return ""
-    expected = begin.next_lr * ratios[0]
-    expected_text = (
-        f"was {format_number(expected, 4)} at that point in the first run"
-        if ratios[0] == 1.0
-        else f"should be {format_number(expected, 4)}"
-    )
+    expected_text = f"should be {format_number(begin.next_lr * ratios[0], 4)}"
+    if ratios[0] == 1.0:
+        expected_text = f"was {format_number(begin.next_lr, 4)} at that point in the first run"
     return f"{_describe_start(begin, start)} its learning rate is {format_number(start.first_lr, 4)} after the checkpoint, but {expected_text}"
 
 
@@ -248,13 +234,8 @@ def _find_schedule_fault(begin: ObservedStart, same: ObservedStart, half: Observ
     little of its curve a short training shows. All others are judged by the learning rates that were used.
     """
     at, schedule_before, after = f"at batch {half.batch}", same.schedule, half.schedule
-    counts = schedule_before is not None and after is not None and after.per_step and after.moves is not False
-    if (
-        schedule_before is not None
-        and after is not None
-        and counts
-        and abs(schedule_before.at - after.at) <= 1 < after.at
-    ):
+    counts_steps = after is not None and after.per_step and after.moves is not False
+    if schedule_before and after and counts_steps and abs(schedule_before.at - after.at) <= 1 < after.at:
         why = f"the schedule counts steps, but steps before the checkpoint had {begin.batch} samples"
         return f"{at} its schedule ({after.name}) resumes at step {after.at}, as at batch {same.batch}: {why}"
     differing = [_find_first_difference(begin, same, half, factor) for factor in _list_curve_factors(same, half, ratio)]
@@ -274,12 +255,8 @@ def _list_curve_factors(same: ObservedStart, half: ObservedStart, ratio: float |
         return []
     same_rate, half_rate = same.rates[0][1], half.rates[0][1]
     first_ratio = half_rate / same_rate if same_rate > 0 else 0.0
-    close = [
-        first_ratio
-        for expected in _list_allowed_ratios(ratio)
-        if abs(first_ratio - expected) <= LR_TOLERANCE * expected
-    ]
-    return [*close, *_list_allowed_ratios(ratio)]
+    allowed = _list_allowed_ratios(ratio)
+    return [*(first_ratio for expected in allowed if abs(first_ratio - expected) <= LR_TOLERANCE * expected), *allowed]
 
 
 def _find_first_difference(

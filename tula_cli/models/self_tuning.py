@@ -4,7 +4,7 @@ An arm is one way to continue from a common checkpoint. Every arm is trained fro
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -219,11 +219,10 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     holdout = count_holdout_samples(dataset_size)
     if len(arms) == 1:
         return TuningPlan(0, 0, holdout)
-    size, after = dataset_size - holdout, BRANCHING_EPOCH
-    beginning = Ramp(ramp.plan_stages_of_training(spec, arms[0], batch=batch, size=size)).count_remaining_steps(
-        size=size, epochs=after
-    )
-    samples = _count_samples(beginning)
+    size = dataset_size - holdout
+    stages = Ramp(ramp.plan_stages_of_training(spec, arms[0], batch=batch, size=size))
+    beginning = stages.count_remaining_steps(size=size, epochs=BRANCHING_EPOCH)
+    samples = sum(batch_in_use * count for batch_in_use, count in beginning.items())
     samples += sum(count_trained_samples(spec, arm, batch=batch, size=size) for arm in arms)
     return TuningPlan(len(arms), math.ceil(samples / batch), holdout, samples)
 
@@ -247,19 +246,14 @@ def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> 
         samples_done, trained = samples_done + steps[0], trained + steps[0]
         is_epoch_end = next(stages.list_epoch_steps(epoch, samples_done=samples_done, size=size), None) is None
         epoch, samples_done = (epoch + 1, 0) if is_epoch_end else (epoch, samples_done)
-        if is_branch_finished(
-            epoch * size + samples_done - start, length, stages.find_batch(epoch * size + samples_done)
-        ):
+        passed = epoch * size + samples_done
+        if is_branch_finished(passed - start, length, stages.find_batch(passed)):
             return trained
 
 
 def is_branch_finished(passed: int, length: int, batch: int) -> bool:
     """Return whether a branch ends here because the next step would move it further from its length."""
     return passed + batch / 2 > length
-
-
-def _count_samples(steps: Mapping[int, int]) -> int:
-    return sum(batch * count for batch, count in steps.items())
 
 
 class HeldOutResult(Protocol):
@@ -293,9 +287,8 @@ def find_winner(branches: Sequence[Branch]) -> str:
         return best.arm
     decays = {arm: loss for arm, loss in losses.items() if arm.startswith(DECAY_ARM) and loss is not None}
     challenger = min(decays, key=decays.__getitem__, default=FAVOURITE_ARM)
-    return (
-        challenger if decays.get(challenger, favourite_loss) < (1 - MIN_ADVANTAGE) * favourite_loss else FAVOURITE_ARM
-    )
+    is_better = decays.get(challenger, favourite_loss) < (1 - MIN_ADVANTAGE) * favourite_loss
+    return challenger if is_better else FAVOURITE_ARM
 
 
 def find_next_best_arm(branches: Sequence[Branch], broken: Sequence[str]) -> str:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tula_cli.models.choice.candidates import Floats
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.time.step_time import Floats, OverlapFit, StepModel, StepTimeFit
+from tula_cli.models.time.step_time import OverlapFit, StepModel, StepTimeFit
 from tula_cli.words import format_count
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ class Coefficient:
 
 @dataclass(frozen=True)
 class RegressionSummary:
-    """A regression with its description, its coefficients, and the tables of statsmodels for whoever reads its JSON."""
+    """A regression with its description, its coefficients, and the tables of statsmodels, which only JSON shows."""
 
     name: str
-    about: str  # sentence that states the response and the predictors
+    about: str  # response and predictors, in a sentence
     coefficients: Mapping[str, Coefficient]  # empty if there are too few probes
     summary: str  # tables of statsmodels; empty if there are too few probes
 
@@ -69,15 +70,13 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
 
 
 def _summarize_overlap(model: OverlapFit, name: str, share: str) -> RegressionSummary:
-    names, result = model.coordinates, model.fitted.regression
+    names = model.coordinates
     about = (
         "the step-time model at its most probable parameters, by generalised least squares: one row per step time and, if"
         f" measured, per compute time, and {format_count(len(names), 'row')} for the priors. Each value is the number of prior"
         f" standard deviations from the prior mean; if its interval is about -1.64 to 1.64, the probes did not determine it{share}"
     )
-    return RegressionSummary(
-        name, about, _list_coefficients(result, names), _render_summary(result, "ln step time", names)
-    )
+    return _summarize_result(name, about, "ln step time", model.fitted.regression, names)
 
 
 def _summarize_paper_fit(steps: StepTimeFit) -> RegressionSummary:
@@ -125,18 +124,15 @@ def _summarize_ols(
     if len(rows) <= rows.shape[1] or np.linalg.matrix_rank(rows) < rows.shape[1]:
         few_text = f"; {format_count(len(rows), 'probe')} are too few for {format_count(rows.shape[1], 'coefficient')} and an error"
         return RegressionSummary(name, f"{about}{few_text}", {}, "")
-    result = OLS(target, rows).fit()
-    return RegressionSummary(
-        name, about, _list_coefficients(result, list(columns)), _render_summary(result, response, list(columns))
-    )
+    return _summarize_result(name, about, response, OLS(target, rows).fit(), list(columns))
 
 
-def _list_coefficients(result: "RegressionResultsWrapper", names: Sequence[str]) -> dict[str, Coefficient]:
+def _summarize_result(
+    name: str, about: str, response: str, result: "RegressionResultsWrapper", names: Sequence[str]
+) -> RegressionSummary:
     rows = np.column_stack([result.params, result.bse, result.conf_int(alpha=0.1)]).tolist()
-    return {name: Coefficient(*row) for name, row in zip(names, rows, strict=True)}
-
-
-def _render_summary(result: "RegressionResultsWrapper", response: str, names: Sequence[str]) -> str:
+    coefficients = {column: Coefficient(*row) for column, row in zip(names, rows, strict=True)}
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # some of its tests require more rows than a search has probes
-        return str(result.summary(yname=response, xname=list(names)).as_text())
+        summary = str(result.summary(yname=response, xname=list(names)).as_text())
+    return RegressionSummary(name, about, coefficients, summary)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.presets import DIVIDING
+from tula_cli.presets import NORMALISING_OPTIMIZERS
 
 from .sharding import is_sharded
 
@@ -78,7 +78,7 @@ def check_base_can_be_scaled(base: torch.optim.Optimizer, *, of_gradients: bool)
         of_gradients: whether gradients are scaled; else updates.
     """
     names, name = _list_class_names(base), type(base).__name__
-    if names & DIVIDING and of_gradients:
+    if names & NORMALISING_OPTIMIZERS and of_gradients:
         raise ValueError(
             f"{name} divides by the magnitude of the gradient, so scaling the gradient has no effect."
             f' Scale its update (apply_to="update"), use torch.optim.SGD as the base of TulaOptimizer, or {name} without'

@@ -17,7 +17,7 @@ from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive
 from tula_cli.models.cost import describe_price
-from tula_cli.presets import DIVIDING
+from tula_cli.presets import NORMALISING_OPTIMIZERS
 from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import list_import_strings
@@ -43,7 +43,7 @@ from tula_cli.spec.signature import compute_train_signature
 from tula_cli.spec.workload import get_workload
 
 ROWS_OF_SGD, ROWS_OF_ADAM, ROWS_OF_OTHERS = ("lbt", "ags", "ramp"), ("lbt", "sqrt", "ramp"), ("lbt", "ramp")
-"""Rows that are compared with the job's method by default, by its optimizer (`presets.DIVIDING`)."""
+"""Rows that are compared with the job's method by default, by its optimizer (`presets.NORMALISING_OPTIMIZERS`)."""
 METHODS_OF_SCRIPTS = ("lbt", "lrs", "sqrt", "ags")
 """Default rows of a job with a training script, as far as the script supports them."""
 CONTROLS = ("lbt-x2", "lbt-x4")
@@ -432,7 +432,9 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
         candidates = tuple(method for method in METHODS_OF_SCRIPTS if scales or not _scales_gradients(method))
     else:
         name = spec.optimizer.name
-        candidates = ROWS_OF_SGD if name == "SGD" else ROWS_OF_ADAM if name in DIVIDING else ROWS_OF_OTHERS
+        candidates = (
+            ROWS_OF_SGD if name == "SGD" else ROWS_OF_ADAM if name in NORMALISING_OPTIMIZERS else ROWS_OF_OTHERS
+        )
     refused = {
         method: why
         for method in candidates

@@ -221,7 +221,7 @@ def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Wo
     if run.type is not None:
         yield Note(f"node type {run.type}")
     if evaluation.known_record is not None:
-        when = words.format_moment(evaluation.known_record.evaluated_at)
+        when = words.format_local_time(evaluation.known_record.evaluated_at)
         yield Note(
             f"these weights were evaluated {when}; --fresh evaluates them again, for example if the samples have changed"
         )

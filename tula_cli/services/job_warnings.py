@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.host.machine import read_shared_memory
-from tula_cli.presets import DIVIDING
+from tula_cli.presets import NORMALISING_OPTIMIZERS
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import messages
@@ -52,7 +52,7 @@ def _describe_scaling(spec: JobSpec) -> Iterator[str]:
     """Yield a line if gradient scaling is applied to the update rather than to the gradient."""
     if spec.train.training_method.scales_gradients and spec.ags.resolved().apply_to == "update":
         name = spec.optimizer.name
-        why = f", because {name} normalises its gradients" if name in DIVIDING else ""
+        why = f", because {name} normalises its gradients" if name in NORMALISING_OPTIMIZERS else ""
         yield f"train.method {spec.train.method} scales the updates of {name} instead of its gradients{why} (ags.apply_to: update)"
 
 

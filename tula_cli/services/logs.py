@@ -145,13 +145,13 @@ def describe_log_origin(run: RunDir, line: LogLine) -> str:
         return f"rank {failure.rank} on {failure.host} failed first in attempt {line.attempt} of {line.task} ({failure.outcome})"
     if attempt is None:
         return where
-    began = f"attempt {line.attempt} of {line.task} on {attempt.hosts or attempt.host}, from {words.format_moment(attempt.started_at)}"
+    began = f"attempt {line.attempt} of {line.task} on {attempt.hosts or attempt.host}, from {words.format_local_time(attempt.started_at)}"
     if attempt.ended_at is None:
         return f"{where}: {began}"
     end_text = (
         attempt.outcome if not attempt.message else f"{attempt.outcome} ({words.get_first_line(attempt.message)})"
     )
-    return f"{where}: {began} to {words.format_moment(attempt.ended_at)}: {end_text}"
+    return f"{where}: {began} to {words.format_local_time(attempt.ended_at)}: {end_text}"
 
 
 def describe_missing_output(run: RunDir, query: LogQuery) -> str:

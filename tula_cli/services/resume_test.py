@@ -137,7 +137,7 @@ def run_resume_test(
     code = choose_code(run, run.spec, Path.cwd(), keep=False)
     if not fresh and (earlier := load_finding(run, code)) is not None:
         yield Note(
-            f"resuming was already tested {words.format_moment(earlier.rehearsal.over_at)}; --fresh repeats the test"
+            f"resuming was already tested {words.format_local_time(earlier.rehearsal.over_at)}; --fresh repeats the test"
         )
         return earlier
     require_current_format(run.path)

@@ -51,7 +51,7 @@ from tula_cli.services.training_end import load_summary, require_known_job
 from tula_cli.services.waiting import DetachedJobs, Submission, explain_interruption
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_train_signature
-from tula_cli.words import format_count, format_moment, quote_path
+from tula_cli.words import format_count, format_local_time, quote_path
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.baseline import BaselineSaving
@@ -193,7 +193,7 @@ def _describe_source(recommendation: Recommendation | None, given_names: Sequenc
     """Describe where nodes and batch come from: a recommendation, or the arguments in `given_names`."""
     if recommendation is None or len(given_names) == 2:
         return "as given"
-    when = format_moment(recommendation.created_at)
+    when = format_local_time(recommendation.created_at)
     recommended = f"as recommended ({recommendation.criteria}; {when})"
     return f"{given_names[0]} as given, otherwise {recommended}" if given_names else recommended
 

@@ -14,7 +14,7 @@ from tula_cli.words import (
     format_bytes,
     format_count,
     format_duration,
-    format_moment,
+    format_local_time,
     format_number,
     format_size,
     join_first,
@@ -189,7 +189,7 @@ def describe_proposal(job_proposal: "JobFileProposal", path: Path) -> tuple[dict
 
 def describe_check_state(task: "CheckTask", state: "SchedulerState") -> str:
     """Describe the scheduler state of a cluster check: state, reason and expected start."""
-    starts = "" if state.starts_at is None else f", expected to start at {format_moment(state.starts_at)}"
+    starts = "" if state.starts_at is None else f", expected to start at {format_local_time(state.starts_at)}"
     reason = f" ({state.reason})" if state.reason else ""
     return f"{task.job} on {format_count(task.nodes)}: {state.state}{reason}{starts}"
 

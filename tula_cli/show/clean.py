@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.tables import render_long_table
-from tula_cli.words import format_bytes, format_count, format_moment
+from tula_cli.words import format_bytes, format_count, format_local_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,7 +47,7 @@ def _describe_trainings(signatures: Sequence[str]) -> str:
 
 
 def _list_space_rows(run_space: "RunDiskUsage") -> list[list[str]]:
-    first = [run_space.id, format_moment(run_space.changed, "%Y-%m-%d"), format_bytes(run_space.held)]
+    first = [run_space.id, format_local_time(run_space.changed, "%Y-%m-%d"), format_bytes(run_space.held)]
     kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in run_space.holdings)]
     if not kinds:
         return [[*first, "-", "-", "-"]]

@@ -8,7 +8,7 @@ from tula_cli.show.tables import make_table, style_text
 from tula_cli.words import (
     choose_size_unit,
     format_count,
-    format_moment,
+    format_local_time,
     format_number,
     format_size,
     make_relative_path,
@@ -41,7 +41,7 @@ def render_difference(run_difference: "RunDifference") -> Iterator["RenderableTy
 def _describe_run(run_overview: "RunOverview") -> str:
     if run_overview.measured is None:
         return f"{make_relative_path(run_overview.path)}: nothing measured yet"
-    first, last = map(format_moment, run_overview.measured)
+    first, last = map(format_local_time, run_overview.measured)
     return f"{make_relative_path(run_overview.path)}: measured {first}{f' to {last}' * (last != first)}"
 
 

@@ -10,7 +10,7 @@ from tula_cli.words import (
     format_count,
     format_duration,
     format_interval_of_hours,
-    format_moment,
+    format_local_time,
     format_number,
     format_percent,
     format_size,
@@ -160,7 +160,7 @@ def _describe_expected_start(recommendation: "Recommendation") -> Iterator[str]:
         yield f"start: the scheduler gives no estimate ({job}: {estimate.reason})"
         return
     yield (
-        f"start: in {format_duration(estimate.wait)} by the scheduler's estimate at {format_moment(estimate.asked_at)} ({job}); jobs of"
+        f"start: in {format_duration(estimate.wait)} by the scheduler's estimate at {format_local_time(estimate.asked_at)} ({job}); jobs of"
         " higher priority may come first"
     )
 
@@ -176,7 +176,7 @@ def describe_unsaved_answer(known: "Recommendation | None") -> str:
     """Explain that an answer is not saved, and what `tula train` uses instead: the saved answer `known`, if any."""
     if known is None:
         return "not stored, because of --set; add --save to store it for tula train"
-    kept = f"{describe_row(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"
+    kept = f"{describe_row(known.choice)} ({known.criteria}; {format_local_time(known.created_at)})"
     return (
         "not stored, because it answers another question than the stored recommendation: tula train still uses"
         f" {kept}. To store the new one, add --save"

@@ -20,7 +20,7 @@ from tula_cli.words import (
     describe_node_counts,
     format_count,
     format_duration,
-    format_moment,
+    format_local_time,
     format_number,
     format_percent,
     get_first_line,
@@ -81,7 +81,7 @@ def render_status(status: "RunStatus") -> Iterator["RenderableType"]:
     if status.rehearsal is not None and status.rehearsal.over_at is not None:
         yield ""
         verdict = status.rehearsal.verdict or "no result"
-        yield f"resume test of {format_moment(status.rehearsal.over_at)}: {verdict}; {'; '.join(status.rehearsal.told)}"
+        yield f"resume test of {format_local_time(status.rehearsal.over_at)}: {verdict}; {'; '.join(status.rehearsal.told)}"
     if status.attempts:
         yield ""
         yield make_attempts_table(status)
@@ -114,7 +114,7 @@ def render_status_by_type(
 
 def describe_job_state(job: "JobStatus") -> str:
     """Describe the reason of a job's state and its expected start."""
-    start = [] if job.starts_at is None else [f"expected to start {format_moment(job.starts_at)}"]
+    start = [] if job.starts_at is None else [f"expected to start {format_local_time(job.starts_at)}"]
     return ", ".join(filter(None, [get_first_line(job.reason), *start]))
 
 
@@ -138,7 +138,7 @@ def make_attempts_table(status: "RunStatus") -> "Table":
     columns: dict[str, Sequence[str | Text]] = {
         "task": [row.attempt.task for row in status.attempts],
         "try": [str(row.attempt.number) for row in status.attempts],
-        "started": [format_moment(row.attempt.started_at, "%m-%d %H:%M") for row in status.attempts],
+        "started": [format_local_time(row.attempt.started_at, "%m-%d %H:%M") for row in status.attempts],
         f"time\n({unit})": ["-" if elapsed is None else format_number(elapsed / divisor) for elapsed in seconds],
         "allocation": [row.attempt.allocation or "-" for row in status.attempts],
         "hosts": ["-" if on_machine else names for names in hosts],
@@ -359,7 +359,7 @@ def _make_run_row(run: "RunSummary") -> list[str]:
     counts = [str(run.measured), str(choice["nodes"]), str(choice["batch"]), str(run.trained)]
     return [
         run.id,
-        format_moment(run.changed, "%Y-%m-%d"),
+        format_local_time(run.changed, "%Y-%m-%d"),
         run.script or run.model,
         run.dataset or "-",
         *counts,

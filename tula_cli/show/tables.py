@@ -9,7 +9,7 @@ from tula_cli.words import (
     describe_node_type,
     format_count,
     format_duration,
-    format_moment,
+    format_local_time,
     format_number,
     format_percent,
     is_cost_in_node_hours,
@@ -210,7 +210,7 @@ def describe_measured_trainings(recommendation: "Recommendation") -> Iterator[st
         changed = " (higher because the step time changed)" * any(steps.changed for steps in trainings)
         noise = ", ".join(format_percent(steps.noise) for steps in trainings)
         yield (
-            f"measured by {who}: {format_count(nodes)}, batch {batch}, {step_times_text}{probe_in_words}, up to {format_moment(trainings[-1].until)}; the fit assumes"
+            f"measured by {who}: {format_count(nodes)}, batch {batch}, {step_times_text}{probe_in_words}, up to {format_local_time(trainings[-1].until)}; the fit assumes"
             f" a standard deviation of {noise} %{changed}"
         )
     yield from (f"not used in the fit: {why}" for why in recommendation.trainings_left_out)

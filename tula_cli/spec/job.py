@@ -15,7 +15,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.plugins import is_import_string
-from tula_cli.presets import DIVIDING
+from tula_cli.presets import NORMALISING_OPTIMIZERS
 from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, adapt_to_sharded_model
 from tula_cli.spec.kinds import Nodes, Positive, Section, find_null_character
 from tula_cli.spec.merge import merge_mappings
@@ -175,7 +175,7 @@ class JobSpec(Section):
             self.script is None
             and self.train.training_method.scales_gradients
             and self.ags.apply_to is None
-            and self.optimizer.name in DIVIDING
+            and self.optimizer.name in NORMALISING_OPTIMIZERS
         ):
             object.__setattr__(self, "ags", self.ags.model_copy(update={"apply_to": "update"}))  # the model is frozen
         return self
@@ -473,7 +473,7 @@ def _get_lr_rule(spec: JobSpec) -> LrRule:
     if spec.train.stages == "decay" and spec.train.lr_scaling == "auto":
         return _get_noise_rule(spec)
     # The optimizer of a script is unknown before it starts.
-    is_adaptive = spec.script is not None or spec.optimizer.name in DIVIDING
+    is_adaptive = spec.script is not None or spec.optimizer.name in NORMALISING_OPTIMIZERS
     return spec.train.training_method.choose_lr_rule(spec.train.lr_scaling, is_adaptive=is_adaptive)
 
 
@@ -528,7 +528,7 @@ def describe_method_conflict(spec: JobSpec) -> str:
     Empty if the method fits, or if this is unknown until the optimizer is loaded.
     """
     name = spec.optimizer.name
-    divides = name in DIVIDING and spec.ags.resolved().apply_to == "gradient"
+    divides = name in NORMALISING_OPTIMIZERS and spec.ags.resolved().apply_to == "gradient"
     if misfit := spec.train.training_method.describe_optimizer_conflict(name, divides_gradients=divides):
         return misfit
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in OPTIMIZERS_WITH_BETA2:

@@ -5,7 +5,7 @@ import pytest
 
 from tula_cli.models.choice import adaptive
 from tula_cli.models.choice.adaptive import Candidate, Proposal, choose_first_probes, describe_regrets, propose_probes
-from tula_cli.models.time.step_time import Observation, StepTimeFit, fit_step_time
+from tula_cli.models.time.step_time import Observation, StepTimeFit, draw_posterior_samples, fit_step_time
 
 SAMPLES = 1e8  # of one training
 START = 30.0  # seconds
@@ -171,7 +171,7 @@ def test_the_belief_after_a_measurement_is_that_of_the_normal_distribution() -> 
     row = belief.covariance[2]
     expected = belief.covariance - np.outer(row, row) / (row[2] + 0.3)
     assert after.covariance == pytest.approx(expected)
-    draws = belief.draw_samples()
+    draws = draw_posterior_samples(belief.mean, belief.covariance)
     assert np.cov(draws.T) == pytest.approx(belief.covariance, abs=0.8)
 
 

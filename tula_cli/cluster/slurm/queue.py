@@ -14,7 +14,7 @@ from tula_cli.cluster.scheduler import QueuedJob, SchedulerState
 from tula_cli.cluster.slurm.command import call_slurm, parse_record
 from tula_cli.errors import SchedulerError, StorageFailed
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.words import format_moment
+from tula_cli.words import format_local_time
 
 # --- The states of jobs
 
@@ -180,7 +180,7 @@ def parse_maintenance_windows(text: str) -> list[tuple[float, float]]:
 
 def describe_window(begin: float, now: float) -> str:
     """Return a description of when a maintenance window starts, with the minutes until then."""
-    return f"a maintenance window starts {format_moment(begin)}, in {max(0, int((begin - now) // 60))} min"
+    return f"a maintenance window starts {format_local_time(begin)}, in {max(0, int((begin - now) // 60))} min"
 
 
 def _query_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:

@@ -18,7 +18,7 @@ from tula_cli.words import (
     format_count,
     format_duration,
     format_interval_of_hours,
-    format_moment,
+    format_local_time,
     format_number,
 )
 
@@ -39,7 +39,7 @@ def build_document(material: ReportData) -> Document:
         material.parts[0].run.job_name,
         _describe_question(material),
         " ".join(_describe_answer(material)),
-        f"{format_moment(material.at)}, tula {__version__}",
+        f"{format_local_time(material.at)}, tula {__version__}",
         tuple(_list_facts(material)),
         all_sections,
     )
@@ -52,7 +52,7 @@ def _describe_question(material: ReportData) -> str:
     counts = ", ".join(map(str, nodes)) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
     types = sorted({run_material.run.type for run_material in material.parts if run_material.run.type is not None})
     of_types = f" of types {', '.join(types)}" if types else ""
-    asked_at = "" if material.kept is None else f", {format_moment(material.kept.created_at)}"
+    asked_at = "" if material.kept is None else f", {format_local_time(material.kept.created_at)}"
     by = "" if recommendation is None else f" (objective {recommendation.criteria}{asked_at})"
     job = get_workload(spec).description
     return f"On how many nodes ({counts}{of_types}) and with which batch should {job} be trained for {describe_train_length(spec)}{by}?"
@@ -107,7 +107,7 @@ def _list_facts(material: ReportData) -> Iterator[Fact]:
             yield Fact(f"{prefix}software", describe_software(environments[-1]))
             yield Fact(f"{prefix}data set", f"{probes[0].dataset_size} training samples")
             dates = sorted(probe.measured_at for probe in probes)
-            days = " to ".join(dict.fromkeys((format_moment(dates[0]), format_moment(dates[-1]))))
+            days = " to ".join(dict.fromkeys((format_local_time(dates[0]), format_local_time(dates[-1]))))
             yield Fact(f"{prefix}measured", f"{days}, {format_count(len(probes), 'probe')}")
         yield Fact(f"{prefix}price", describe_price(run_material.run.spec.pricing))
     yield from _list_code_facts(material)

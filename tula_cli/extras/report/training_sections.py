@@ -24,7 +24,7 @@ from tula_cli.words import (
     choose_time_unit,
     format_count,
     format_duration,
-    format_moment,
+    format_local_time,
     format_number,
     format_percent,
     get_first_line,
@@ -147,7 +147,7 @@ def _build_attempts_table(training: TrainingReportData) -> Table:
         training.attempts,
         (
             (Column("attempt", align="left"), lambda attempt: f"{attempt.task} no. {attempt.number}"),
-            (Column("started", align="left"), lambda attempt: format_moment(attempt.started_at)),
+            (Column("started", align="left"), lambda attempt: format_local_time(attempt.started_at)),
             (Column("took", unit, digits=3), lambda attempt: attempt.count_seconds(at) / divisor),
             (Column("nodes"), lambda attempt: tasks[attempt.task].nodes if attempt.task in tasks else None),
             (Column("batch"), lambda attempt: tasks[attempt.task].batch if attempt.task in tasks else None),

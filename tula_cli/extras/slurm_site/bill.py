@@ -25,7 +25,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Pricing, SiteBill
 from tula_cli.spec.signature import compute_digest
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
-from tula_cli.words import format_count, format_moment, format_number
+from tula_cli.words import format_count, format_local_time, format_number
 
 # --- The resources that SLURM allocates to a job on each node, from its request and scontrol's partitions and nodes
 #
@@ -216,7 +216,7 @@ def find_site_bill(spec: JobSpec, root: Path | None, *, ask: CommandRunner) -> S
 
 
 def _load_stored_bill(stored: StoredBill, why: str) -> SiteBill:
-    day = format_moment(stored.asked_at, "%Y-%m-%d")
+    day = format_local_time(stored.asked_at, "%Y-%m-%d")
     return replace(stored.bill, words=f"{stored.bill.words}; as of {day}, {why}")
 
 

@@ -13,23 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_cli.models.choice.candidates import Flags, Floats
+from tula_cli.models.choice.objective import MIN_BATCHES_FOR_KNEE
 from tula_cli.models.time.noise import Z90
-from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, StepTimeFit
+from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, StepTimeFit, draw_posterior_samples
 from tula_cli.words import describe_probe_configuration, format_percent, join_words
 
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-
-_POSTERIOR_SAMPLES = 256  # posterior samples for the expected regret
-_OUTCOME_QUANTILES = np.array(
-    [-1.5, -0.8, -0.25, 0.25, 0.8, 1.5]
-)  # assumed outcomes of a probe, in standard deviations
+# assumed outcomes of a probe, in standard deviations
+_OUTCOME_QUANTILES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])
 _MIN_BENEFIT_SHARE = 0.5  # minimum expected benefit of a probe, as a share of the tolerance
 _REALISED_BENEFIT_SHARE = 0.1
 """Share of a probe's expected benefit that is compared with its cost: the benefit sums over all decisions, of which the
 user asks for one, and on measured clusters choices were only a fifth to a tenth as far off as expected
 (benchmarks/replay/replay.py)."""
-_MIN_BATCHES_FOR_KNEE = 5
 
 
 @dataclass(frozen=True)
@@ -148,23 +144,15 @@ class _Posterior:
                 covariance[index, index] = max(DEFAULT_REPEAT_SD, candidate.log_sd) ** 2
         return cls(mean, covariance, noise)
 
-    def compute_gain(self, index: int) -> Floats:
+    def compute_mean_shift(self, index: int) -> Floats:
         """Return the change of all means if a measurement is one standard deviation above its expectation."""
         moved: Floats = self.covariance[:, index] / math.sqrt(self.covariance[index, index] + self.noise[index])
         return moved
 
     def add_expected_measurement(self, index: int) -> "_Posterior":
         """Return the belief after a measurement that equals its expectation."""
-        gain = self.compute_gain(index)
-        return _Posterior(self.mean, self.covariance - np.outer(gain, gain), self.noise)
-
-    def draw_samples(self) -> Floats:
-        """Return posterior samples, shape (_POSTERIOR_SAMPLES, n); deterministic for a given belief."""
-        values, vectors = np.linalg.eigh(self.covariance)
-        root = vectors * np.sqrt(np.maximum(values, 0.0))
-        draws = np.random.default_rng(0).standard_normal((_POSTERIOR_SAMPLES, len(values)))
-        sampled: Floats = self.mean + draws @ root.T
-        return sampled
+        shift = self.compute_mean_shift(index)
+        return _Posterior(self.mean, self.covariance - np.outer(shift, shift), self.noise)
 
 
 @dataclass(frozen=True)
@@ -200,12 +188,12 @@ class _SelectionProblem:
             for name, weights in (("time", log_steps), ("cost", log_steps + log_price))
             for bound in bounds
         ]
-        knee = _Knee.from_batches(log_steps, batches) if len(bounds) >= _MIN_BATCHES_FOR_KNEE else None
+        knee = _Knee.from_batches(log_steps, batches) if len(bounds) >= MIN_BATCHES_FOR_KNEE else None
         return cls(candidates, tuple(decisions), knee)
 
     def compute_regrets(self, belief: _Posterior) -> dict[str, float]:
         """Return the expected regret of deciding now, by objective."""
-        samples = belief.draw_samples()
+        samples = draw_posterior_samples(belief.mean, belief.covariance)
         largest = {"time": 0.0, "cost": 0.0}
         for decision, chosen in zip(self.decisions, self.select_candidates(belief.mean), strict=True):
             values = decision.compute_values(samples)
@@ -227,8 +215,7 @@ class _SelectionProblem:
 
     def compute_benefit(self, belief: _Posterior, choices: Sequence[int], index: int) -> float:
         """Return the expected improvement of the decisions by a probe over `choices`, as a share of time or cost."""
-        gain = belief.compute_gain(index)
-        outcomes = belief.mean + _OUTCOME_QUANTILES[:, None] * gain
+        outcomes = belief.mean + _OUTCOME_QUANTILES[:, None] * belief.compute_mean_shift(index)
         total = 0.0
         for decision, chosen in zip(self.decisions, choices, strict=True):
             after = decision.compute_values(outcomes)
@@ -313,6 +300,6 @@ def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> 
     return candidate.probe_seconds + (0.0 if shared else candidate.job_seconds)
 
 
-def _describe_probe_choice(candidate: Candidate, belief: _Posterior, index: int, worth: float) -> str:
+def _describe_probe_choice(candidate: Candidate, belief: _Posterior, index: int, benefit: float) -> str:
     spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
-    return f"{describe_probe_configuration(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {100 * spread:.0f} %; a probe of this configuration is expected to improve the decisions by {100 * worth:.1f} %"
+    return f"{describe_probe_configuration(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {100 * spread:.0f} %; a probe of this configuration is expected to improve the decisions by {100 * benefit:.1f} %"

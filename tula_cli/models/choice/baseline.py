@@ -30,11 +30,11 @@ from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import (
     choose_time_unit,
+    describe_interval_of_hours,
     format_count,
     format_duration,
     format_number,
     is_cost_in_node_hours,
-    is_interval_too_wide,
 )
 
 MAX_RATIO_ABOUT_EQUAL = 0.10
@@ -60,10 +60,7 @@ class Baseline:
 def predict_baseline(estimator: Estimator, noise: Noise | None, *, node_type: str) -> Baseline:
     """Return the baseline of a job with its forecast, to the same progress too if the gradient noise is known."""
     spec = estimator.spec
-    config = Config(
-        spec.baseline.nodes or min(spec.search.nodes),
-        spec.baseline.batch or spec.train.reference_batch,
-    )
+    config = Config(spec.baseline.nodes or min(spec.search.nodes), spec.baseline.batch or spec.train.reference_batch)
     if problem := estimator.describe_why_infeasible(config) or estimator.describe_why_unknown(config):
         return Baseline(config, None, problem)
     forecast = estimator.predict_configurations(*convert_to_columns([config])).with_columns({"type": node_type})
@@ -143,14 +140,13 @@ def make_headline(
         + f", {format_number(chosen_row.cost)} {currency}" * has_price
     )
     configuration = _describe_nodes_and_batch(chosen)
-    comparison = _describe_comparison(baseline, spec, chosen, is_baseline=is_baseline)
     if is_baseline:
         text = f"{configuration}: today's configuration is the choice ({values})"
     else:
         text = ", ".join([f"{configuration}: {', '.join(changes) or values}", risk.text])
     return Headline(
         text=text,
-        comparison=comparison,
+        comparison=_describe_comparison(baseline, spec, chosen, is_baseline=is_baseline),
         length=describe_train_length(spec),
         interval=_describe_interval(chosen_row),
         preference=_describe_preference(chosen, candidates, objective, reference_batch=spec.train.reference_batch),
@@ -171,17 +167,10 @@ def make_headline(
 
 def _convert_to_same_progress(row: Prediction | None, objective: Objective) -> Prediction | None:
     """Return a forecast with time and cost to the same progress, if the objective compares those."""
-    progress = row.same_progress if row is not None and objective == "accuracy-time" else None
-    if row is None or progress is None:
+    if row is None or row.same_progress is None or objective != "accuracy-time":
         return row
-    return row.model_copy(
-        update={
-            "hours": progress.hours,
-            "hours_low": progress.hours_low,
-            "hours_high": progress.hours_high,
-            "cost": progress.cost,
-        }
-    )
+    names = ("hours", "hours_low", "hours_high", "cost")
+    return row.model_copy(update={name: getattr(row.same_progress, name) for name in names})
 
 
 def _compute_log_deviation(row: Prediction) -> float:
@@ -200,11 +189,9 @@ def prefer_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) 
     if not len(same) or not is_not_clearly_worse(today, knee):
         return choice
     baseline_prediction = same.prediction(0)
-    runners_up = [knee, *(row for row in choice.runners_up if row != baseline_prediction)][
-        : max(1, len(choice.runners_up))
-    ]
+    others = [knee, *(row for row in choice.runners_up if row != baseline_prediction)]
     reason = f"today's configuration is at least as good as {_describe_nodes_and_batch(knee)}, the choice without section baseline: {choice.reason}"
-    return Choice(baseline_prediction, reason, tuple(runners_up))
+    return Choice(baseline_prediction, reason, tuple(others[: max(1, len(choice.runners_up))]))
 
 
 def is_not_clearly_worse(row: Prediction, other: Prediction) -> bool:
@@ -246,29 +233,28 @@ def _describe_time_change(time: Change) -> str:
 
 def _describe_cost_change(cost: Change, currency: str) -> str:
     """Describe a change of cost: "30 % cheaper (0.0145 -> 0.0102 USD)"."""
-    values = _describe_values(cost, 1.0, currency)
-    if _is_about_equal(cost):
-        return f"at about the same cost ({values}{_explain_noise(cost)})"
-    if cost.within_noise:
-        return f"cost uncertain ({values})"
-    return f"{_describe_share(cost, 'cheaper', 'more expensive')} ({values})"
+    return _describe_change(
+        cost, currency, "cost", equal="at about the same cost", less="cheaper", more="more expensive"
+    )
 
 
 def _describe_energy_change(energy: Change) -> str:
-    values = _describe_values(energy, 1.0, "kWh")
-    if _is_about_equal(energy):
-        return f"about as much energy ({values}{_explain_noise(energy)})"
-    if energy.within_noise:
-        return f"energy uncertain ({values})"
-    return f"{_describe_share(energy, 'less energy', 'more energy')} ({values})"
+    return _describe_change(
+        energy, "kWh", "energy", equal="about as much energy", less="less energy", more="more energy"
+    )
 
 
-def _describe_share(change: Change, less: str, more: str) -> str:
+def _describe_change(change: Change, unit: str, noun: str, *, equal: str, less: str, more: str) -> str:
+    values = _describe_values(change, 1.0, unit)
+    if _is_about_equal(change):
+        return f"{equal} ({values}{_explain_noise(change)})"
+    if change.within_noise:
+        return f"{noun} uncertain ({values})"
     if change.ratio > 1:
-        return f"{format_number(100 * (1 - 1 / change.ratio), 2)} % {less}"
+        return f"{format_number(100 * (1 - 1 / change.ratio), 2)} % {less} ({values})"
     if change.ratio > 0.5:
-        return f"{format_number(100 * (1 / change.ratio - 1), 2)} % {more}"
-    return f"{format_number(1 / change.ratio, 2)}x {more}"
+        return f"{format_number(100 * (1 / change.ratio - 1), 2)} % {more} ({values})"
+    return f"{format_number(1 / change.ratio, 2)}x {more} ({values})"
 
 
 def _describe_values(change: Change, factor: float, unit: str) -> str:
@@ -301,10 +287,8 @@ def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, 
 
 
 def _describe_interval(row: Prediction) -> str:
-    if row.hours_low is None or row.hours_high is None:
-        return ""
-    width_warning = ", too uncertain for a decision" * is_interval_too_wide(row.hours_low, row.hours_high)
-    return f"90 % interval of the time: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{width_warning}."
+    interval = describe_interval_of_hours(row.hours_low, row.hours_high)
+    return f"90 % interval of the time: {interval}." if interval else ""
 
 
 def _describe_preference(

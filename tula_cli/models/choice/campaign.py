@@ -154,8 +154,8 @@ def describe_plan(
     Args:
         starts: the trainings, at least one, all of a job with the same batch.
         candidates: the configurations of all jobs, with the rows of the options.
-        request: what the plan is made for.
-        lower_bound: what no plan of several jobs is below.
+        request: query, limits and settings of the plan.
+        lower_bound: lower bound of the minimised quantity over all plans of several jobs; None for one job.
     """
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]

@@ -16,6 +16,7 @@ import numpy as np
 
 from tula_cli.models.choice.candidates import Floats
 from tula_cli.models.choice.node_schedule import (
+    RELATIVE_TOLERANCE,
     ScheduledStart,
     TrainingOption,
     compute_makespan,
@@ -36,8 +37,6 @@ _BISECTIONS = 5
 """Number of deadlines that are tried for the shortest plan within a budget."""
 _KEPT_CHOICES = 4
 """Number of choices of nodes from which improvements start, of each combination of batches."""
-_TOLERANCE = 1e-9
-"""Relative tolerance of comparisons between sums of durations or costs."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Rating(NamedTuple):
     def is_better_than(self, other: "Rating") -> bool:
         """Return whether this is better, apart from rounding."""
         for mine, others in zip(self, other, strict=True):
-            if abs(mine - others) > _TOLERANCE * max(abs(mine), abs(others)):
+            if abs(mine - others) > RELATIVE_TOLERANCE * max(abs(mine), abs(others)):
                 return mine < others
         return False
 
@@ -104,8 +103,8 @@ class JobsPlan:
 def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> JobsPlan | None:
     """Plan the trainings of several jobs, of shortest makespan or lowest cost.
 
-    Of the shortest plans that were found it is the cheapest. If all trainings can have the lowest cost within the
-    deadline, the plan of lowest cost is the shortest found in which they do.
+    Of several shortest plans, the cheapest is returned. If all trainings can have the lowest cost within the deadline,
+    the shortest plan in which they do is returned.
 
     Args:
         nodes: the number of nodes in use at a time.
@@ -126,11 +125,9 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> J
         return None
     combinations, are_all = _list_combinations(fitting, nodes, target)
     lists = [_ListSchedules(options, nodes, _MAX_LIST_STEPS // len(combinations)) for options in combinations]
-    targets = [
-        target,
-        PlanTarget("cost" if target.minimises == "time" else "time"),
-    ]  # minimising the limited quantity finds a plan within the limit if there is one
-    starts = min((each.improve(goal) for goal in targets for each in lists), key=target.rate_plan)
+    # minimising the limited quantity finds a plan within the limit if there is one
+    limited = PlanTarget("cost" if target.minimises == "time" else "time")
+    starts = min((each.improve(goal) for goal in (target, limited) for each in lists), key=target.rate_plan)
     if target.minimises == "time" and target.budget < math.inf:
         starts = _shorten_within_budget(lists, starts, target, bound)
     rating = target.rate_plan(starts)
@@ -154,13 +151,13 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> J
 def _shorten_within_budget(
     lists: Sequence["_ListSchedules"], starts: list[ScheduledStart], target: PlanTarget, bound: float
 ) -> list[ScheduledStart]:
-    """Return a plan that is the cheapest found within some deadline, and within the budget, or the given plan.
+    """Return the shortest plan within the budget that a bisection of the deadline finds, or the given plan.
 
     Args:
         lists: the schedules of each combination of batches.
-        starts: a plan.
+        starts: the given plan.
         target: the budget.
-        bound: the hours that no plan is below.
+        bound: lower bound of the hours of all plans.
     """
     shortest, longest = bound, compute_makespan(starts)
     for _ in range(_BISECTIONS):
@@ -285,30 +282,24 @@ class _ListSchedules:
         return all(start.option in options for start in starts)
 
     def improve(self, target: PlanTarget, starts: Sequence[ScheduledStart] | None = None) -> list[ScheduledStart]:
-        """Return the best plan that is found by changing options of some trainings, of several choices.
+        """Return the best plan that single changes of options lead to, from several initial choices of options.
 
         Args:
             target: what to minimise.
-            starts: a plan whose options are a further choice to begin with.
+            starts: a plan whose options are one more initial choice.
         """
         choices = dict.fromkeys(self._list_choices(target))
         rated = sorted((target.rate_plan(self._schedule_choice(choice, target)), choice) for choice in choices)
-        first = [choice for _, choice in rated[:_KEPT_CHOICES]] + (
-            [] if starts is None else [self._read_choice(starts)]
-        )
-        steps_each = self._steps // len(first)
-        return min(
-            (
-                self._schedule_choice(self._improve_by_single_changes(choice, target, steps_each), target)
-                for choice in first
-            ),
-            key=target.rate_plan,
-        )
+        first = [choice for _, choice in rated[:_KEPT_CHOICES]]
+        if starts is not None:
+            first.append(self._read_choice(starts))
+        improved = [self._improve_by_single_changes(choice, target, self._steps // len(first)) for choice in first]
+        return min((self._schedule_choice(choice, target) for choice in improved), key=target.rate_plan)
 
     def _list_choices(self, target: PlanTarget) -> Iterator[_OptionCounts]:
         """Yield choices in which all trainings of a job have the same option: the best by a sum of cost and node-hours.
 
-        Each is for a number of hours that no training exceeds.
+        Each choice limits the hours of one training.
         """
         all_options = [option for job in self._jobs for option in job.options]
         mean_cost = sum(option.cost for option in all_options) or 1.0
@@ -454,7 +445,7 @@ class _ScheduleSearch:
                 self._path.pop()
         if running:
             now = running[0][0]
-            running = tuple(entry for entry in running if entry[0] > now * (1 + _TOLERANCE))
+            running = tuple(entry for entry in running if entry[0] > now * (1 + RELATIVE_TOLERANCE))
             state = (now, running, remaining_counts)
             if cost < self._known.get(state, math.inf):
                 self._known[state] = cost

@@ -138,8 +138,8 @@ class Candidates:
 
     The columns are the fields of `Prediction`, which describes them with their units; those of its nested records have
     the record's name before theirs (`parts_steps`, `same_progress_hours`). nan stands for None. Objectives, limits and
-    the Pareto front work on columns; records are only made of rows that are shown, because 100,000 take seconds. Of
-    stages the column has the rows in `stages`.
+    the Pareto front work on columns; records are only made of rows that are shown, because 100,000 take seconds. Column
+    `stages` is the row of each configuration in the attribute `stages`.
     """
 
     def __init__(self, frame: "pd.DataFrame", stages: StageTable = NO_STAGES) -> None:
@@ -264,7 +264,7 @@ class Limit:
 
 
 def list_limits(query: Query) -> list[Limit]:
-    """Return the limits that a query sets, in the order in which one that excludes every row is named."""
+    """Return the limits that a query sets; messages name the first of them that excludes every row."""
     progress = "same_progress_" if query.compares_at_equal_progress else ""
     limits: list[tuple[LimitOption, str, float | None]] = [
         ("max_nodes", "nodes", query.max_nodes),

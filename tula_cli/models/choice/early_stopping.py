@@ -77,14 +77,14 @@ def shorten_prediction(prediction: Prediction, *, epochs: int, all_epochs: int) 
         all_epochs: number of all epochs.
     """
     share, parts = epochs / all_epochs, prediction.parts
-    if parts is None:
-        ratio = share
-    else:
-        update = {name: share * getattr(parts, name) for name in ("evaluation", "checkpoints")}
-        update["steps"] = steps = parts.steps * compute_share_of_steps(prediction, share)
+    ratio = share
+    if parts is not None:
+        steps = parts.steps * compute_share_of_steps(prediction, share)
         data = None if parts.data is None else parts.data * steps / parts.steps if parts.steps else 0.0
-        parts = parts.model_copy(update={**update, "data": data})
-        ratio = parts.total / prediction.parts.total if prediction.parts and prediction.parts.total else share
+        others = {name: share * getattr(parts, name) for name in ("evaluation", "checkpoints")}
+        shortened = parts.model_copy(update={"steps": steps, "data": data, **others})
+        ratio = shortened.total / parts.total if parts.total else share
+        parts = shortened
     names = ("hours", "hours_low", "hours_high", "cost", "node_hours", "kwh", "kwh_low", "kwh_high")
     shortened_values = {name: value * ratio for name in names if (value := getattr(prediction, name)) is not None}
     return prediction.model_copy(update={**shortened_values, "parts": parts})

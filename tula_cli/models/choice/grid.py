@@ -1,17 +1,15 @@
 """The grid of configurations: nodes and batches, with limits on both; without numpy, which most commands do without."""
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tula_cli.errors import SpecError
 
+Number = Any
+"""A number, or an array of them."""
+
 LimitByNodes = int | Mapping[int, int | None] | None
 """The largest local batch that fits one GPU, by number of nodes if the GPUs share a model; None if unbounded."""
-
-
-def get_max_local_batch(limit: LimitByNodes, nodes: int) -> int | None:
-    """Return the limit for a number of nodes."""
-    return limit.get(nodes) if isinstance(limit, Mapping) else limit
 
 
 def get_highest_limit(limit: LimitByNodes) -> int | None:
@@ -79,13 +77,11 @@ def list_candidates(
         max_local_batch: largest batch that fits one GPU; None if memory sets no bound.
         accumulate: micro-batches per optimizer step; the local batch must divide by it.
     """
-    feasible, sizes = [], list_batches(min_batch, max_batch)
+    feasible: list[Config] = []
+    sizes = list_batches(min_batch, max_batch)
     for count in sorted(set(nodes)):
-        world, max_local = count * gpus_per_node, get_max_local_batch(max_local_batch, count)
-        for batch in sizes:
-            if batch % (world * accumulate):
-                continue
-            if max_local is not None and batch // world > max_local:
-                continue
-            feasible.append(Config(count, batch))
+        world = count * gpus_per_node
+        limit = max_local_batch.get(count) if isinstance(max_local_batch, Mapping) else max_local_batch
+        fitting = [batch for batch in sizes if limit is None or batch // world <= limit]
+        feasible += [Config(count, batch) for batch in fitting if batch % (world * accumulate) == 0]
     return feasible

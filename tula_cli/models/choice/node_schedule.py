@@ -17,7 +17,7 @@ import numpy as np
 
 from tula_cli.models.choice.candidates import Candidates, Floats, Ints, find_pareto_front
 
-_RELATIVE_TOLERANCE = 1e-9
+RELATIVE_TOLERANCE = 1e-9
 """Relative tolerance of comparisons between sums of durations."""
 _MAKESPAN_TOLERANCE = 1e-6
 """Relative difference to which the shortest makespan within a budget is determined."""
@@ -51,7 +51,7 @@ class ScheduledStart:
 def list_options(
     candidates: Candidates, rows: Ints, *, cost: str = "cost", all_nodes: int | None = None
 ) -> list[TrainingOption]:
-    """Return the options, of some rows of the candidates, that no other beats in nodes, hours and cost.
+    """Return rows of the candidates as options, without those that another one beats in nodes, hours and cost.
 
     Args:
         rows: the indices of the rows to consider.
@@ -102,18 +102,18 @@ def plan_cheapest(
     if not in_time:
         return None
     least = min(option.cost for option in in_time)
-    lowest = [option for option in in_time if option.cost <= least * (1 + _RELATIVE_TOLERANCE)]
+    lowest = [option for option in in_time if option.cost <= least * (1 + RELATIVE_TOLERANCE)]
     if (side_by_side := _plan_concurrent_start(lowest, trainings=trainings, nodes=nodes)) is not None:
         return side_by_side
     least = min(option.cost for option in options if option.nodes <= nodes)
-    cheapest = [option for option in options if option.cost <= least * (1 + _RELATIVE_TOLERANCE)]
+    cheapest = [option for option in options if option.cost <= least * (1 + RELATIVE_TOLERANCE)]
     makespan = find_shortest_makespan(cheapest, trainings=trainings, nodes=nodes)
     # all trainings can use their cheapest configuration: this plan is the shortest one that does
     if makespan <= deadline:
         options, deadline = cheapest, makespan
     if not 0 < deadline < math.inf:
         return None
-    deadline *= 1 + _RELATIVE_TOLERANCE
+    deadline *= 1 + RELATIVE_TOLERANCE
     plan = _CheapestPlan(options, trainings, nodes, decimals=_KEY_DIGITS - math.ceil(math.log10(deadline)))
     costs = plan.divide_into_groups(nodes, deadline)[0][nodes]
     if not np.isfinite(costs[trainings]):
@@ -148,7 +148,7 @@ def sum_costs(starts: Sequence[ScheduledStart]) -> float:
 
 def is_within(value: float, limit: float) -> bool:
     """Return whether a sum is within a limit, apart from rounding."""
-    return value <= limit * (1 + _RELATIVE_TOLERANCE)
+    return value <= limit * (1 + RELATIVE_TOLERANCE)
 
 
 def plan_shortest(
@@ -198,7 +198,7 @@ def find_predecessors(starts: Sequence[ScheduledStart], nodes: int) -> list[tupl
     predecessors = []
     for index, start in enumerate(starts):
         ends = [0.0 if other is None else starts[other].end for other in last]
-        idle = [node for node in range(nodes) if ends[node] <= start.hours * (1 + _RELATIVE_TOLERANCE)]
+        idle = [node for node in range(nodes) if ends[node] <= start.hours * (1 + RELATIVE_TOLERANCE)]
         taken = sorted(idle, key=lambda node: (-ends[node], last[node] or 0))[: start.option.nodes]
         predecessors.append(tuple(sorted({other for node in taken if (other := last[node]) is not None})))
         for node in taken:
@@ -211,7 +211,7 @@ def _schedule_earliest_starts(starts: Sequence[ScheduledStart], nodes: int) -> l
     early: list[ScheduledStart] = []
     for start in sorted(starts):
         moments = sorted({0.0, *(other.end for other in early)})
-        running = ([other for other in early if other.end > moment * (1 + _RELATIVE_TOLERANCE)] for moment in moments)
+        running = ([other for other in early if other.end > moment * (1 + RELATIVE_TOLERANCE)] for moment in moments)
         moment = next(
             moment
             for moment, others in zip(moments, running, strict=True)
@@ -240,7 +240,7 @@ def schedule_in_order(counted: Sequence[tuple[TrainingOption, int]], nodes: int)
         waiting = still_waiting
         if waiting:
             hour = running[0][0]
-            while running and running[0][0] <= hour * (1 + _RELATIVE_TOLERANCE):
+            while running and running[0][0] <= hour * (1 + RELATIVE_TOLERANCE):
                 idle += heapq.heappop(running)[1]
     return starts
 
@@ -263,7 +263,7 @@ def _can_run_concurrently(series: Sequence[TrainingOption], options: Sequence[Tr
         if any(
             count * option_on_part.nodes <= nodes
             and option_on_part.hours <= hours
-            and count * option_on_part.cost <= cost * (1 + _RELATIVE_TOLERANCE)
+            and count * option_on_part.cost <= cost * (1 + RELATIVE_TOLERANCE)
             for option_on_part in options
         ):
             return True

@@ -33,7 +33,7 @@ _EXTENSION_DOUBLINGS = 100  # doublings by which a curve is extended on each sid
 
 
 def find_knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
-    """Return the knee of a falling curve by Kneedle [32] with S = 1; None if it does not lie between the ends.
+    """Return the knee of a falling curve by Kneedle [32] with S = 1; None if there is none between the ends.
 
     Kneedle takes the point farthest below the chord, so its answer depends on the axes and on where the curve is cut
     off. Over linear time, a curve that halves with every doubling of the batch, and so has no knee, gets one near its
@@ -45,8 +45,8 @@ def find_knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
     if len(batches) < MIN_BATCHES_FOR_KNEE or max(values) <= min(values) * (1 + MAX_EQUAL_DIFFERENCE):
         return None
     x, y = _extend_curve(*_compute_lower_hull(np.log2(batches), np.log2(values)))
-    nearest = _find_nearest_batch(batches, _locate_knee(x, y))
-    return nearest if batches[0] < nearest < batches[-1] else None
+    knee = _locate_knee(batches, x, y)
+    return knee if knee is not None and batches[0] < knee < batches[-1] else None
 
 
 def run_kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
@@ -58,15 +58,15 @@ def run_kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
         return None
     hull_x, hull_y = _compute_lower_hull(np.log2(batches), np.log2(values))
     x = np.arange(hull_x[0], hull_x[-1] + 0.5)
-    knee = _locate_knee(x, np.interp(x, hull_x, hull_y))
-    return None if knee is None else _find_nearest_batch(batches, knee)
+    return _locate_knee(batches, x, np.interp(x, hull_x, hull_y))
 
 
-def _locate_knee(x: Floats, y: Floats) -> float | None:
+def _locate_knee(batches: Sequence[int], x: Floats, y: Floats) -> int | None:
+    """Return the batch nearest to the knee that Kneedle finds on a curve over log2 of the batch; None if it finds none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kneed warns if there is no knee, for which this function returns None
         knee = _import_knee_locator()(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
-    return None if knee is None else float(knee)
+    return None if knee is None else min(batches, key=lambda batch: abs(math.log2(batch) - float(knee)))
 
 
 @functools.cache
@@ -100,10 +100,6 @@ def find_relative_extrema(
     return np.nonzero(comparator(values, extended[2:]) & comparator(values, extended[:-2]))
 
 
-def _find_nearest_batch(batches: Sequence[int], log_batch: float | None) -> int:
-    return min(batches, key=lambda batch: abs(math.log2(batch) - (math.inf if log_batch is None else log_batch)))
-
-
 def _compute_lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Return the lower convex hull, so that no dent due to noise is taken for the knee."""
     hull: list[int] = []
@@ -126,7 +122,7 @@ def _extend_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """
     inside = np.arange(x[0], x[-1] + 0.5)
     doublings = np.arange(1, _EXTENSION_DOUBLINGS + 1)
-    # Close to _BEYOND. Kneedle draws its chord to the lowest value of the curve, not to the last one.
+    # Close to _EXTENSION_DOUBLINGS. Kneedle draws its chord to the lowest value of the curve, not to the last one.
     before = y.min() - y[0] + (len(inside) - 1 + 2 * _EXTENSION_DOUBLINGS) / 2
     return (
         np.concatenate([x[0] - doublings[::-1], inside, inside[-1] + doublings]),
@@ -161,9 +157,8 @@ def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int
 
 # --- Objectives
 
-MAX_EXCESS_WITHOUT_KNEE = (
-    0.1  # relative tolerance without a knee: the smallest batch within it of the best value is chosen
-)
+# relative tolerance without a knee: the smallest batch within it of the best value is chosen
+MAX_EXCESS_WITHOUT_KNEE = 0.1
 _MAX_RUNNERS_UP = 3
 _MIN_SHARE_NAMED = 0.01  # batches that are the knee of a smaller share of the curves are not reported
 _MAX_ROWS_DRAWN = 64
@@ -210,7 +205,7 @@ def find_envelope(rows: Sequence[Prediction], quantity: Quantity = QUANTITIES["t
 
 def find_best_of_each_batch(rows: Candidates, quantity: Quantity) -> Ints:
     """Return the indices of the best row at each batch, ascending by batch."""
-    order = _sort_rows(rows, quantity)
+    order = _argsort_rows(rows, quantity)
     indices: Ints = order[np.unique(rows["batch"][order], return_index=True)[1]]
     return indices
 
@@ -219,7 +214,7 @@ def find_best_rows(rows: Candidates, quantity: Quantity, *, max_rows: int) -> In
     """Return the indices of at most `max_rows` rows, an equal number of the best at each batch, in their order."""
     if len(rows) <= max_rows:
         return np.arange(len(rows))
-    order = _sort_rows(rows, quantity)
+    order = _argsort_rows(rows, quantity)
     by_batch = order[np.argsort(rows["batch"][order], kind="stable")]
     first = np.unique(rows["batch"][by_batch], return_index=True, return_inverse=True)
     rank = np.arange(len(rows)) - first[1][first[2]]
@@ -254,12 +249,8 @@ def describe_knee_shares(steps: StepTimeFit, line: Candidates, *, gpus_per_node:
     return f"; given the uncertainty of the probes, {probability}" + f" ({alternatives})" * bool(alternatives)
 
 
-def _sort_rows(rows: Candidates, quantity: Quantity) -> Ints:
-    """Sort by cautious value; ties by the other value, then fewer nodes and a smaller batch.
-
-    Returns:
-        Indices.
-    """
+def _argsort_rows(rows: Candidates, quantity: Quantity) -> Ints:
+    """Return the indices that sort rows by cautious value; ties by the other value, then fewer nodes and a smaller batch."""
     other = rows["hours"] if quantity.name == "cost" else rows["cost"]
     return np.lexsort((rows["batch"], rows["nodes"], other, _compute_cautious_values(rows, quantity)))
 
@@ -285,12 +276,11 @@ def _get_value(row: Prediction, quantity: Quantity) -> float:
 
 
 def _choose_lowest(rows: Candidates, quantity: Quantity, among: str) -> Choice:
-    best = rows.prediction(int(_sort_rows(rows, quantity)[0]))
+    best = rows.prediction(int(_argsort_rows(rows, quantity)[0]))
     ascending = np.lexsort((rows["batch"], rows["nodes"], rows[quantity.column]))[: 1 + _MAX_RUNNERS_UP]
     others = [row for row in rows.select_rows(ascending).predictions() if row != best][:_MAX_RUNNERS_UP]
-    what = quantity.lowest
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
-    reason = f"the {what} {count}{_describe_noise_range(rows, quantity)}" if len(rows) > 1 else count
+    reason = f"the {quantity.lowest} {count}{_describe_noise_range(rows, quantity)}" if len(rows) > 1 else count
     alternative = describe_uncertain_alternative(best, rows, quantity)
     reason += f"; {alternative}" * bool(alternative) + _name_equal_batches(best, rows, quantity)
     return Choice(best, reason, tuple(others))
@@ -302,8 +292,7 @@ def describe_uncertain_alternative(chosen: Prediction, rows: Candidates, quantit
     value, least_value = _get_value(chosen, quantity), _get_value(least, quantity)
     if least_value >= value * (1 - _ROUNDING):
         return ""
-    what = quantity.saving
-    saved = f"{format_number(100 * (1 - least_value / value), 2)} % less {what}"
+    saved = f"{format_number(100 * (1 - least_value / value), 2)} % less {quantity.saving}"
     configuration = f"{format_count(least.nodes)}, batch {least.batch}"
     return f"{configuration} is predicted to need {saved}, but this prediction is less certain; add the configuration to the search to measure it"
 
@@ -330,13 +319,10 @@ def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:
         chosen = next(row for row in line if row.batch == batch)
         reason = f"the knee of {quantity.name} against batch{_describe_gain(chosen, line, quantity)}"
         other = run_kneedle(batches, values)
-        reason += (
-            f"; the Kneedle algorithm, on the searched part of the curve, finds batch {other}"
-            if other not in (None, batch)
-            else ""
-        )
+        if other not in (None, batch):
+            reason += f"; the Kneedle algorithm, on the searched part of the curve, finds batch {other}"
     chosen = _find_undominated_at_batch(chosen, rows)
-    order = np.argsort(_sort_rows(best, quantity))
+    order = np.argsort(_argsort_rows(best, quantity))
     others = sorted(
         (index for index, row in enumerate(line) if row.batch != chosen.batch),
         key=lambda index: (abs(math.log2(line[index].batch / chosen.batch)), order[index]),
@@ -359,13 +345,10 @@ def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Predicti
 
 def _fit_envelope(rows: Candidates, best: Candidates, quantity: Quantity) -> list[float]:
     """Return the least fitted value at each batch: measured values contain a single job's noise, which moves a knee."""
-    values = rows[quantity.column] * _compute_fitted_over_forecast(rows)
+    values = rows[quantity.column] * np.where(
+        np.isnan(rows["step_fitted"]), 1.0, rows["step_fitted"] / rows["step_time"]
+    )
     return [float(values[rows["batch"] == batch].min()) for batch in best["batch"]]
-
-
-def _compute_fitted_over_forecast(rows: Candidates) -> Floats:
-    """Return the ratio of fitted to forecast step times."""
-    return np.where(np.isnan(rows["step_fitted"]), 1.0, rows["step_fitted"] / rows["step_time"])
 
 
 def _choose_without_knee(line: Sequence[Prediction], quantity: Quantity) -> tuple[Prediction, str]:

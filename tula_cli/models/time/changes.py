@@ -17,7 +17,7 @@ from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepChange, StepPart, StepParts
 from tula_cli.run.records.scripts import Heartbeat
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.words import format_duration, format_moment, format_number
+from tula_cli.words import format_duration, format_local_time, format_number
 
 # --- Change points
 
@@ -58,13 +58,12 @@ class ChangePointTest:
         values = np.asarray(self.values)[-HISTORY_LENGTH_RATIO * self.least :]
         if len(values) < 2 * MIN_LEVEL_VALUES:
             return None
-        statistics = compute_split_statistics(values)
-        split = (
-            int(np.argmax(np.abs(statistics[MIN_LEVEL_VALUES - 1 : len(values) - MIN_LEVEL_VALUES]))) + MIN_LEVEL_VALUES
-        )
+        scores = compute_split_statistics(values)
+        judged = np.abs(scores[MIN_LEVEL_VALUES - 1 : len(values) - MIN_LEVEL_VALUES])
+        split = int(np.argmax(judged)) + MIN_LEVEL_VALUES
         if len(values) - split < self.least:
             return None
-        certainty = abs(statistics[split - 1]) / math.sqrt(_compute_variance_inflation(values, split))
+        certainty = abs(scores[split - 1]) / math.sqrt(_compute_variance_inflation(values, split))
         median_before, after = np.median(values[:split]), np.median(values[split:])
         if certainty < MANN_WHITNEY_THRESHOLD or abs(math.log(after / median_before)) < math.log(MIN_LEVEL_RATIO):
             return None
@@ -138,9 +137,8 @@ class LevelDetector:
 
     def __init__(self) -> None:
         self.test = ChangePointTest()
-        self.samples: deque[StepSample] = deque(
-            maxlen=HISTORY_LENGTH_RATIO * MAX_VALUES
-        )  # samples in the window of the test
+        # samples in the window of the test
+        self.samples: deque[StepSample] = deque(maxlen=HISTORY_LENGTH_RATIO * MAX_VALUES)
         self.unsettled = SETTLING_SAMPLES
 
     def add(self, sample: StepSample) -> Level | None:
@@ -309,17 +307,15 @@ def compute_median_step_parts(samples: Sequence[StepParts]) -> StepParts:
         values = [value for sample in samples if (value := getattr(sample, name)) is not None]
         return statistics.median(values) if values else None
 
-    step = compute_median_part("step")
-    assert step is not None
     return StepParts(
-        step=step,
+        step=statistics.median(sample.step for sample in samples),
         data=compute_median_part("data"),
         compute=compute_median_part("compute"),
         sync=compute_median_part("sync"),
     )
 
 
-def describe_level_change(level: "Level", task: TrainTask, seconds_left: Callable[[float], float | None]) -> StepChange:
+def describe_level_change(level: Level, task: TrainTask, seconds_left: Callable[[float], float | None]) -> StepChange:
     """Return the record of a step-time change: its parts before and after, remaining time and extra cost.
 
     Args:
@@ -367,7 +363,7 @@ def describe_step_change(change: StepChange) -> str:
     """Describe a change in one line."""
     parts_before, after = change.before, change.after
     slower = after.step > parts_before.step
-    since = format_moment(change.began_at, "%H:%M:%S")
+    since = format_local_time(change.began_at, "%H:%M:%S")
     causes = _SLOWER_CAUSES if slower else _FASTER_CAUSES
     named = {"compute": "computing", "sync": "synchronisation", "data": "waiting for data"}
     sentences = [
@@ -381,12 +377,8 @@ def describe_step_change(change: StepChange) -> str:
         else "no single part of the step explains the change"
     )
     why = ", ".join(causes[part] for part in change.parts) or unknown
-    extra_cost = change.cost_more
-    price = (
-        f", {format_number(abs(extra_cost))} {change.currency} {'more' if extra_cost > 0 else 'less'}"
-        if extra_cost
-        else ""
-    )
+    comparison = "more" if change.cost_more > 0 else "less"
+    price = f", {format_number(abs(change.cost_more))} {change.currency} {comparison}" if change.cost_more else ""
     end = f"{format_duration(change.seconds_left)} remaining instead of {format_duration(change.seconds_left_before)}{price}"
     ends = [", ".join(sentences)] * bool(sentences) + [end] * (change.seconds_left is not None)
     position = f"{since}, {change.samples} samples"

@@ -20,20 +20,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
+from tula_cli.models.choice.candidates import Flags, Floats, Ints
 from tula_cli.models.time.noise import BLOCK_COUNT, Z90, compute_block_deviation, compute_trimmed_mean
-from tula_cli.words import describe_probe_configuration, format_count
+from tula_cli.words import describe_probe_configuration, format_count, join_words
 
 if TYPE_CHECKING:
     from statsmodels.regression.linear_model import RegressionResultsWrapper
-# --- Priors
 
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
+# --- Priors
 
 
 @dataclass(frozen=True)
@@ -75,16 +73,14 @@ class Priors:
     exposed: Prior = Prior(-2.6, 1.0)  # ln tau
     shared: Prior = Prior(0.0, 0.3)  # sigma: growth of synchronisation between nodes with the GPUs per node
     inner: Prior = Prior(0.7, 0.4)  # kappa: growth of synchronisation inside a node with its GPUs
-    floor_growth_with_gpus: Prior = Prior(
-        0.1, 0.2
-    )  # eta: growth of the floor with the GPUs per node, whose processes share its CPU
+    # eta: growth of the floor with the GPUs per node, whose processes share its CPU
+    floor_growth_with_gpus: Prior = Prior(0.1, 0.2)
     compute: SmoothResidual = SmoothResidual(0.06, 1.2, 0.05)  # residual of ln c over ln b
     sync: SmoothResidual = SmoothResidual(0.28, 0.25, 0.2)  # residual of ln m over ln R
     local_step: LocalResidual = LocalResidual(0.04, 1.0, 0.5)  # residual of ln t over batch and replicas
     local_compute: LocalResidual = LocalResidual(0.04, 1.5, 0.7)  # residual of ln c over batch and replicas
-    local_sync: LocalResidual = LocalResidual(
-        0.2, math.inf, 0.5
-    )  # residual of ln m between nodes, where nodes of several sizes were measured
+    # residual of ln m between nodes, where nodes of several sizes were measured
+    local_sync: LocalResidual = LocalResidual(0.2, math.inf, 0.5)
     p: float = 7.5  # sharpness of the transition between compute and synchronisation
     additive: float = 1 / 21  # probability that compute hides no synchronisation: then p is 1
     q: float = 1.2  # sharpness of the transition between floor and slope
@@ -98,18 +94,7 @@ class Priors:
 
     @property
     def parameters(self) -> tuple[Prior, ...]:
-        return (
-            self.slope,
-            self.floor,
-            self.level,
-            self.growth,
-            self.log_sync_within_node,
-            self.forward,
-            self.exposed,
-            self.shared,
-            self.inner,
-            self.floor_growth_with_gpus,
-        )
+        return tuple(value for value in vars(self).values() if isinstance(value, Prior))
 
     @cached_property
     def means(self) -> Floats:
@@ -228,19 +213,19 @@ class ResidualRows:
 
     def compute_covariance(self, others: "ResidualRows", priors: Priors) -> Floats:
         """Return the covariance of the local residuals between these rows and others, shape (n, m)."""
-        covariances = [
+        distances = [
             np.subtract.outer(np.log(a), np.log(b))
             for a, b in ((self.batch, others.batch), (self.replicas, others.replicas), (self.gpus, others.gpus))
         ]
-        step = np.outer(self.by_step, others.by_step) * _compute_local_covariance(priors.local_step, *covariances)
-        compute = np.outer(self.by_compute, others.by_compute) * _compute_local_covariance(
-            priors.local_compute, *covariances
+        step, compute, sync = (
+            np.outer(by, by_others) * _compute_local_covariance(residual, *distances)
+            for by, by_others, residual in (
+                (self.by_step, others.by_step, priors.local_step),
+                (self.by_compute, others.by_compute, priors.local_compute),
+                (self.by_across, others.by_across, priors.local_sync),
+            )
         )
-        return (
-            step
-            + compute
-            + np.outer(self.by_across, others.by_across) * _compute_local_covariance(priors.local_sync, *covariances)
-        )
+        return np.asarray(step + compute + sync)
 
     def compute_variance(self, priors: Priors) -> Floats:
         """Return the diagonal of the rows' own covariance, shape (n,)."""
@@ -374,8 +359,8 @@ def evaluate_model(z: Floats, at: FeaturePoints) -> ModelEvaluation:
         z: whitened coordinates, shape (size,).
         at: the points.
     """
-    frame, priors, parameter_count = at.frame, at.frame.priors, PARAMETERS
-    theta, residuals = priors.means + priors.sds * z[:parameter_count], z[parameter_count:]
+    frame, priors = at.frame, at.frame.priors
+    theta, residuals = priors.means + priors.sds * z[:PARAMETERS], z[PARAMETERS:]
     u, v = residuals[: at.u.shape[1]], residuals[at.u.shape[1] :]
     slope, floor, level, growth, inside, forward, exposed, shared, within_node, floor_growth = theta[:, None]
     log_slope = frame.log_scale + slope + at.log_batch
@@ -411,7 +396,7 @@ def evaluate_model(z: Floats, at: FeaturePoints) -> ModelEvaluation:
     of_compute[:, SLOPE] = 1.0
     of_compute[:, FLOOR] = floor_share
     of_compute[:, CROWDED] = floor_share * at.log_gpus
-    of_compute[:, parameter_count : parameter_count + at.u.shape[1]] = at.u
+    of_compute[:, PARAMETERS : PARAMETERS + at.u.shape[1]] = at.u
     of_step = by_compute[:, None] * of_compute
     of_step[:, LEVEL] = by_sync
     of_step[:, GROWTH] = by_across * at.log_replicas
@@ -420,9 +405,9 @@ def evaluate_model(z: Floats, at: FeaturePoints) -> ModelEvaluation:
     of_step[:, INNER] = by_inside * at.log_inner
     of_step[:, FORWARD] = (compute - longer * backward_share / (1 - phi)) * phi * (1 - phi) / step
     of_step[:, EXPOSED] = tau * sync / step
-    of_step[:, parameter_count + at.u.shape[1] :] = by_across[:, None] * at.v
-    of_step[:, :parameter_count] *= priors.sds
-    of_compute[:, :parameter_count] *= priors.sds
+    of_step[:, PARAMETERS + at.u.shape[1] :] = by_across[:, None] * at.v
+    of_step[:, :PARAMETERS] *= priors.sds
+    of_compute[:, :PARAMETERS] *= priors.sds
     return ModelEvaluation(log_step, log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
 
 
@@ -453,12 +438,8 @@ _NOISE_WEIGHT = 6.0  # weight of the prior noise, as a number of residuals
 _NOISE_ROUNDS = 3  # iterations of estimating the noise
 _MAX_ITERATIONS = 25
 _TOLERANCE = 1e-4
-_INITIAL_SYNC_LEVELS = (
-    0.0,
-    1.0,
-    2.0,
-    3.0,
-)  # initial levels of synchronisation for fits to whole steps only, in standard deviations
+_INITIAL_SYNC_LEVELS = (0.0, 1.0, 2.0, 3.0)
+"""Initial levels of synchronisation for fits to whole steps only, in standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -468,7 +449,7 @@ class OverlapFit:
     noise: float  # estimated noise, as a multiple of that in the priors
     frame: ReferenceFrame = field(repr=False)
     fitted: "_LinearisedFit" = field(repr=False)
-    _data: "_FitData" = field(repr=False)
+    data: "_FitData" = field(repr=False)
 
     def predict(self, points: ConfigurationPoints) -> tuple[Floats, Floats]:
         """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
@@ -504,11 +485,6 @@ class OverlapFit:
     def _compute_remaining_derivatives(self, values: ModelEvaluation, whitened: Floats) -> Floats:
         """Return derivatives of ln t by z, less those of the local residuals, which depend on z too."""
         return values.of_step - whitened.T @ (self.fitted.spread.whitener @ self.fitted.jacobian)
-
-    @property
-    def has_only_whole_steps(self) -> bool:
-        """Whether steps include synchronisation, and no probe has measured their compute apart from it."""
-        return self._data.has_only_whole_steps
 
     @property
     def log_evidence(self) -> float:
@@ -606,6 +582,7 @@ class _FitData:
 
     @property
     def has_only_whole_steps(self) -> bool:
+        """Whether steps include synchronisation, and no probe has measured their compute apart from it."""
         is_synchronised = ~self.at.points.is_single_gpu
         return bool(is_synchronised.any()) and not bool(self.has_compute[is_synchronised].any())
 
@@ -753,7 +730,7 @@ class StepModel:
     @property
     def has_only_whole_steps(self) -> bool:
         """Whether no probe has measured compute apart from the synchronisation in its steps."""
-        return self.members[0].has_only_whole_steps
+        return self.members[0].data.has_only_whole_steps
 
     @property
     def overlap_probability(self) -> float:
@@ -796,7 +773,7 @@ def fit_step_model(
     compute: Floats,
     spread: Floats,
     collective: str,
-    priors: Priors = PRIORS,
+    priors: Priors,
 ) -> StepModel:
     """Fit the model to probes.
 
@@ -806,7 +783,7 @@ def fit_step_model(
     """
     fit = functools.partial(fit_overlap, points, step=step, compute=compute, spread=spread, collective=collective)
     overlapped = fit(priors=priors)
-    if points.is_single_gpu.all() or not (overlapped.has_only_whole_steps or may_lack_overlap(priors)):
+    if points.is_single_gpu.all() or not (overlapped.data.has_only_whole_steps or may_lack_overlap(priors)):
         return StepModel((overlapped,), np.ones(1))
     additive = fit(priors=replace(priors, p=1.0))
     log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence
@@ -814,7 +791,6 @@ def fit_step_model(
     return StepModel((overlapped, additive), np.array([1.0, odds]) / (1 + odds))
 
 
-Ints = NDArray[np.int64]
 Numbers = Sequence[int] | Floats | Ints
 
 STUDENT_T_95 = 2.132  # Student's t, 95 %, for five blocks (4 degrees of freedom)
@@ -938,7 +914,9 @@ class _ReplicaScope:
     def noun(self) -> str:
         return "node" if self.across else "GPU"
 
-    def make_points(self, nodes: Floats, gpus_per_node: Floats, local_batch: Floats) -> ConfigurationPoints:
+    def make_points(self, *columns: Numbers) -> ConfigurationPoints:
+        """Return configurations, given as nodes, GPUs per node and local batches, in the coordinates of the model."""
+        nodes, gpus_per_node, local_batch = (np.asarray(column, dtype=float) for column in columns)
         is_single_gpu = nodes * gpus_per_node == 1
         return ConfigurationPoints(
             replicas=nodes if self.across else gpus_per_node,
@@ -948,11 +926,16 @@ class _ReplicaScope:
             gpus=gpus_per_node if self.has_several_gpu_counts else None,
         )
 
+    def make_measured_points(self, observations: Sequence[Observation]) -> ConfigurationPoints:
+        """Return the measured configurations in the coordinates of the model."""
+        names = ("nodes", "gpus_per_node", "local_batch")
+        return self.make_points(*([getattr(observation, name) for observation in observations] for name in names))
+
     def describe_why_unpredictable(self, nodes: int, gpus_per_node: int) -> str:
         if not self.across and nodes > 1:
             return "only one node was measured, so the communication time of several nodes is unknown"
         if self.across and not min(self.gpus_per_node) <= gpus_per_node <= max(self.gpus_per_node):
-            return f"only {_list_numbers(self.gpus_per_node)} GPUs per node were measured, not {gpus_per_node}"
+            return f"only {join_words(sorted(self.gpus_per_node))} GPUs per node were measured, not {gpus_per_node}"
         return ""
 
 
@@ -1047,22 +1030,27 @@ class StepTimeFit:
 
     def make_points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> ConfigurationPoints:
         """Return configurations in the coordinates of the model."""
-        return self._scope.make_points(
-            np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
-        )
+        return self._scope.make_points(nodes, gpus_per_node, local_batch)
 
     def list_measured_points(self) -> tuple[ConfigurationPoints, Floats]:
         """Return the measured configurations and their step times in seconds."""
-        columns = ([getattr(o, name) for o in self._observations] for name in ("nodes", "gpus_per_node", "local_batch"))
-        return self.make_points(*columns), np.array([o.seconds for o in self._observations])
+        points = self._scope.make_measured_points(self._observations)
+        return points, np.array([o.seconds for o in self._observations])
 
-    def draw_samples(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
-        """Return posterior samples of ln step times, shape (count, n), without single-job noise; deterministic."""
-        mean, covariance = self.model.predict_jointly(self.make_points(nodes, gpus_per_node, local_batch))
-        values, vectors = np.linalg.eigh(covariance)
-        sampled = np.random.default_rng(0).standard_normal((count, len(mean)))
-        samples: Floats = mean + sampled @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
-        return samples
+    def draw_samples(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Floats:
+        """Return posterior samples of ln step times, shape (POSTERIOR_SAMPLES, n), without single-job noise."""
+        return draw_posterior_samples(*self.model.predict_jointly(self.make_points(nodes, gpus_per_node, local_batch)))
+
+
+POSTERIOR_SAMPLES = 256
+
+
+def draw_posterior_samples(mean: Floats, covariance: Floats) -> Floats:
+    """Return samples of a joint normal distribution, shape (POSTERIOR_SAMPLES, n); the same in every call."""
+    values, vectors = np.linalg.eigh(covariance)
+    draws = np.random.default_rng(0).standard_normal((POSTERIOR_SAMPLES, len(mean)))
+    samples: Floats = mean + draws @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
+    return samples
 
 
 def fit_step_time(observations: Iterable[Observation], *, collective: str, priors: Priors = PRIORS) -> StepTimeFit:
@@ -1079,11 +1067,7 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
     sorted_observations = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
     seconds = _check_seconds(sorted_observations)
     scope = _ReplicaScope.from_observations(sorted_observations)
-    points = scope.make_points(
-        np.array([o.nodes for o in sorted_observations], dtype=float),
-        np.array([o.gpus_per_node for o in sorted_observations], dtype=float),
-        np.array([o.local_batch for o in sorted_observations], dtype=float),
-    )
+    points = scope.make_measured_points(sorted_observations)
     model = fit_step_model(
         points,
         step=seconds,
@@ -1124,15 +1108,11 @@ def _check_seconds(observations: Sequence[Observation]) -> Floats:
 
 
 def _count_measurements(observations: Sequence[Observation]) -> int:
-    """Count the measurements: one per configuration, and one more if its compute was measured apart."""
-    configurations = {(o.nodes, o.gpus_per_node, o.local_batch) for o in observations}
-    return len(configurations) + len(_find_separate_compute(observations))
-
-
-def _find_separate_compute(observations: Iterable[Observation]) -> set[tuple[int, int, int]]:
-    """Return the configurations whose compute was measured apart from their synchronisation."""
-    synchronised = (o for o in observations if o.nodes * o.gpus_per_node > 1)
-    return {(o.nodes, o.gpus_per_node, o.local_batch) for o in synchronised if o.compute_time > 0}
+    """Count the measurements: one per configuration, and one more if compute was measured apart from synchronisation."""
+    separate = [o for o in observations if o.nodes * o.gpus_per_node > 1 and o.compute_time > 0]
+    return sum(
+        len({(o.nodes, o.gpus_per_node, o.local_batch) for o in counted}) for counted in (observations, separate)
+    )
 
 
 def _count_parameters(observations: Sequence[Observation], scope: _ReplicaScope) -> int:
@@ -1181,9 +1161,8 @@ def _describe_fit(
     If no measurement separates the two, the description says that only whole step times were used.
     """
     batches = np.unique(points.local_batch)[[0, -1]]
-    fewest, most = (
-        (None, None) if points.gpus is None else (np.full(2, end) for end in (points.gpus.min(), points.gpus.max()))
-    )
+    fewest = None if points.gpus is None else np.full(2, points.gpus.min())
+    most = None if points.gpus is None else np.full(2, points.gpus.max())
     ends = ConfigurationPoints(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False), fewest)
     compute = model.compute_parts(ends)[1]
     ranges = [_describe_range(compute, [f"local batch {batch:g}" for batch in batches])]
@@ -1198,15 +1177,13 @@ def _describe_fit(
         ranges.append(_describe_range(sync, [f"{format_count(round(count), scope.noun)}{of_gpus}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {100 * error:.1f} %"
     parts_text = ", overlapped with synchronisation ".join(ranges)
-    single_gpu_text = ""
-    if len(model.members) > 1:
-        by_steps = " only from the times of complete steps" * model.has_only_whole_steps
-        single_gpu_text = (
-            f"{by_steps}, compute hides synchronisation with probability {100 * model.overlap_probability:.0f} %"
-        )
+    overlap_text = " only from the times of complete steps" * model.has_only_whole_steps
+    overlap_text += f", compute hides synchronisation with probability {100 * model.overlap_probability:.0f} %"
+    if len(model.members) == 1:
+        overlap_text = ""
     trained = sum(o.doubt is not None for o in observations)
     sources = format_count(len(points) - trained, "probe") + f" and {format_count(trained, 'training')}" * bool(trained)
-    return f"step = compute {parts_text} ({sources}{single_gpu_text}, {quality})"
+    return f"step = compute {parts_text} ({sources}{overlap_text}, {quality})"
 
 
 def _describe_range(seconds: Floats, positions: Sequence[str]) -> str:
@@ -1218,7 +1195,3 @@ def _describe_range(seconds: Floats, positions: Sequence[str]) -> str:
 
 def _format_duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _list_numbers(numbers: Iterable[int]) -> str:
-    return ", ".join(str(number) for number in sorted(numbers))

@@ -40,9 +40,8 @@ compute."""
 DELAYED_RANKS_RESIDUAL = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
 """Local residual of the steps of delayed ranks: a third off the model in the median; how fast it changes over batch and
 replicas."""
-_MAX_SHARE_OF_DIVIDED_MODEL = (
-    0.75  # gradient bytes per rank, most over fewest ranks, below which a script counts as sharded
-)
+_MAX_SHARE_OF_DIVIDED_MODEL = 0.75
+"""Gradient bytes per rank, most over fewest ranks, below which a script counts as sharded."""
 NOISE = 3.0
 """Probes lie far off their fit if its noise is this multiple of that of other clusters."""
 
@@ -110,9 +109,8 @@ def find_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
         elif memory.states is not None:
             sizes_by_ranks[ranks] = max(memory.states.gradients, sizes_by_ranks.get(ranks, 0))
     if sizes_by_ranks:
-        is_divided = (
-            sizes_by_ranks[max(sizes_by_ranks)] < _MAX_SHARE_OF_DIVIDED_MODEL * sizes_by_ranks[min(sizes_by_ranks)]
-        )
+        on_fewest, on_most = sizes_by_ranks[min(sizes_by_ranks)], sizes_by_ranks[max(sizes_by_ranks)]
+        is_divided = on_most < _MAX_SHARE_OF_DIVIDED_MODEL * on_fewest
         sizes += [size * ranks if is_divided else size for ranks, size in sizes_by_ranks.items()]
     return max(sizes)
 

@@ -158,10 +158,8 @@ def estimate_from_measurements(
     if probe is not None and (spread := compute_block_deviation(probe)) is not None:
         seconds = compute_trimmed_mean(probe)
         estimates.append((seconds, (STUDENT_T_95 / Z90 * spread / seconds) ** 2 * (1 + 1 / BLOCK_COUNT)))
-    logs, weights = (
-        np.log([seconds for seconds, _ in estimates]),
-        1 / np.array([variance + between for _, variance in estimates]),
-    )
+    logs = np.log([seconds for seconds, _ in estimates])
+    weights = 1 / np.array([variance + between for _, variance in estimates])
     count = len(trained)
     mean = float(np.average(logs[:count], weights=weights[:count]))
     birge = float(weights @ np.square(logs - mean)) / max(1, len(estimates) - 1)
@@ -235,9 +233,8 @@ def _list_timed_steps(task: TrainTask, start: _Start) -> Iterator[_TimedSteps]:
     left out.
     """
     has_refreshes, previous_step = refresh.has_separate_refreshes(task.spec, task.batch), 0
-    rows_of_batch = [
-        row for row in start.steps if row.get("batch", task.batch) == task.batch
-    ]  # without rows of earlier stages
+    # without rows of earlier stages
+    rows_of_batch = [row for row in start.steps if row.get("batch", task.batch) == task.batch]
     for number, row in enumerate(rows_of_batch):
         count, previous_step = row.get("count") or max(1, row["step"] - previous_step), row["step"]
         if number < SETTLING_SAMPLES or row["time"] < start.since:

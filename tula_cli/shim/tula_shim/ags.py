@@ -138,7 +138,7 @@ class AgsHooks:
         if why := explain_unsupported() or self._describe_hook_conflict(model):
             self.fail(why)
         sys.path.append(self.settings["code"])  # kept, because parts of the package are imported late
-        dividing = importlib.import_module(f"{AGS_PACKAGE_NAME}.presets").DIVIDING
+        dividing = importlib.import_module(f"{AGS_PACKAGE_NAME}.presets").NORMALISING_OPTIMIZERS
         target = self.settings["apply_to"] or ("gradient" if scales_gradients(base, dividing) else "update")
         try:
             tula = self.tula = self._wrap_optimizer(base, model, target)

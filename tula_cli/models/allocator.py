@@ -9,7 +9,7 @@ default settings.
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 BLOCK_ALIGNMENT_BYTES = 512
@@ -56,7 +56,7 @@ class CachingAllocator:
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self.allocated = self.reserved = self.peak = self.most = self.flushes = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
         self._block_by_name: dict[int, _Block] = {}
         self._blocks: dict[int, _Block] = {}
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, number), ascending
@@ -73,7 +73,7 @@ class CachingAllocator:
             self._split(block, rounded)
         self._block_by_name[name] = block
         self.allocated += block.size
-        self.peak = max(self.peak, self.allocated)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def release(self, name: int) -> None:
         """Free the block of a name; names without a block are ignored."""
@@ -120,7 +120,7 @@ class CachingAllocator:
             if self.reserved + size > self.capacity:
                 raise DeviceMemoryExhausted
         self.reserved += size
-        self.most = max(self.most, self.reserved)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         return _Block(next(self._numbers), size, small=small)
 
     def _release_free_segments(self) -> None:
@@ -188,8 +188,10 @@ def replay_allocations(
             for number in [] if repetition else later:
                 allocator.allocate(number, round(sizes[number]))
     except DeviceMemoryExhausted:
-        return AllocatorPeaks(allocated=allocator.peak, reserved=allocator.most, fits=False)
-    return AllocatorPeaks(allocated=allocator.peak, reserved=allocator.most, flushes=allocator.flushes - flushes_before)
+        return AllocatorPeaks(allocated=allocator.peak_allocated, reserved=allocator.peak_reserved, fits=False)
+    return AllocatorPeaks(
+        allocated=allocator.peak_allocated, reserved=allocator.peak_reserved, flushes=allocator.flushes - flushes_before
+    )
 
 
 def _rename_allocations(allocator: CachingAllocator, stays: Sequence[int], replaced: Sequence[int]) -> None:
@@ -208,7 +210,8 @@ def _rename_allocations(allocator: CachingAllocator, stays: Sequence[int], repla
 def compute_peak_without_allocator(setup: Sequence[int], step: Sequence[int], sizes: Sequence[float]) -> int:
     """Return the peak of a step if exactly the requested bytes are allocated. Bytes."""
     bytes_held = sum(sizes[number] for number in setup)
-    return round(max(itertools.accumulate(_list_size_changes(step, sizes), initial=bytes_held)))
+    changes = (sizes[event - 1] if event > 0 else -sizes[-event - 1] for event in step)
+    return round(max(itertools.accumulate(changes, initial=bytes_held)))
 
 
 def _run_events(allocator: CachingAllocator, events: Iterable[int], sizes: Sequence[float]) -> None:
@@ -217,8 +220,3 @@ def _run_events(allocator: CachingAllocator, events: Iterable[int], sizes: Seque
             allocator.allocate(event - 1, round(sizes[event - 1]))
         else:
             allocator.release(-event - 1)
-
-
-def _list_size_changes(events: Iterable[int], sizes: Sequence[float]) -> Iterator[float]:
-    for event in events:
-        yield sizes[event - 1] if event > 0 else -sizes[-event - 1]

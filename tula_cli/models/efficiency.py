@@ -22,7 +22,7 @@ from tula_cli.models.choice.grid import Number
 from tula_cli.models.ramp import NOISE_GROWTH_EXPONENT
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.probes import GradientStats
-from tula_cli.words import format_number
+from tula_cli.words import format_count, format_number
 
 Pair = tuple[float, float]
 """Squared gradient norms of one step: the mean over small batches, and that of their average gradient."""
@@ -252,14 +252,13 @@ def _count_epochs_over_stages(rows: Candidates, epochs_at: Callable[[Number], Nu
 
 def describe_noise(noise: Noise, *, reference: int, epochs: int) -> str:
     """Describe the measured noise scale and the assumptions about it in a sentence or two."""
-    probes = "1 probe" if noise.probes == 1 else f"{noise.probes} probes"
     is_bounded = math.isfinite(noise.high)
     scale = noise.scale if is_bounded else noise.low
     mean = compute_equivalent_constant_noise(scale, reference=reference, epochs=epochs, measured_at=noise.epoch)
     value = f"{noise.scale:.3g} samples" if is_bounded else f"at least {noise.low:.3g} samples"
     bounds = f"{noise.low:.3g} to {noise.high:.3g}, " if is_bounded else ""
     at = f"after {noise.epoch:g} of {epochs} epochs" if noise.epoch else "at the start of training"
-    source = "a training" if noise.epoch else probes
+    source = "a training" if noise.epoch else format_count(noise.probes, "probe")
     return (
         f"gradient noise scale {value} {at} ({bounds}{source}), {format_number(mean)} on average over the training if the scale"
         f" grows with epochs^{NOISE_GROWTH_EXPONENT:g}; the epochs for the same progress as {epochs} at batch {reference} are predicted for plain SGD"

@@ -17,13 +17,13 @@ LEVEL_WINDOW_STEPS = 16
 MAX_LOST_SHARE, MAX_RISE_OF_LOWEST, MAX_RISE_IN_SD = 0.5, 0.3, 6.0
 """A level is too high if it exceeds the lowest one by this share of the progress, by this share of the lowest level
 itself, and by this many standard deviations of single steps."""
-WHOLE_RISE, PARTIAL_FALL = 0.9, 0.25
+WHOLE_RISE_SHARE, PARTIAL_RISE_WEIGHT = 0.9, 0.25
 """A rise by less than the first share of the progress is partial, and its steps count only as the second, so that the
 detector waits correspondingly longer."""
-RECOVERED, OF_SPREAD = 0.1, 1.5
+RECOVERED_SHARE, RECOVERED_SD = 0.1, 1.5
 """A partial rise is over once the level has fallen by this share of it and by this many standard deviations of single
 steps."""
-SOUND, FEW = 0.25, 3
+UNCHANGED_SHARE, UNCHANGED_STEPS = 0.25, 3
 """Share of the allowed rise up to which a loss counts as unchanged, and number of newest steps for which that must
 hold."""
 
@@ -67,14 +67,14 @@ class LossLevel:
             self.lowest = level
             self.noise = self._compute_spread()
         limit = self._compute_limit()
-        if not self.above and max([loss, *self.newest[-FEW:]]) - self.lowest <= SOUND * limit:
+        if not self.above and max([loss, *self.newest[-UNCHANGED_STEPS:]]) - self.lowest <= UNCHANGED_SHARE * limit:
             self.sound = samples
         if loss - self.lowest <= limit and not self.above:
             self.lr_factor = 0.0
         elif not self.lr_factor:
             self.lr_factor = lr_factor
         rise = level - self.lowest if self.first is not None and lr_factor > 1 else -math.inf
-        self._count_steps_above(is_high=rise > (SOUND * limit if self.above else limit))
+        self._count_steps_above(is_high=rise > (UNCHANGED_SHARE * limit if self.above else limit))
 
     @property
     def level(self) -> float:
@@ -87,12 +87,12 @@ class LossLevel:
             self.above = 0
             return
         self.highest = max(self.highest, level) if self.above else level
-        is_partial = self.highest - self.lowest < WHOLE_RISE * (first_level - self.lowest)
-        fall = max(RECOVERED * (self.highest - self.lowest), OF_SPREAD * self._compute_spread())
+        is_partial = self.highest - self.lowest < WHOLE_RISE_SHARE * (first_level - self.lowest)
+        fall = max(RECOVERED_SHARE * (self.highest - self.lowest), RECOVERED_SD * self._compute_spread())
         if is_partial and self.highest - level > fall:
             self.lowest, self.noise, self.above = level, self._compute_spread(), 0
         else:
-            self.above += PARTIAL_FALL if is_partial else 1
+            self.above += PARTIAL_RISE_WEIGHT if is_partial else 1
 
     def _compute_spread(self) -> float:
         """Return the standard deviation of single steps about the level, robust to outliers."""

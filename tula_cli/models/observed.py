@@ -26,7 +26,7 @@ MIN_ADVISED_CHANCE = 0.6
 DATA_WAIT, LONG_TRAINING = 0.1, 60.0
 """Share of the training time above which the wait for data is pointed out, and seconds of the shortest such training: in
 a shorter one, most of the wait is the start of the data loader."""
-BETWEEN_JOBS = 0.05
+JOB_DIFFERENCE_SHARE = 0.05
 """Share by which the step time of another job differs for no reason that the model has."""
 WARMUP_STEPS = 10
 """Steps of an observed job before those that are timed."""
@@ -250,7 +250,6 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
 
 
 def _list_notes(job: MeasuredJob) -> list[str]:
-    """Return the notes of the measurement: what is absent, and why."""
     notes = list(dict.fromkeys(job.ranks[0].notes))
     if job.sync_seconds is None and not notes:
         notes.append(
@@ -333,7 +332,7 @@ def predict_request(
         math.log(MAX_ADVISED_COST_RATIO / hours)
     )
     if more > 1:  # a step on fewer GPUs computes as much and synchronises less
-        low, middle, high = min(low, 1.0), min(middle, 1.0), min(high, 1.0 + BETWEEN_JOBS)
+        low, middle, high = min(low, 1.0), min(middle, 1.0), min(high, 1.0 + JOB_DIFFERENCE_SHARE)
     return AlternativeRequest(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -350,7 +349,6 @@ def predict_request(
 
 
 def _predict_log_step_time(fit: StepTimeFit, nodes_and_gpus: tuple[int, int], local_batch: int) -> tuple[float, float]:
-    """Return the logarithm of a predicted step time and its variance."""
     estimate = fit.predict(*nodes_and_gpus, local_batch)
     if estimate.low is None or estimate.high is None:
         return math.log(estimate.seconds), math.inf

@@ -72,8 +72,6 @@ class StageTimes:
 
         A training may still reach such a configuration after an out-of-memory error.
         """
-        if self.spec.train.stages is None:
-            return ""
         return describe_why_stages_rejected(
             self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size
         )
@@ -181,8 +179,9 @@ class StageTimes:
             ]
             if any(len(choice) > 1 for choice in choices) or any(training_nodes not in choice for choice in choices):
                 last_stage = {training_nodes: counts[row, -1] * steps.seconds[row]}
-                change = Change(float(startup[row]), self.queue)
-                stage_nodes[row, present] = choose_stage_nodes([*choices, last_stage], change, by=self.by)[:-1]
+                stage_nodes[row, present] = choose_stage_nodes(
+                    [*choices, last_stage], start=float(startup[row]), queue=self.queue, by=self.by
+                )[:-1]
         return stage_nodes
 
     def _list_stage_nodes(self, nodes: int, batch: int) -> Sequence[int]:
@@ -286,16 +285,8 @@ def choose_stage_objective_of_recommendation(recommended: Recommendation | None)
     return choose_stage_objective(get_quantity(recommended.objective, recommended.curve))
 
 
-@dataclass(frozen=True)
-class Change:
-    """The duration of a change of nodes. Seconds."""
-
-    start: float  # seconds until the ranks train, on nodes that are paid for
-    queue: float = 0.0  # seconds in the queue, which are not paid for
-
-
 def choose_stage_nodes(
-    options: Sequence[Mapping[int, float]], change: Change, *, by: StageObjective
+    options: Sequence[Mapping[int, float]], *, start: float, queue: float = 0.0, by: StageObjective
 ) -> tuple[int, ...]:
     """Return the nodes of each stage, ascending, with the least time or node-hours.
 
@@ -304,7 +295,8 @@ def choose_stage_nodes(
     Args:
         options: for each stage the seconds of its steps by number of nodes; for the last one the training's own nodes
             only.
-        change: duration of each change; the first start is on the first stage's nodes.
+        start: seconds from each start, on nodes that are paid for, until the ranks train.
+        queue: seconds that each change of nodes waits in the queue, which are not paid for.
         by: time or cost.
 
     Returns:
@@ -312,12 +304,11 @@ def choose_stage_nodes(
         using those throughout.
     """
 
-    def value(nodes: int, seconds: float, *, queue: float = 0.0) -> float:
-        return nodes * seconds if by == "cost" else seconds + queue
+    def value(nodes: int, seconds: float, wait: float) -> float:
+        return nodes * seconds if by == "cost" else seconds + wait
 
-    first_values = {nodes: value(nodes, change.start + seconds) for nodes, seconds in options[0].items()}
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {
-        (nodes, 0): (lowest, (nodes,)) for nodes, lowest in first_values.items()
+        (nodes, 0): (value(nodes, start + seconds, 0.0), (nodes,)) for nodes, seconds in options[0].items()
     }
     for stage in options[1:]:
         reached: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
@@ -326,7 +317,7 @@ def choose_stage_nodes(
                 if nodes < previous_nodes or (nodes > previous_nodes and changes == MAX_CHANGES):
                     continue
                 moved = nodes > previous_nodes
-                added = value(nodes, seconds + change.start * moved, queue=change.queue * moved)
+                added = value(nodes, seconds + start * moved, queue * moved)
                 lowest, state = (totals + added, (*path, nodes)), (nodes, changes + moved)
                 if state not in reached or lowest[0] < reached[state][0]:
                     reached[state] = lowest

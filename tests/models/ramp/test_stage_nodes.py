@@ -14,7 +14,6 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp_costs import (
     MAX_CHANGES,
-    Change,
     StageObjective,
     assign_nodes_to_stages,
     build_ramp_on_nodes,
@@ -48,24 +47,26 @@ def forecast(by: StageObjective, **train: object) -> Estimator:
 
 
 @pytest.mark.parametrize(
-    ("by", "change", "nodes"),
+    ("by", "start", "queue", "nodes"),
     [
-        ("time", Change(10), (4, 4)),  # 10 + 50 + 200, and with 2 at first 10 + 60 + 10 + 200
-        ("cost", Change(10), (1, 4)),  # 110 + 4 x 210 = 950; 2 x 70 + 840 = 980; 4 x 260 = 1,040
-        ("cost", Change(99), (1, 4)),  # 199 + 4 x 299 = 1,395, and 4 x 349 = 1,396
-        ("cost", Change(100), (4, 4)),  # 1,400 both: fewest changes
-        ("cost", Change(10, queue=1e6), (1, 4)),  # waiting is not paid for
+        ("time", 10, 0, (4, 4)),  # 10 + 50 + 200, and with 2 at first 10 + 60 + 10 + 200
+        ("cost", 10, 0, (1, 4)),  # 110 + 4 x 210 = 950; 2 x 70 + 840 = 980; 4 x 260 = 1,040
+        ("cost", 99, 0, (1, 4)),  # 199 + 4 x 299 = 1,395, and 4 x 349 = 1,396
+        ("cost", 100, 0, (4, 4)),  # 1,400 both: fewest changes
+        ("cost", 10, 1e6, (1, 4)),  # waiting is not paid for
     ],
 )
-def test_each_stage_has_the_nodes_that_it_is_worth(by: StageObjective, change: Change, nodes: tuple[int, ...]) -> None:
-    assert choose_stage_nodes(STAGES, change, by=by) == nodes
+def test_each_stage_has_the_nodes_that_it_is_worth(
+    by: StageObjective, start: float, queue: float, nodes: tuple[int, ...]
+) -> None:
+    assert choose_stage_nodes(STAGES, start=start, queue=queue, by=by) == nodes
 
 
 def test_a_small_batch_that_is_faster_on_few_nodes_has_them_where_that_pays_for_the_start_and_the_wait() -> None:
     slow = ({1: 40.0, 4: 100.0}, {4: 200.0})
-    assert choose_stage_nodes(slow, Change(10), by="time") == (1, 4)
-    assert choose_stage_nodes(slow, Change(10, queue=49), by="time") == (1, 4)
-    assert choose_stage_nodes(slow, Change(10, queue=51), by="time") == (4, 4)
+    assert choose_stage_nodes(slow, start=10, by="time") == (1, 4)
+    assert choose_stage_nodes(slow, start=10, queue=49, by="time") == (1, 4)
+    assert choose_stage_nodes(slow, start=10, queue=51, by="time") == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -85,12 +86,12 @@ def test_objectives_that_are_of_money_or_energy_choose_by_node_hours(
     assert choose_stage_objective(get_quantity(objective, curve)) == by
 
 
-def value(options: Sequence[dict[int, float]], path: Sequence[int], change: Change, by: StageObjective) -> float:
+def value(options: Sequence[dict[int, float]], path: Sequence[int], *, start: float, queue: float, by: str) -> float:
     total, before = 0.0, 0
     for stage, nodes in zip(options, path, strict=True):
-        start = change.start if nodes != before else 0.0
-        queue = change.queue if nodes != before and before else 0.0
-        total += nodes * (stage[nodes] + start) if by == "cost" else stage[nodes] + start + queue
+        starting = start if nodes != before else 0.0
+        waiting = queue if nodes != before and before else 0.0
+        total += nodes * (stage[nodes] + starting) if by == "cost" else stage[nodes] + starting + waiting
         before = nodes
     return total
 
@@ -106,19 +107,20 @@ def test_no_other_ascending_nodes_are_better_and_those_throughout_never(
     times: list[list[float]], start: float, queue: float, cost: bool
 ) -> None:
     options = [dict(zip((1, 2, 4, 8), seconds, strict=True)) for seconds in times] + [{8: 100.0}]
-    change, by = Change(start, queue), "cost" if cost else "time"
-    stage_nodes = choose_stage_nodes(options, change, by=by)  # type: ignore[arg-type]
+    by: StageObjective = "cost" if cost else "time"
+    stage_nodes = choose_stage_nodes(options, start=start, queue=queue, by=by)
     paths = [
         path for path in itertools.product(*options) if list(path) == sorted(path) and len({*path}) <= MAX_CHANGES + 1
     ]
-    least = min(value(options, path, change, by) for path in paths)  # type: ignore[arg-type]
-    assert value(options, stage_nodes, change, by) == pytest.approx(least)  # type: ignore[arg-type]
-    assert stage_nodes in paths and least <= value(options, (8,) * len(options), change, by)  # type: ignore[arg-type]
+    least = min(value(options, path, start=start, queue=queue, by=by) for path in paths)
+    assert value(options, stage_nodes, start=start, queue=queue, by=by) == pytest.approx(least)
+    assert stage_nodes in paths
+    assert least <= value(options, (8,) * len(options), start=start, queue=queue, by=by)
 
 
 def test_nodes_change_a_bounded_number_of_times() -> None:
     stages = [{nodes: 100.0 if nodes == 1 << k else 1e4 for nodes in (1, 2, 4, 8, 16, 32)} for k in range(5)]
-    stage_nodes = choose_stage_nodes([*stages, {32: 1.0}], Change(0.1), by="time")
+    stage_nodes = choose_stage_nodes([*stages, {32: 1.0}], start=0.1, by="time")
     assert len({*stage_nodes}) == MAX_CHANGES + 1 and list(stage_nodes) == sorted(stage_nodes)
 
 

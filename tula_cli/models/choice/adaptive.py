@@ -89,12 +89,12 @@ def propose_probes(fit: StepTimeFit, candidates: Sequence[Candidate], *, toleran
     belief = _Posterior.from_fit(fit, candidates)
     problem = _SelectionProblem.from_candidates(candidates)
     regrets = problem.compute_regrets(belief)
-    open_ = np.array([candidate.measured is None for candidate in candidates])
-    words = describe_regrets(regrets, all_measured=not open_.any())
+    unmeasured = np.array([candidate.measured is None for candidate in candidates])
+    words = describe_regrets(regrets, all_measured=not unmeasured.any())
     if max(regrets.values()) <= tolerance:
         return Proposal((), regrets, f"The search is finished: further probes would not change the choice. {words}")
     training = problem.compute_node_seconds(belief.mean)
-    picks = tuple(_plan_round(problem, belief, open_, tolerance, training))
+    picks = tuple(_plan_round(problem, belief, unmeasured, tolerance, training))
     takes = f"The training takes {training / 3600:.2g} node-hours in its fastest configuration."
     return Proposal(
         picks,
@@ -270,14 +270,14 @@ class _Knee:
 
 
 def _plan_round(
-    problem: _SelectionProblem, belief: _Posterior, open_: Flags, tolerance: float, training: float
+    problem: _SelectionProblem, belief: _Posterior, unmeasured: Flags, tolerance: float, training: float
 ) -> Iterable[ProposedProbe]:
     """Yield probes one after the other, each chosen as if the previous ones had come out as expected.
 
     Probes that cost more node-seconds than they are expected to save of the training are not chosen.
     """
     started: set[tuple[int, int]] = set()
-    remaining = [index for index in range(len(open_)) if open_[index]]
+    remaining = [index for index in range(len(unmeasured)) if unmeasured[index]]
     # measurements that equal their expectation do not change the choices
     choices = problem.select_candidates(belief.mean)
     while remaining:

@@ -552,7 +552,6 @@ def fit_overlap(
 
 
 def _make_step_rows(at: FeaturePoints, values: ModelEvaluation) -> ResidualRows:
-    """Return the rows of ln t at points."""
     points = at.points
     by = np.ones(len(points)), values.by_compute, values.by_across * (at.frame.gpus is not None)
     return ResidualRows(points.local_batch, points.replicas, points.sizes, *by)
@@ -1125,7 +1124,6 @@ def _count_parameters(observations: Sequence[Observation], scope: _ReplicaScope)
 
 
 def _list_fit_warnings(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> Iterator[Diagnostic]:
-    """Yield warnings about the reliability of the fit."""
     probes = (o for o in observations if o.doubt is None)
     unsteady = [f"{o} by {100 * o.noise:.0f} %" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
     if unsteady:

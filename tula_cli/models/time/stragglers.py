@@ -34,7 +34,7 @@ MIN_STRAGGLER_RATIO = 1.2
 cent."""
 _MIN_SLOW_SHARE = 0.75  # minimum share of its probes in which a straggler is slow
 _MIN_PROBES = 2  # minimum number of probes
-GROWTH = 0.5
+MIN_SYNC_GROWTH = 0.5
 """Exposed synchronisation counts as growing with the batch if it grows by more than this share of the largest batch's
 compute."""
 DELAYED_RANKS_RESIDUAL = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
@@ -42,7 +42,7 @@ DELAYED_RANKS_RESIDUAL = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
 replicas."""
 _MAX_SHARE_OF_DIVIDED_MODEL = 0.75
 """Gradient bytes per rank, most over fewest ranks, below which a script counts as sharded."""
-NOISE = 3.0
+FAR_NOISE = 3.0
 """Probes lie far off their fit if its noise is this multiple of that of other clusters."""
 
 
@@ -185,7 +185,7 @@ def warn_unexplained_waits(observations: Sequence[Observation], model: StepModel
         model: fitted to them.
     """
     sizes = {(o.nodes, o.gpus_per_node) for o in observations if o.nodes * o.gpus_per_node > 1}
-    if not sizes or model.noise <= NOISE:
+    if not sizes or model.noise <= FAR_NOISE:
         return []
     max_size = max(sizes)
     far = sorted(
@@ -196,7 +196,7 @@ def warn_unexplained_waits(observations: Sequence[Observation], model: StepModel
         return []
     small, large = far[0], far[-1]
     grown = (large.seconds - large.compute_time) - (small.seconds - small.compute_time)
-    if grown <= GROWTH * large.compute_time:
+    if grown <= MIN_SYNC_GROWTH * large.compute_time:
         return []
     return [
         messages.unexplained_waits(

@@ -418,6 +418,6 @@ def test_a_process_that_its_scheduler_does_not_know_supervises_nothing(tmp_path:
     from tula_cli.cluster.allocation import Allocation
 
     with pytest.raises(
-        SchedulerError, match=r"method place\(\) of scheduler TinyQueue returned nothing for this process"
+        SchedulerError, match=r"method find_position\(\) of scheduler TinyQueue returned None for this process"
     ):
         Allocation.from_environment({}, tiny_queue.TinyQueue(str(tmp_path)))

@@ -790,7 +790,7 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
 def test_kills_for_memory_are_counted_in_the_own_cgroup(
     cgroups: str, counter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures, "CGROUPS", tmp_path)
+    monkeypatch.setattr(failures, "CONTROL_GROUPS_FOLDER", tmp_path)
     oom_counters = failures._list_oom_counters(cgroups)
     assert oom_counters == ([] if counter is None else [tmp_path / counter])
     for path in oom_counters:

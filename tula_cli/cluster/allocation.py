@@ -70,7 +70,6 @@ class Allocation:
     environ: Mapping[str, str] = field(default_factory=dict)  # environment inherited by the ranks
     ends_at: float | None = None  # Unix time of the time limit; None without one
     termination: TerminationSignal = field(default_factory=TerminationSignal)
-
     cpus: int | None = None  # CPUs per supervisor; None if unknown
     scheduler: Scheduler = field(default_factory=SlurmScheduler)  # scheduler of the job, if it has a job_id
 
@@ -86,23 +85,22 @@ class Allocation:
             SchedulerError: a user-defined scheduler does not recognise the process as part of one of its jobs.
         """
         job_scheduler = scheduler or SlurmScheduler()
-        job_place = job_scheduler.find_position(environ)
-        if job_place is None:
+        position = job_scheduler.find_position(environ)
+        if position is None:
             if not isinstance(job_scheduler, LocalScheduler | SlurmScheduler):
-                raise SchedulerError(
-                    f"method place() of scheduler {job_scheduler.name} returned nothing for this process"
-                )
+                message = f"method find_position() of scheduler {job_scheduler.name} returned None for this process"
+                raise SchedulerError(message)
             return cls(0, 1, environ=environ, scheduler=LocalScheduler())
         return cls(
-            index=job_place.index,
-            count=job_place.count,
-            local_index=job_place.local_index,
-            job_id=job_place.job_id,
-            restarts=job_place.restarts,
-            hosts=job_place.hosts,
-            nodes=job_place.nodes or None,
+            index=position.index,
+            count=position.count,
+            local_index=position.local_index,
+            job_id=position.job_id,
+            restarts=position.restarts,
+            hosts=position.hosts,
+            nodes=position.nodes or None,
             environ=environ,
-            cpus=job_place.cpus,
+            cpus=position.cpus,
             scheduler=job_scheduler,
         )
 

@@ -134,14 +134,9 @@ class RunningAttempt:
         if stopped is not None:
             return stopped
         child, code = group.find_first_failure() or (0, 0)
-        return self._find_exit_failure(
-            RankExit(
-                code,
-                failures.count_oom_kills() > kills,
-                read_last_bytes(log, LOG_TAIL_BYTES),
-                self._lowest_rank + child,
-            )
-        )
+        was_oom_kill = failures.count_oom_kills() > kills
+        rank = get_first_rank(self.allocation, self.task) + child
+        return self._find_exit_failure(RankExit(code, was_oom_kill, read_last_bytes(log, LOG_TAIL_BYTES), rank))
 
     @cached_property
     def _log(self) -> Path:
@@ -157,7 +152,8 @@ class RunningAttempt:
 
     def _report_not_started(self, message: str) -> Failure:
         failure = Failure(outcome="user", message=message, host=get_node_name())
-        self._write_exit_report(RankExit(127, False, message, self._lowest_rank), failure)
+        exited = RankExit(127, False, message, get_first_rank(self.allocation, self.task))
+        failures.write_exit_report(self.run, self.task, self.attempt, exited, failure)
         return failure
 
     def _clean_up_earlier_attempts(self, starts: Sequence[RankCommand]) -> Iterator[str]:
@@ -175,7 +171,12 @@ class RunningAttempt:
                 yield f"GPU memory of an earlier attempt is still in use: {memory_holders}"
 
     def apply_termination_reason(self, failure: Failure | None) -> Failure | None:
-        """Return the failure of an attempt, replaced by the scheduler's reason if the scheduler ended the allocation."""
+        """Return why an attempt ended, which may be another reason than the failure of its ranks.
+
+        It is the scheduler's reason if that ended the allocation. If the ranks stopped early (time limit, end of a
+        stage), it is that instead of a lost peer or a signal. Cancels the job if the scheduler reports that the user
+        did.
+        """
         if self.allocation.termination.is_received and not self.run.is_finished(self.task):
             if self.run.is_cancelled(self.task.job):
                 return Failure(outcome="cancelled", message="cancelled by the user")
@@ -185,10 +186,10 @@ class RunningAttempt:
             # If a follower fails, the scheduler terminates the leader too.
             reported = find_supervisor_failure(self.run, self.attempt) if termination.outcome == "signal" else None
             return reported or termination
-        # If the ranks have saved to stop early, a peer lost during the exit is not the reason of the end.
-        stopped = self.run.read_stop_reason(self.task.id, self.attempt.number)
         if failure is None or failure.outcome not in ("unknown", "peer", "signal"):
             return failure
+        # If the ranks have saved to stop early, a peer lost during the exit is not the reason of the end.
+        stopped = self.run.read_stop_reason(self.task.id, self.attempt.number)
         if stopped == "time_limit":
             return self._make_time_limit_failure()
         if stopped == "stage_end":
@@ -198,10 +199,6 @@ class RunningAttempt:
     def _make_time_limit_failure(self) -> Failure:
         message = TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id)
         return Failure(outcome="time_limit", message=message)
-
-    @property
-    def _lowest_rank(self) -> int:
-        return get_first_rank(self.allocation, self.task)
 
     def _watch_ranks(self, group: RankGroup) -> Failure | None:
         """Wait for the ranks; terminate them on cancellation, at a deadline, or after a failed peer.
@@ -241,7 +238,7 @@ class RunningAttempt:
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE_SECONDS:
                 return self._end_waiting_ranks(group)
-            if is_due and self._is_superseded():
+            if is_due and not self.allocation.is_local and self.run.is_superseded(self.task):
                 group.kill()  # this node was considered lost: two allocations would write to one run
                 return Failure(outcome="node_failure", message="another allocation has taken over this job")
             self.change_watcher.pause(self._monitor.poll_interval(self.allocation))
@@ -256,10 +253,8 @@ class RunningAttempt:
 
     def _truncate_log(self) -> None:
         """Limit the size of the ranks' log, such that all logs of a node together have at most MAX_LOG_BYTES bytes."""
-        pause = max(
-            LOG_CHECK_SECONDS, self.allocation.count / 10
-        )  # at most ten checks per second by all supervisors of a job
-        if time.monotonic() < self._log_truncated_at + pause:
+        # At most ten checks per second by all supervisors of a job.
+        if time.monotonic() < self._log_truncated_at + max(LOG_CHECK_SECONDS, self.allocation.count / 10):
             return
         self._log_truncated_at = time.monotonic()
         max_bytes = MAX_LOG_BYTES * (self.allocation.nodes or 1) // self.allocation.count
@@ -268,9 +263,8 @@ class RunningAttempt:
     @cached_property
     def _exit_deadline(self) -> float | None:
         """Unix time at which to leave before the time limit, computed once; None without a limit, and for followers."""
-        return (
-            None if self.allocation.ends_at is None else self.allocation.compute_exit_deadline(self.allocation.ends_at)
-        )
+        ends_at = self.allocation.ends_at
+        return None if ends_at is None else self.allocation.compute_exit_deadline(ends_at)
 
     def _compute_seconds_to_exit(self, is_due: bool) -> float | None:
         """Return the seconds that a script has left to save before the time limit, or None if it need not save yet.
@@ -289,20 +283,18 @@ class RunningAttempt:
     def _end_ranks(self, group: RankGroup, *, deadline: float) -> None:
         """Ask the ranks to save and exit, and kill what remains at the deadline (monotonic clock).
 
-        A script that can save is first asked to in the way that its job configures."""
+        A script that can save is first asked to do so in the way that its job configures.
+        """
         if self._monitor.can_save:
             asked_at = time.time()
             self._monitor.request_checkpoint()
-            while (
-                group.is_running() and time.monotonic() < deadline and not self._monitor.has_saved_since(since=asked_at)
-            ):
+            while group.is_running() and time.monotonic() < deadline:
+                if self._monitor.has_saved_since(since=asked_at):
+                    break
                 time.sleep(POLL_SECONDS)
                 self._monitor.record_progress()
             deadline = max(deadline, time.monotonic() + 1.0)
         group.end(deadline - time.monotonic())
-
-    def _is_superseded(self) -> bool:
-        return not self.allocation.is_local and self.run.is_superseded(self.task)
 
     def _end_waiting_ranks(self, group: RankGroup) -> Failure | None:
         """Kill ranks that wait in a collective for a failed rank; None if the failed rank is one of this supervisor."""
@@ -312,13 +304,13 @@ class RunningAttempt:
         if has_failed_rank:
             return None
         peer = Failure(outcome="peer")
-        return self._find_root_cause(peer) if self.allocation.is_leader else peer  # followers do not search
+        if not self.allocation.is_leader:
+            return peer
+        return failures.find_root_cause(self.run, self.task, self.attempt, peer)
 
     def _has_reason_not_to_start(self) -> bool:
-        return (
-            self.allocation.termination.is_received
-            or self._find_reason_to_stop(self.change_watcher.is_due()) is not None
-        )
+        is_due = self.change_watcher.is_due()
+        return self.allocation.termination.is_received or self._find_reason_to_stop(is_due) is not None
 
     def _find_reason_to_stop(self, is_due: bool) -> Failure | None:
         """Return why the ranks must stop: cancelled (checked only if a poll is due) or past the deadline; else None."""
@@ -336,11 +328,11 @@ class RunningAttempt:
         failure = failures.find_rank_failure(self.run, self.task, self.attempt, exited)
         if self.allocation.is_local or self.allocation.termination.is_received:
             return failure
-        self._write_exit_report(exited, failure)
+        failures.write_exit_report(self.run, self.task, self.attempt, exited, failure)
         if not self.allocation.is_leader:
             return failure
         self._wait_for_reports()
-        return self._find_root_cause(failure)
+        return failures.find_root_cause(self.run, self.task, self.attempt, failure)
 
     def _wait_for_reports(self) -> None:
         """Wait, at most PEER_GRACE_SECONDS, for the reports of all supervisors: the root cause may be on another one.
@@ -356,12 +348,6 @@ class RunningAttempt:
             if reported and has_cause(self.run.read_failures(self.task.id, self.attempt.number)):
                 return
             time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-
-    def _write_exit_report(self, exited: RankExit, failure: Failure) -> None:
-        failures.write_exit_report(self.run, self.task, self.attempt, exited, failure)
-
-    def _find_root_cause(self, failure: Failure) -> Failure:
-        return failures.find_root_cause(self.run, self.task, self.attempt, failure)
 
 
 # --- The size of a log
@@ -389,9 +375,8 @@ def truncate_log(log: Path, *, max_bytes: int = MAX_LOG_BYTES, keep: Sequence[st
     try:
         if log.stat().st_size <= max_bytes:
             return
-        with open(
-            os.open(log, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b", 0
-        ) as file:
+        flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(log, flags), "r+b", 0) as file:
             size = os.fstat(file.fileno()).st_size
             beginning = os.pread(file.fileno(), max_bytes // 8 + 256, 0)
             earlier = _DROPPED_BYTES_PATTERN.search(beginning)
@@ -399,11 +384,8 @@ def truncate_log(log: Path, *, max_bytes: int = MAX_LOG_BYTES, keep: Sequence[st
             until = max(head_end, size - max_bytes // 4)
             until += os.pread(file.fileno(), _MAX_LINE_BYTES, until).find(b"\n") + 1
             kept_lines = b"".join(_find_matching_lines(file, head_end, until, keep)) if keep else b""
-            kept_lines = (
-                kept_lines
-                if len(kept_lines) <= max_bytes // 4
-                else kept_lines[kept_lines.find(b"\n", -max_bytes // 4) + 1 :]
-            )
+            if len(kept_lines) > max_bytes // 4:
+                kept_lines = kept_lines[kept_lines.find(b"\n", -max_bytes // 4) + 1 :]
             file.seek(until)
             end = file.read() or b""
             dropped = until - head_end - len(kept_lines) + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
@@ -417,12 +399,11 @@ def truncate_log(log: Path, *, max_bytes: int = MAX_LOG_BYTES, keep: Sequence[st
 
 def _find_matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str]) -> Iterator[bytes]:
     """Yield the lines between two offsets of a file that match any of the patterns."""
-    compiled, incomplete = [re.compile(pattern, re.MULTILINE) for pattern in patterns], b""
+    expressions, incomplete = [re.compile(pattern, re.MULTILINE) for pattern in patterns], b""
     for at in range(begin, end, _READ_BYTES):
-        *lines, incomplete = (incomplete + os.pread(file.fileno(), min(_READ_BYTES, end - at), at)).splitlines(
-            keepends=True
-        )
+        block = incomplete + os.pread(file.fileno(), min(_READ_BYTES, end - at), at)
+        *lines, incomplete = block.splitlines(keepends=True)
         lines += [incomplete] if at + _READ_BYTES >= end else []
-        yield from (
-            line for line in lines if any(expression.search(line.decode(errors="replace")) for expression in compiled)
-        )
+        for line in lines:
+            if any(expression.search(line.decode(errors="replace")) for expression in expressions):
+                yield line

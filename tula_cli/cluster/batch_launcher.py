@@ -16,7 +16,7 @@ from tula_cli.cluster.scheduler import JobRequest, QueuedJob, Scheduler, Schedul
 from tula_cli.errors import SchedulerError
 from tula_cli.run import files, package
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import read_last_bytes
+from tula_cli.run.files import get_change_time, read_last_bytes
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot, is_moved
@@ -33,10 +33,6 @@ class BatchLauncher:
     def __init__(self, scheduler: Scheduler, kind: str) -> None:
         self.scheduler = scheduler
         self.kind = kind
-
-    @property
-    def forgotten(self) -> str:
-        return f"{self.scheduler.name} no longer knows it"
 
     def render_script(self, run: RunDir, task: Task) -> str:
         """Return the script of the first job of a task; the scripts of later jobs also wait for earlier ones."""
@@ -62,7 +58,10 @@ class BatchLauncher:
         ids = [queued[name].id for name in names if name in queued]
         for id_ in ids:
             self.write_job_files(run, task, id_)  # the submitting command may have been killed before this
-        submitted_at = min((_get_script_write_time(job) for job in queued.values()), default=time.time())
+        written_at = [
+            get_change_time(Path(job.script)) for job in queued.values() if job.script
+        ]  # just before submission
+        submitted_at = min((when or time.time() for when in written_at), default=time.time())
         files.prepare_folders(run.path, *task.folders)
         new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_jobs(names, queued) :]
         ids += self._submit_jobs_of_chain(run, new, queued=tuple(ids), preceding=_list_preceding_ids(run, task))
@@ -82,31 +81,21 @@ class BatchLauncher:
 
     def query_states(self, snapshot: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Query the states of all jobs at once. An unknown job has ended, unless it was submitted only seconds ago."""
-        states = self.scheduler.query_states([id_ for job in jobs for id_ in job.ids])
-        return {
-            job.id: _add_error_output(
-                snapshot, job, self._explain_missing_log(snapshot, job, self._get_state(snapshot, job, states))
-            )
-            for job in jobs
-        }
+        reported_states = self.scheduler.query_states([id_ for job in jobs for id_ in job.ids])
+        states: dict[str, SchedulerState] = {}
+        for job in jobs:
+            state = _explain_missing_log(snapshot, job, self._get_state(snapshot, job, reported_states))
+            states[job.id] = _add_error_output(snapshot, job, state)
+        return states
 
     def _get_state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
-        state = get_chain_state(job, states, forgotten=self.forgotten, released=snapshot.read_released_jobs(job.id))
+        forgotten = f"{self.scheduler.name} no longer knows it"
+        state = get_chain_state(job, states, forgotten=forgotten, released=snapshot.read_released_jobs(job.id))
         if state.state == "pending" and is_moved(job, snapshot.resolved_path):
             return SchedulerState("ended", f"the run was moved from {job.folder} after the job was submitted")
         if state.young and any(attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)):
             return SchedulerState("running", "the queue does not list the job")
         return state
-
-    def _explain_missing_log(self, snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
-        """Return the state of a job; if its log is missing, with the reason that its nodes do not see the run directory."""
-        has_started = state.state == "ended" and (not state.reason or state.failed or state.forgotten)
-        if not (state.without_log or has_started):
-            return state
-        if list_attempts_of_submission(snapshot, job) or snapshot.list_started_logs(job.ids):
-            return state
-        reason = f"the job wrote no log, so its nodes probably do not see {snapshot.path.resolve()}; set --run-dir to a folder on a file system that all nodes share"
-        return replace(state, reason=f"{state.reason}; {reason}" if state.reason else reason)
 
     def cancel(self, run: RunDir, job: Job) -> None:
         """Mark a job as cancelled, so that its supervisors start nothing more, and cancel its allocations by their ids.
@@ -230,14 +219,6 @@ def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict
     return {job.name: job for job in jobs if not job.script or Path(job.script).parent.resolve() == folder}
 
 
-def _get_script_write_time(job: QueuedJob) -> float:
-    """Return when the script of a job was written (Unix time), just before its submission; now if unknown."""
-    try:
-        return Path(job.script).stat().st_mtime if job.script else time.time()
-    except OSError:
-        return time.time()
-
-
 def _count_submitted_jobs(names: Sequence[str], queued: Mapping[str, QueuedJob]) -> int:
     """Return how many jobs need no submission: all up to the last queued one; earlier ones have run or must not."""
     return max((names.index(name) + 1 for name in queued), default=0)
@@ -246,6 +227,17 @@ def _count_submitted_jobs(names: Sequence[str], queued: Mapping[str, QueuedJob])
 def _list_preceding_ids(run: RunDir, task: Task) -> Sequence[str]:
     """Return the ids of the jobs that the first job of a training waits for."""
     return [id_ for name in task.awaited_jobs if (job := run.find_job(name)) is not None for id_ in job.ids]
+
+
+def _explain_missing_log(snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
+    """Return the state of a job; if its log is missing, with the reason that its nodes do not see the run directory."""
+    has_started = state.state == "ended" and (not state.reason or state.failed or state.forgotten)
+    if not (state.without_log or has_started):
+        return state
+    if list_attempts_of_submission(snapshot, job) or snapshot.list_started_logs(job.ids):
+        return state
+    reason = f"the job wrote no log, so its nodes probably do not see {snapshot.path.resolve()}; set --run-dir to a folder on a file system that all nodes share"
+    return replace(state, reason=f"{state.reason}; {reason}" if state.reason else reason)
 
 
 def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:

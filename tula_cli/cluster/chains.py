@@ -87,11 +87,9 @@ def get_chain_state(
         )
         return replace(get_chain_state(remaining, reported_states, forgotten=forgotten), released=explanation)
     is_just_submitted = time.time() - job.submitted_at < YOUNG_SECONDS
-    unheard = (
-        SchedulerState("pending", "just submitted", young=True)
-        if is_just_submitted
-        else SchedulerState("ended", forgotten, forgotten=True)
-    )
+    unheard = SchedulerState("ended", forgotten, forgotten=True)
+    if is_just_submitted:
+        unheard = SchedulerState("pending", "just submitted", young=True)
     states = [reported_states.get(id_, unheard) for id_ in job.ids]
     if is_just_submitted:  # accounting may know a job before squeue lists it
         states = [unheard if state.state == "unknown" else state for state in states]

@@ -25,7 +25,9 @@ COUNTED_OUTCOMES: tuple[OutcomeClass, ...] = (
     "storage", "hung", "host_limit", "port", "unknown", "signal", "peer", "device_fault", "device_error",
 )  # fmt: skip
 """Failures limited to `MAX_RESTARTS` per job, or in a training to `train.max_attempts` without a newer checkpoint."""
-ALLOCATION_LOST: tuple[OutcomeClass, ...] = ("supervisor", "time_limit", "preempted", "node_failure")
+ALLOCATION_ENDED: tuple[OutcomeClass, ...] = ("time_limit", "preempted", "node_failure")
+"""Failures with which an allocation ends, whether or not its scheduler has warned by a signal."""
+ALLOCATION_LOST: tuple[OutcomeClass, ...] = ("supervisor", *ALLOCATION_ENDED)
 """Failures that end the allocation: a training resumes in the next one as long as checkpoints advance."""
 
 
@@ -313,23 +315,12 @@ class _FailureContext:
 
         Failures of the file system are not the program's fault: they count only among themselves and in their allocation.
         """
-        counted = count_attempts_towards_limit(
-            [*self.history.earlier, self._this_attempt], self.outcome, self.history.allocation
-        )
+        attempts = [*self.history.earlier, self.history.attempt.model_copy(update={"failure": self.failure})]
+        counted = count_attempts_towards_limit(attempts, self.outcome, self.history.allocation)
         return counted < self.task.max_attempts
 
-    @property
-    def _this_attempt(self) -> Attempt:
-        return self.history.attempt.model_copy(update={"failure": self.failure})
-
-    def is_local(self) -> bool:
-        return not self.task.spec.cluster.backend.has_queue
-
-    def has_larger_stage(self) -> bool:
-        return self.training.next_stage is not None
-
     def compute_fewer_workers(self) -> int | None:
-        """Return fewer loader processes, or None: half, once; for `auto` FEWEST_WORKERS, then half each time."""
+        """Return fewer loader processes, or None: half, once; for `auto` MIN_AUTO_WORKERS, then half each time."""
         task = self.training
         if task.workers == "auto":
             return MIN_AUTO_WORKERS
@@ -406,12 +397,14 @@ _SITUATIONS: dict[Situation, Callable[[_FailureContext], bool]] = {
     "the job has all its results": lambda case: case.history.finished,
     "a new start would fail too": lambda case: case.failure is not None and case.failure.permanent,
     "the allocation has ended": lambda case: case.history.allocation_ended,
-    "the next stage has more nodes": _FailureContext.has_larger_stage,
+    "the next stage has more nodes": lambda case: case.training.next_stage is not None,
     "a configuration takes less memory": lambda case: case.history.fallback is not None,
     "the number of loader processes can be lowered": lambda case: case.compute_fewer_workers() is not None,
     "the learning rate of the growing batch can be lowered": lambda case: case.compute_lower_lr_limit() is not None,
     "attempts remain": _FailureContext.has_attempts_left,
-    "attempts remain, and there is no scheduler": lambda case: case.is_local() and case.has_attempts_left(),
+    "attempts remain, and there is no scheduler": lambda case: (
+        not case.task.spec.cluster.backend.has_queue and case.has_attempts_left()
+    ),
     "a later job waits": lambda case: case.history.later_jobs > 0,
     _AFTER_STEP_AND_WAITS: lambda case: case.is_first_after_step() and case.history.later_jobs > 0,
     _AFTER_STEP: _FailureContext.is_first_after_step,

@@ -24,6 +24,7 @@ from tula_cli.host.failure_texts import (
     is_thread_refused,
 )
 from tula_cli.host.failures import find_root_failure
+from tula_cli.host.machine import CONTROL_GROUPS_FOLDER
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, choose_full_disk_errno
@@ -33,8 +34,6 @@ from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.shortages import get_shortage, parse_shortage
-
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,9 @@ def _find_failure_in_log(run: RunDir, task: Task, exited: RankExit, device: str)
     if outcome == "disk" or (outcome in ("unknown", "peer") and _is_disk_full(run, task, exited)):
         return Failure(outcome="disk", rank=exited.rank, host=host)
     if exited.oom_kill and outcome in ("signal", "unknown", "peer"):
+        outcome = "device_oom" if device == "cpu" else "host_oom"
         message = "the kernel killed a process because the memory was used up"
-        return Failure(
-            outcome="device_oom" if device == "cpu" else "host_oom", message=message, rank=exited.rank, host=host
-        )
+        return Failure(outcome=outcome, message=message, rank=exited.rank, host=host)
     line = find_line_of_failure(output_text)
     if line and outcome == classify_failure(line, device=device):
         return _make_failure(outcome, line, exited, rank=exited.rank)
@@ -90,13 +88,13 @@ def _find_failure_in_log(run: RunDir, task: Task, exited: RankExit, device: str)
         # Native code that does not check an allocation crashes under the limit instead of raising.
         message = f"crashed under the memory limit (cluster.memory_per_gpu): {find_most_informative_line(summary)}"
         return Failure(outcome="device_oom", message=message, host=host)
-    killed = f"its process was killed by {signal.Signals(-exited.exit_code).name}" if exited.exit_code < 0 else ""
-    exit_message = (
-        killed
-        or (find_user_exception(output_text) if outcome == "user" else "")
-        or (_describe_unknown_exit(summary, exited) if outcome == "unknown" else find_most_informative_line(summary))
-    )
-    return _make_failure(outcome, exit_message, exited, rank=exited.rank if killed else None)
+    if exited.exit_code < 0:
+        message = f"its process was killed by {signal.Signals(-exited.exit_code).name}"
+        return _make_failure(outcome, message, exited, rank=exited.rank)
+    if outcome == "unknown":
+        return _make_failure(outcome, _describe_unknown_exit(summary, exited), exited, rank=None)
+    exception_line = find_user_exception(output_text) if outcome == "user" else ""
+    return _make_failure(outcome, exception_line or find_most_informative_line(summary), exited, rank=None)
 
 
 def _describe_unknown_exit(summary: str, exited: RankExit) -> str:
@@ -207,9 +205,9 @@ def _list_oom_counters(cgroups: str) -> list[Path]:
     for line in cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            counters.append(CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
+            counters.append(CONTROL_GROUPS_FOLDER / "memory" / path.lstrip("/") / "memory.oom_control")
         elif not controllers and path != "/":
-            counters.append(CGROUPS / path.lstrip("/") / "memory.events")
+            counters.append(CONTROL_GROUPS_FOLDER / path.lstrip("/") / "memory.events")
     return counters
 
 

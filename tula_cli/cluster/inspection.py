@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tula_cli.host.machine import read_machine_memory, read_processor_name
 from tula_cli.host.processes import run_command
 from tula_cli.plugins import is_import_string
 from tula_cli.run.code import compute_code_digest
-from tula_cli.run.files import make_folder, read_record, write_record
+from tula_cli.run.files import get_change_time, make_folder, read_record, write_record
 from tula_cli.run.imports import list_import_strings
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec, get_beta2_half_life
@@ -85,12 +85,8 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if program.endswith(".py") or "{" in program or shutil.which(program):  # shutil.which also accepts a path
         return ()
     problem = f"script.command: the program {program} does not exist on this machine"
-    return _report_inspection_problem(
-        spec,
-        problem,
-        "install the program, activate its environment, or give its path in script.command",
-        "; the nodes need this program",
-    )
+    hint = "install the program, activate its environment, or give its path in script.command"
+    return _report_inspection_problem(spec, problem, hint, "; the nodes need this program")
 
 
 def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
@@ -200,11 +196,8 @@ class NotInspectable(JobFailed):
         self.remedy = remedy
 
 
-def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection:
+def inspect(spec: JobSpec) -> Inspection:
     """Build the model and the dataset in a separate process and return their properties; for a script, use its spec.
-
-    Args:
-        timeout: seconds.
 
     Raises:
         SpecError: the model, dataset, optimizer ... of the spec cannot be built.
@@ -220,23 +213,21 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
         completed = run_command(
             command,
             stdin=spec.model_dump_json(),
-            timeout=timeout,
+            timeout=INSPECTION_TIMEOUT,
             environ=make_environment_with_package(),
             guarded=True,
         )
     except subprocess.TimeoutExpired:
-        raise JobFailed(
-            f"building the model and the dataset took more than {timeout:g} s", "prepare the data beforehand"
-        ) from None
+        message = f"building the model and the dataset took more than {INSPECTION_TIMEOUT:g} s"
+        raise JobFailed(message, "prepare the data beforehand") from None
     on_node_hint = INSPECT_ON_NODE_HINT if spec.cluster.kind == "slurm" else ""
     try:
         if not completed.stdout.strip():
             raise make_interpreter_error(python, completed.stderr, on_node_hint=on_node_hint)
         return parse_inspection(completed.stdout, completed.stderr)
     except JobFailed as error:
-        exceeded = find_exceeded_limit(
-            error, "" if completed.returncode == 0 else completed.stderr, completed.returncode
-        )
+        stderr = "" if completed.returncode == 0 else completed.stderr
+        exceeded = find_exceeded_limit(error, stderr, completed.returncode)
         if exceeded is None:
             raise
         limit, sign = exceeded
@@ -320,8 +311,6 @@ CACHE_FOLDER = ".inspections"
 MAX_ENTRIES_KEPT = 50
 MAX_FILES_SEEN = 5_000
 """Maximum files and folders of a dataset whose modification times are read."""
-DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Environment variables that select which of the machine's GPUs are visible."""
 
 Dependencies = dict[str, Any]
 
@@ -359,7 +348,7 @@ class CachedInspection:
         path = self._make_path(facts_before)
         cached = None if self.fresh else _read_cached(path)
         if cached is not None:
-            age = words.format_duration(max(0.0, time.time() - (_get_change_time(path) / 1e9 or time.time())))
+            age = words.format_duration(max(0.0, time.time() - (get_change_time(path) or time.time())))
             self.note(f"using the model and dataset sizes measured {age} ago (--fresh measures them again)")
             return cached
         self.note(BUILDING)
@@ -379,7 +368,7 @@ class CachedInspection:
         with contextlib.suppress(TulaError, OSError):
             make_folder(path.parent)
             write_record(path, inspection)
-            for old in sorted(path.parent.glob("*.json"), key=_get_change_time)[:-MAX_ENTRIES_KEPT]:
+            for old in sorted(path.parent.glob("*.json"), key=get_change_time)[:-MAX_ENTRIES_KEPT]:
                 old.unlink(missing_ok=True)  # another command may delete it at the same time
 
 
@@ -399,19 +388,17 @@ def describe_inspection_dependencies(spec: JobSpec) -> Dependencies:
     Raises:
         SpecError: a file of the user's code cannot be read.
     """
+    possible_paths = [value for value in spec.dataset.args.values() if isinstance(value, str) and 0 < len(value) < 4096]
     return {
         "signature": compute_measurement_signature(spec),
         "others": list_unmeasured_settings(spec),
         "code": compute_code_digest(spec, Path.cwd()),
         "machine": [platform.node(), read_machine_memory(), sorted(os.sched_getaffinity(0))],
-        "gpus": {name: os.environ.get(name) for name in DEVICES},
+        "gpus": {name: os.environ.get(name) for name in devices.VISIBILITY_VARIABLES},
         "python": spec.cluster.python,
         "packages": _read_package_states(spec),
-        "tula": max(_get_change_time(path) for path in Path(__file__).parents[1].rglob("*.py")),
-        "dataset": [
-            find_newest_change(Path(path_of_data))
-            for path_of_data in (spec.dataset.root, *_list_path_candidates(spec.dataset.args.values()))
-        ],
+        "tula": max(get_change_time(path) for path in Path(__file__).parents[1].rglob("*.py")),
+        "dataset": [find_newest_change(Path(path)) for path in (spec.dataset.root, *possible_paths)],
     }
 
 
@@ -435,11 +422,6 @@ def list_unmeasured_settings(spec: JobSpec) -> Dependencies:
     }
 
 
-def _list_named_packages(spec: JobSpec) -> list[str]:
-    """Return the packages that a job's import strings name, such as `timm` of `timm.models:create_model`."""
-    return sorted({re.split(r"[.:]", name)[0] for name in list_import_strings(spec)})
-
-
 _PACKAGE_STATES = """
 import importlib.util, json, os, sys
 specs = [importlib.util.find_spec(name) for name in sys.argv[1:]]
@@ -451,8 +433,11 @@ print(json.dumps([sys.version, [[file, os.stat(file).st_mtime_ns] for file in fi
 
 def _read_package_states(spec: JobSpec) -> object:
     """Return the state of Python, torch and the packages that the job names, in the interpreter of the jobs."""
-    names = ("torch", "torchvision", *_list_named_packages(spec))
-    command = f"{get_python_command(spec)} -c {shlex.join([_PACKAGE_STATES, *names])}"
+    named_packages = {
+        re.split(r"[.:]", name)[0] for name in list_import_strings(spec)
+    }  # timm of timm.models:create_model
+    program = shlex.join([_PACKAGE_STATES, "torch", "torchvision", *sorted(named_packages)])
+    command = f"{get_python_command(spec)} -c {program}"
     try:
         completed = run_command(["bash", "-c", command], timeout=60.0, environ=make_environment_with_package())
         return json.loads(completed.stdout.strip().splitlines()[-1])
@@ -460,25 +445,13 @@ def _read_package_states(spec: JobSpec) -> object:
         return secrets.token_hex()  # the interpreter cannot run here: a random key matches no cached inspection
 
 
-def find_newest_change(root: Path) -> list[int]:
-    """Return the newest change in a folder (ns of Unix time) and the number of entries examined; empty if missing.
+def find_newest_change(root: Path) -> list[float]:
+    """Return the newest change in a folder (Unix time) and the number of entries examined; empty if missing.
 
     A file that is rewritten in place, or is added more than two folders down, is not detected.
     """
-    if not _get_change_time(root):
+    if not get_change_time(root):
         return []
     paths = itertools.islice(itertools.chain([root], root.glob("*"), root.glob("*/*")), MAX_FILES_SEEN)
-    changes = [_get_change_time(path) for path in paths]
+    changes = [get_change_time(path) for path in paths]
     return [max(changes), len(changes)]
-
-
-def _list_path_candidates(values: Iterable[object]) -> list[str]:
-    """Return those arguments of a dataset that may be paths."""
-    return [value for value in values if isinstance(value, str) and 0 < len(value) < 4096]
-
-
-def _get_change_time(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0

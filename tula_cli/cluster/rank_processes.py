@@ -286,12 +286,8 @@ class RankGroup:
         """
         if self._first_failure is not None:
             return self._first_failure
-        codes = [(at, code) for at, child in enumerate(self.children) if (code := child.poll())]
-        return min(
-            codes,
-            key=lambda code_of_rank: (code_of_rank[1] > 0, code_of_rank[1] == -signal.SIGABRT, code_of_rank[0]),
-            default=None,
-        )
+        failed = [(index, code) for index, child in enumerate(self.children) if (code := child.poll())]
+        return min(failed, key=lambda each: (each[1] > 0, each[1] == -signal.SIGABRT, each[0]), default=None)
 
     def end(self, grace: float) -> None:
         """Ask the ranks to save and exit (SIGTERM); kill those that remain after `grace` seconds.

@@ -112,13 +112,12 @@ class RankProgram(ABC):
         """Return the samples trained when an attempt ended; None before a first step, and of other tasks."""
         return None
 
-    @abstractmethod
-    def recover_lost_attempt(self, lost: Attempt) -> None:
+    def recover_lost_attempt(self, lost: Attempt) -> None:  # noqa: B027 - only a script's training has progress to record
         """Record the progress of an attempt whose supervisor was lost before it could do so."""
 
-    @abstractmethod
     def list_micro_batch_splits(self) -> MicroBatches | None:
         """Return the possible splits of the micro-batch for each out-of-memory fallback; None if unknown."""
+        return None
 
     @property
     def log_patterns(self) -> list[str]:
@@ -158,9 +157,6 @@ class WorkerProgram(RankProgram):
             row["samples"] for row in rows if row["kind"] == "step" and row["time"] >= attempt.started_at
         ]
         return steps[-1] if steps else None
-
-    def recover_lost_attempt(self, lost: Attempt) -> None:
-        """Do nothing: the ranks have recorded their progress themselves."""
 
     def list_micro_batch_splits(self) -> MicroBatches | None:
         training = self.run.find_training(self.task)

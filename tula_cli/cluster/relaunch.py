@@ -63,7 +63,7 @@ def read_history(
     ended = attempt if attempt.ended_at is not None else attempt.model_copy(update={"ended_at": time.time()})
     history = History(
         attempt=ended,
-        earlier=[other_attempt for other_attempt in earlier if other_attempt.ended_at is not None],
+        earlier=[other for other in earlier if other.ended_at is not None],
         allocation=allocation,
         of_allocation=[other for other in attempts if other.allocation == attempt.allocation],
         later_jobs=later_jobs,
@@ -105,10 +105,9 @@ def _find_next_trial(run: RunDir, task: ProbeTask, *, failed: int | None = None)
         return None
     from tula_cli.models.largest_batch import BatchBracket  # imported here because it needs numpy
 
-    unrecorded = (
-        () if failed is None else (OutOfMemory(**make_probe_identity(task, failed), assumed=False, message=""),)
-    )
-    results = [*run.read_results(), *unrecorded]
+    results = run.read_results()
+    if failed is not None:
+        results = [*results, OutOfMemory(**make_probe_identity(task, failed), assumed=False, message="")]
     return BatchBracket.from_results(task.spec, task.nodes, task.bounds, results).choose_next_trial()
 
 
@@ -150,12 +149,9 @@ def _has_gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
 
     Always False on this machine, which is the only node.
     """
-    attempts_of_same_cluster = [
-        other_attempt for other_attempt in run.read_attempts() if other_attempt.cluster == attempt.cluster
-    ]
-    return bool(attempt.allocation) and any(
-        run.has_seen_gpus(other_attempt) for other_attempt in attempts_of_same_cluster
-    )
+    if not attempt.allocation:
+        return False
+    return any(run.has_seen_gpus(other) for other in run.read_attempts() if other.cluster == attempt.cluster)
 
 
 # --- Application of a decision
@@ -299,7 +295,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             tuning=result.tuning,
             scaled=result.scaled,
             changes=training.read_step_changes(),
-            warnings=_list_warnings_of_training(training) if task.spec.script is not None else (),
+            warnings=() if task.spec.script is None else _list_warnings(training),
         )
     )
 
@@ -330,5 +326,5 @@ def _measure_time_parts(training: TrainingRun, seconds: float) -> TimeParts:
     )
 
 
-def _list_warnings_of_training(training: TrainingRun) -> tuple[str, ...]:
+def _list_warnings(training: TrainingRun) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["message"] for row in training.read_metrics() if row["kind"] == "warning"))

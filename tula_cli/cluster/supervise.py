@@ -18,7 +18,7 @@ from pathlib import Path
 from tula_cli.cluster.allocation import POLL_SECONDS, Allocation
 from tula_cli.cluster.attempt import RunningAttempt, close_attempt, open_attempt
 from tula_cli.cluster.chains import compute_start_delay
-from tula_cli.cluster.decisions import MAX_STARTUP_SECONDS, History, attribute_failure, decide
+from tula_cli.cluster.decisions import ALLOCATION_ENDED, MAX_STARTUP_SECONDS, History, attribute_failure, decide
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.failures import (
     append_traceback,
@@ -50,7 +50,7 @@ from tula_cli.host.processes import is_running
 from tula_cli.run import format as run_format
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import list_files, pin_run, read_content
+from tula_cli.run.files import get_change_time, list_files, pin_run, read_content
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import Task, TrainTask
@@ -97,8 +97,6 @@ def _list_later_jobs(run: Path, job_id: str) -> Sequence[str]:
 
 FIRST_PAUSE, MAX_PAUSE = 5.0, 300.0
 """First and longest pause in seconds before a relaunch after a storage failure or a limit of the host."""
-ALLOCATION_ENDED = ("time_limit", "preempted", "node_failure")
-"""Failures with which an allocation ends, whether or not its scheduler has warned by a signal."""
 MAX_NFS_DELAY_SECONDS = 60.0
 """Maximum seconds by which, on NFS, a file may become visible after a file that was written later."""
 
@@ -184,9 +182,8 @@ class Supervisor:
         task, attempt = self._current_attempt or (find_newest_task(self.run, task_id), None)
         failure = convert_error_to_failure(error, self.run, task)
         if failure.outcome == "storage" and self._undelayed_job and time.time() < self.since + MAX_STARTUP_SECONDS:
-            self._delay_job_start(
-                self._undelayed_job, compute_start_delay(2)
-            )  # else it would start at once and fail like this one
+            # Otherwise it would start at once and fail like this one.
+            self._delay_job_start(self._undelayed_job, compute_start_delay(2))
         if not self.allocation.is_leader:
             if attempt is not None:
                 rank = get_first_rank(self.allocation, task)
@@ -239,8 +236,7 @@ class Supervisor:
                 self._cancel_small_jobs(task)
                 return  # the next job with enough nodes resumes
             shortages.create_reserve_file(self.run.path)
-            attempt = open_attempt(self.run, self.allocation, task)
-            attempt = self._record_conflicting_trainings(attempt)
+            attempt = self._record_conflicting_trainings(open_attempt(self.run, self.allocation, task))
             self._current_attempt = (task, attempt)
             program = make_rank_program(self.run, task)
             try:
@@ -272,9 +268,8 @@ class Supervisor:
             close_attempt(self.run, self._record_conflicting_trainings(attempt), failure, decision, reached=reached)
             self._current_attempt = None
             if isinstance(decision, Requeue):
-                self._end_delay(
-                    self._list_later_jobs_of_chain(task)
-                )  # the submitting command may not have recorded the job's id at the start
+                # Again, as the submitting command may not have recorded the job's id at the start.
+                self._end_delay(self._list_later_jobs_of_chain(task))
                 return
             if isinstance(decision, Relaunch) and decision.pause:
                 self._wait_before_relaunch(task, history.earlier, failure)
@@ -283,12 +278,11 @@ class Supervisor:
 
     def _record_conflicting_trainings(self, attempt: Attempt) -> Attempt:
         """Record in a probe's attempt the trainings of this user that now use its GPUs or cores; return the attempt."""
-        trainings = (
-            self._machine_ticket.list_conflicting_trainings()
-            if self._machine_ticket is not None and self._machine_ticket.measures
-            else []
-        )
-        names = tuple(dict.fromkeys([*attempt.disturbed_by, *(training.holder for training in trainings)]))
+        ticket = self._machine_ticket
+        if ticket is None or not ticket.measures:
+            return attempt
+        holders = [training.holder for training in ticket.list_conflicting_trainings()]
+        names = tuple(dict.fromkeys([*attempt.disturbed_by, *holders]))
         if names == attempt.disturbed_by:
             return attempt
         disturbed = attempt.model_copy(update={"disturbed_by": names})
@@ -305,18 +299,14 @@ class Supervisor:
         allocation_ended: bool = False,
     ) -> History:
         """Return the history that `decide` needs when an attempt has ended, in this job or in an earlier one."""
-        earlier = [
-            other_attempt
-            for other_attempt in self._list_attempts_without_progress(task)
-            if (other_attempt.task, other_attempt.number) != (attempt.task, attempt.number)
-        ]
+        attempts = self._list_attempts_without_progress(task)
         return read_history(
             self.run,
             task,
             failure,
             attempt,
             attempts=self._list_attempts_of_submission(task) if task.has_checkpoints else (),
-            earlier=earlier,
+            earlier=[each for each in attempts if (each.task, each.number) != (attempt.task, attempt.number)],
             reached=attempt.reached if reached is None else reached,
             allocation=self.allocation.id,
             later_jobs=len(self._list_later_jobs_of_chain(task)),
@@ -348,9 +338,9 @@ class Supervisor:
         outcome = None if failure is None else failure.outcome
         refused = sum((attempt.outcome, attempt.allocation) == (outcome, self.allocation.id) for attempt in earlier)
         deadline = time.monotonic() + min(FIRST_PAUSE * 4**refused, MAX_PAUSE)
-        while time.monotonic() < deadline and not (
-            self.allocation.termination.is_received or self.run.is_cancelled(task.job)
-        ):
+        while time.monotonic() < deadline:
+            if self.allocation.termination.is_received or self.run.is_cancelled(task.job):
+                return
             time.sleep(POLL_SECONDS)
 
     def _cancel_small_jobs(self, task: Task) -> None:
@@ -395,17 +385,13 @@ class Supervisor:
         job = self._find_job(task)
         if job is not None:
             why = "the training is finished" if training.read_result() else "later jobs would fail in the same way"
-            self._cancel_jobs_of_chain(
-                job, [chain_job for chain_job in job.links if chain_job != self.allocation.job_id], why
-            )
+            other_jobs = [chain_job for chain_job in job.links if chain_job != self.allocation.job_id]
+            self._cancel_jobs_of_chain(job, other_jobs, why)
 
     def _cancel_jobs_of_chain(self, job: Job, chain_jobs: Sequence[str], why: str) -> None:
         """Cancel jobs of the chain, and record why for those after this one; finished jobs are not affected."""
-        waiting = [
-            chain_job
-            for chain_job in chain_jobs
-            if job.links.index(chain_job) > job.links.index(self.allocation.job_id)
-        ]
+        later_jobs = job.links[job.links.index(self.allocation.job_id) + 1 :]
+        waiting = [chain_job for chain_job in chain_jobs if chain_job in later_jobs]
         if waiting and not self.run.is_cancelled(job.id):
             with contextlib.suppress(OSError):  # the jobs are cancelled even if the reason cannot be recorded
                 self.run.record_released_jobs(job.id, waiting, why)
@@ -538,8 +524,7 @@ class Supervisor:
             if lost.ended_at is not None:
                 continue
             make_rank_program(run, run.read_task(lost.task) or task).recover_lost_attempt(lost)
-            log = run.get_log_path(lost.task, lost.number)
-            ended_at = log.stat().st_mtime if log.exists() else lost.started_at
+            ended_at = get_change_time(run.get_log_path(lost.task, lost.number)) or lost.started_at
             killed = Failure(outcome="signal", message="its supervisor was killed")
             failure = self.allocation.find_termination(lost.allocation) if lost.allocation else killed
             failure = (find_supervisor_failure(run, lost) if failure.outcome == "signal" else None) or failure

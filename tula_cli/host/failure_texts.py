@@ -599,7 +599,7 @@ def _find_last_lines(text: str) -> str:
 
 
 def find_line_of_failure(text: str) -> str:
-    """Return the line that shows the failure; empty if nothing matches, or no single line shows a failure of its class."""
+    """Return the line that shows the failure; empty if nothing matches, or no single line shows a failure of this class."""
     outcome, match = _find_first_match(_RANK_PREFIX.sub("", text)) or (None, None)
     if match is None or outcome not in _SINGLE_LINE_CLASSES:
         return ""

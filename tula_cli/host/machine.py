@@ -7,6 +7,9 @@ from pathlib import Path, PurePosixPath
 
 CPU_INFO_FILE = Path("/proc/cpuinfo")
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
+SHARED_MEMORY_FOLDER = Path("/dev/shm")
+CONTROL_GROUPS_FOLDER = Path("/sys/fs/cgroup")
+MEMBERSHIP_FILE = Path("/proc/self/cgroup")
 
 
 def read_processor_name() -> str:
@@ -25,11 +28,6 @@ def read_cpu_quota(path: Path = CPU_QUOTA_FILE) -> float | None:
         return int(quota) / int(period)
     except (OSError, ValueError):  # the file does not exist or contains "max"
         return None
-
-
-SHARED_MEMORY_FOLDER = Path("/dev/shm")
-CONTROL_GROUPS_FOLDER = Path("/sys/fs/cgroup")
-MEMBERSHIP_FILE = Path("/proc/self/cgroup")
 
 
 def read_machine_memory(groups: Path = CONTROL_GROUPS_FOLDER, membership: Path = MEMBERSHIP_FILE) -> int:

@@ -66,7 +66,7 @@ def find_named_address() -> str | None:
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of the network interface with the given IP address; None for another node's, or no IP address."""
+    """Return the name of the network interface with the given address; None if no interface has it, or it is no IP address."""
     with suppress(ValueError):
         parsed = ipaddress.ip_address(address)
         for name in list_interfaces():

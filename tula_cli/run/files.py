@@ -226,6 +226,14 @@ def is_regular_file(path: Path | str) -> bool:
     return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
 
 
+def get_change_time(path: Path, *, follow_symlinks: bool = True) -> float:
+    """Return when a file was last changed (Unix time); 0 if it does not exist."""
+    try:
+        return path.stat(follow_symlinks=follow_symlinks).st_mtime
+    except OSError:
+        return 0.0
+
+
 def make_read_error(path: Path, error: OSError) -> TulaError:
     message = f"cannot read {path}: {error.strerror}"
     if error.errno in IO_ERRNOS:

@@ -58,7 +58,7 @@ class World(make.FakeLauncher):
         self.queue: dict[str, QueuedJob] = {}
         monkeypatch.setattr(first_job, "submit_script", self._submit_first_job)
         monkeypatch.setattr(first_job, "find_queued", lambda *_: self.queue)
-        monkeypatch.setattr(first_job.scheduler, "query_states", lambda ids: {ids[0]: SchedulerState("ended")})
+        monkeypatch.setattr(first_job.slurm_queue, "query_states", lambda ids: {ids[0]: SchedulerState("ended")})
 
     def _submit_first_job(self, _: object, run: RunDir, *__: object) -> str:
         self.first_jobs += 1
@@ -276,9 +276,9 @@ def wait(world: World, monkeypatch: pytest.MonkeyPatch, *states: SchedulerState 
     """Wait for a first job that goes through these states, one a look; return what was cancelled."""
     clock = Clock(itertools.chain(states, itertools.repeat(SchedulerState("ended"))))
     monkeypatch.setattr(first_job.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(first_job.scheduler, "query_states", clock.ask)
+    monkeypatch.setattr(first_job.slurm_queue, "query_states", clock.ask)
     cancelled: list[str] = []
-    monkeypatch.setattr(first_job.scheduler, "cancel_jobs", cancelled.extend)
+    monkeypatch.setattr(first_job.slurm_queue, "cancel_jobs", cancelled.extend)
     try:
         first_job.inspect_on_node(world.run, spec(), sleep=clock.sleep, **options)
     except (Pending, Interruption) as error:

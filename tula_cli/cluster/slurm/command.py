@@ -36,10 +36,6 @@ class CommandResult:
     def ok(self) -> bool:
         return self.end == "done"
 
-    @property
-    def is_unknown_job(self) -> bool:
-        return "Invalid job id" in self.error_message
-
 
 def call_slurm(*command: str, patience: float | None = None, environ: Mapping[str, str] | None = None) -> CommandResult:
     """Run a command of SLURM and wait for its exit.

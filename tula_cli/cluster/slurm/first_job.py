@@ -24,7 +24,7 @@ from tula_cli.cluster.inspection import (
 )
 from tula_cli.cluster.launcher import lock_submission
 from tula_cli.cluster.scheduler import JobRequest
-from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm import queue as slurm_queue
 from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler, require_plain_path
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, TulaError
@@ -56,10 +56,7 @@ def _read_inspection_of_lost_command(run: RunDir, spec: JobSpec) -> Inspection |
         return None
     try:
         return parse_inspection(read_text(_get_log_path(run, job.scheduler_id)), "")
-    except (
-        TulaError,
-        ValueError,
-    ):  # the job runs, ended without an answer, or failed (the next may not)
+    except (TulaError, ValueError):  # the job runs, ended without an answer, or failed (the next may not)
         return None
 
 
@@ -180,11 +177,10 @@ def inspect_on_node(
     except KeyboardInterrupt:
         job.cancel()
         if not job.id:
-            raise Interruption(
-                "interrupted", "run the same command again to submit the first job, or to follow it"
-            ) from None
-        output = f"interrupted; job {job.id}, which builds the model and the dataset, was cancelled"
-        raise Interruption(output) from None
+            hint = "run the same command again to submit the first job, or to follow it"
+            raise Interruption("interrupted", hint) from None
+        message = f"interrupted; job {job.id}, which builds the model and the dataset, was cancelled"
+        raise Interruption(message) from None
     except BaseException:
         job.cancel()
         raise
@@ -231,24 +227,18 @@ class _WatchedJob:
             SchedulerError: the job was refused, or SLURM does not answer.
         """
         newest, path = _find_newest_job(self.run), _get_spec_path(self.run)
-        is_queued, stored_spec = (
-            find_queued(SlurmScheduler(), self.run, [_make_job_name(self.run)]).get(_make_job_name(self.run)),
-            self.spec.model_dump_json(),
-        )
+        name, content, scheduler = _make_job_name(self.run), self.spec.model_dump_json(), SlurmScheduler()
+        queued_job = find_queued(scheduler, self.run, [name]).get(name)
         self.earlier = newest.node_hours if newest is not None else 0.0
-        if is_queued is not None and read_text(path) == stored_spec:
-            self.id, self.age = is_queued.id, max(0.0, time.time() - path.stat().st_mtime)
-            if newest is not None and newest.scheduler_id == is_queued.id:
+        if queued_job is not None and read_text(path) == content:
+            self.id, self.age = queued_job.id, max(0.0, time.time() - path.stat().st_mtime)
+            if newest is not None and newest.scheduler_id == queued_job.id:
                 self.earlier = newest.earlier
         else:
-            scheduler.cancel_jobs([is_queued.id] if is_queued is not None else [])
-            write_atomic(path, stored_spec)
-            self.id = submit_script(
-                SlurmScheduler(),
-                self.run,
-                JobRequest(_make_job_name(self.run), ""),
-                render_inspection_script(self.run, self.spec),
-            )
+            slurm_queue.cancel_jobs([queued_job.id] if queued_job is not None else [])
+            write_atomic(path, content)
+            script = render_inspection_script(self.run, self.spec)
+            self.id = submit_script(scheduler, self.run, JobRequest(name, ""), script)
         self.record_node_hours(is_finished=False)
 
     def record_node_hours(self, *, is_finished: bool) -> None:
@@ -262,7 +252,7 @@ class _WatchedJob:
 
     def cancel(self) -> None:
         """Cancel the job, if it was submitted."""
-        scheduler.cancel_jobs([self.id])
+        slurm_queue.cancel_jobs([self.id])
 
     def wait_for_log(self, timeout: float | None) -> Path:
         """Wait until the job is over; return the log of its first task.
@@ -278,7 +268,7 @@ class _WatchedJob:
         while over is None or time.monotonic() - over < LOG_LAG_SECONDS:
             if over is not None and len(read_text(log).splitlines()) > 1:
                 break
-            state = scheduler.query_states([self.id]).get(self.id)
+            state = slurm_queue.query_states([self.id]).get(self.id)
             now = time.monotonic()
             never_starts_polls = never_starts_polls + 1 if state is not None and state.hopeless else 0
             if state is not None and never_starts_polls > 1:  # a single query may say so while the controller is busy

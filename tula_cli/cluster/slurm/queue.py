@@ -7,7 +7,7 @@ command that is missing, hangs, fails or prints unknown output gives an unknown 
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tula_cli.cluster.scheduler import QueuedJob, SchedulerState
@@ -23,8 +23,6 @@ ALREADY_ENDED = re.compile("Invalid job id|already completing or completed", re.
 """Errors of scancel about jobs that have already ended."""
 ACCOUNTING_PAUSE = 60.0
 """Minimum seconds between two queries of sacct for the same job, as its database is shared by all users."""
-
-
 PENDING_STATES = (
     "PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD",
 )  # fmt: skip
@@ -117,8 +115,6 @@ OUTCOMES: dict[str, OutcomeClass] = {
     "OUT_OF_MEMORY": "host_oom",
 }
 """Outcomes of an allocation by SLURM's state. COMPLETED and FAILED result from the job itself."""
-
-
 OOM_KILLED = "0:125"
 """Exit code of a step in which the kernel's out-of-memory killer killed a process."""
 STORAGE_FAILED = f"{StorageFailed.exit_code}:0"
@@ -126,7 +122,6 @@ STORAGE_FAILED = f"{StorageFailed.exit_code}:0"
 
 
 # --- Queries of job states
-
 
 _SQUEUE_COMMAND = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%k")
 
@@ -140,7 +135,7 @@ def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
     requested_ids = list(dict.fromkeys(ids))
     queue, silence = _query_squeue(requested_ids) if requested_ids else ({}, "")
     states = {id_: row for id_ in requested_ids if (row := queue.get(id_))}
-    for id_, state_name in _query_sacct(id_ for id_ in requested_ids if id_ not in states).items():
+    for id_, state_name in _query_sacct([id_ for id_ in requested_ids if id_ not in states]).items():
         state = _parse_state(state_name)
         # The job has left the queue but is not ended in sacct, which lags, and may never see the end of a job.
         if state.state != "ended":
@@ -189,7 +184,7 @@ def _query_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
     squeue fails if it is queried for a single unknown job; for several jobs, that depends on its version.
     """
     answer = call_slurm(*_SQUEUE_COMMAND, f"--jobs={','.join(ids)}")
-    if answer.is_unknown_job:
+    if "Invalid job id" in answer.error_message:
         if len(ids) == 1:
             return {}, ""
         answer = call_slurm(*_SQUEUE_COMMAND, f"--user={os.getuid()}")
@@ -263,16 +258,16 @@ _recent_states: dict[str, tuple[float, str]] = {}
 """Time of the last query of sacct for a job (monotonic clock), and the state that it returned."""
 
 
-def _query_sacct(ids: Iterable[str]) -> dict[str, str]:
+def _query_sacct(ids: Sequence[str]) -> dict[str, str]:
     """Return the states that sacct reports; jobs that are due are queried at once."""
-    requested_ids, now = list(ids), time.monotonic()
-    due = [id_ for id_ in requested_ids if _is_due(id_, now)]
+    now = time.monotonic()
+    due = [id_ for id_ in ids if _is_due(id_, now)]
     if due:
         answer = call_slurm("sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State")
         rows = [line.split("|") for line in answer.text.splitlines()] if answer.ok else []
         states = {row[0]: row[1] for row in rows if len(row) == 2}
         _recent_states.update({id_: (now, states.get(id_, "")) for id_ in due})
-    return {id_: state_text for id_ in requested_ids if (state_text := _recent_states[id_][1])}
+    return {id_: state_text for id_ in ids if (state_text := _recent_states[id_][1])}
 
 
 def _is_due(id_: str, now: float) -> bool:

@@ -37,6 +37,7 @@ _UNSET_BINDINGS_LINES = (
 FAULT_SECONDS = 86400.0
 """Seconds for which a faulty node is excluded; by then it is presumably repaired or drained."""
 _SIGNAL_SECONDS = 90  # seconds before its time limit at which a job is signalled; fewer for short jobs
+_DEFAULTED_OPTIONS = ("partition", "account", "qos", "constraint")  # by environment variables of sbatch
 _WRAPPER = "TULA_WRAPPER"
 _WRAPPER_END = "END_OF_TULA_WRAPPER"
 
@@ -55,8 +56,7 @@ def make_submitit_parameters(
     """
     slurm = _get_slurm_section(task.spec)
     minutes = task.time_limit
-    names = ("partition", "account", "qos", "constraint")
-    options = {key: value for key in names if (value := getattr(slurm, key))}
+    options = {key: value for key in _DEFAULTED_OPTIONS if (value := getattr(slurm, key))}
     if nodes := list_excluded_nodes(run, task):
         options["exclude"] = nodes
     if dependency:
@@ -87,10 +87,8 @@ def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
     Args:
         also: a faulty node that is not recorded yet.
     """
-    recent = [
-        attempt for attempt in run.read_attempts_of_task(task) if attempt.started_at > time.time() - FAULT_SECONDS
-    ]
-    section = compute_cluster_signature(task.spec.cluster)
+    since, section = time.time() - FAULT_SECONDS, compute_cluster_signature(task.spec.cluster)
+    recent = [attempt for attempt in run.read_attempts_of_task(task) if attempt.started_at > since]
     faulty = [attempt.host for attempt in recent if attempt.outcome == "device_fault" and attempt.cluster == section]
     return ",".join(dict.fromkeys(filter(None, [_get_slurm_section(task.spec).exclude, *faulty, also])))
 
@@ -240,12 +238,13 @@ def _make_lines_for_granted_nodes(task: Task, folder: Path) -> list[str]:
 def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:
     """Return the shell lines before the job, read now, so that later changes of files do not affect the job."""
     workdir = Path(task.workdir)
-    outer = _read_wrapper_lines(slurm, workdir)
+    wrapper_lines = _read_wrapper_lines(slurm, workdir)
     return [
         *_UNSET_BINDINGS_LINES,
         *read_setup_lines(task.spec.cluster, workdir),
-        *make_export_lines(slurm),  # after the set-up, so that modules do not override them
-        *(_make_wrapper_lines(outer) if outer else []),
+        # After the set-up, so that modules do not override them.
+        *(f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items() if value is not None),
+        *(_make_wrapper_lines(wrapper_lines) if wrapper_lines else []),
     ]
 
 
@@ -274,11 +273,6 @@ def check_setup_files(cluster: Cluster, workdir: Path) -> None:
     """
     read_setup_lines(cluster, workdir)
     _read_wrapper_lines(cluster.slurm or Slurm(), workdir)
-
-
-def make_export_lines(slurm: Slurm) -> list[str]:
-    """Return the shell lines that export the environment variables of a job."""
-    return [f"export {name}={shlex.quote(v)}" for name, v in slurm.environment.items() if v is not None]
 
 
 def _make_wrapper_lines(lines: Sequence[str]) -> list[str]:
@@ -315,7 +309,7 @@ def fill_environment_defaults(spec: JobSpec) -> JobSpec:
     slurm = spec.cluster.slurm or Slurm()
     values = {
         name: value
-        for name in ("partition", "account", "qos", "constraint")
+        for name in _DEFAULTED_OPTIONS
         if not getattr(slurm, name) and (value := os.environ.get(f"SBATCH_{name.upper()}"))
     }
     cluster = spec.cluster.model_copy(update={"slurm": slurm.model_copy(update=values)})

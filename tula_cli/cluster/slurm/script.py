@@ -51,6 +51,8 @@ class ScriptWriter(submitit.SlurmExecutor):
         """Return the lines that open the log; a comment set by the options of sbatch is restored after a wait."""
         comment = str(options.get("comment", ""))
         job = 'scontrol update JobId="$SLURM_JOB_ID"'
+        explanation = f"{DELAYED} by {MAX_START_DELAY_MINUTES} min, because job $SLURM_JOB_ID gave up: $tula_why"
+        next_comment = "" if comment else f' Comment="{explanation}"'
         pending = 'squeue --noheader --user="$(id -u)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%i'
         return make_lines_to_open_log(
             quote_log_path(Path(self.folder).absolute(), "$SLURM_JOB_ID", "0_log"),
@@ -62,11 +64,7 @@ class ScriptWriter(submitit.SlurmExecutor):
                 f'{job} Comment="{GAVE_UP} after $tula_waited s: $tula_why"',
                 f"tula_next=$({pending} | sort -n | head -n 1)",
                 f'[ -z "$tula_next" ] || scontrol update JobId="$tula_next" StartTime=now+{MAX_START_DELAY_MINUTES}minutes'
-                + (
-                    ""
-                    if comment
-                    else f' Comment="{DELAYED} by {MAX_START_DELAY_MINUTES} min, because job $SLURM_JOB_ID gave up: $tula_why"'
-                ),
+                + next_comment,
             ],
             on_resume=[f"{job} Comment={shlex.quote(comment)}"],
         )

@@ -5,7 +5,7 @@ import math
 import os
 import pwd
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -102,25 +102,19 @@ def query_site() -> Site | None:
 
 
 def list_partitions() -> tuple[Partition, ...]:
-    """Return the partitions in sinfo's order; empty if SLURM does not answer."""
-    return query_partitions(_run_command)
-
-
-def query_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
     """Return the partitions in sinfo's order, with the usable resources of their nodes if scontrol reports them.
 
-    Args:
-        answer: runs a command and returns its output; empty if the command fails.
+    The result is empty if SLURM does not answer.
     """
-    rows = answer(*SINFO_COMMAND)
+    rows = _run_command(*SINFO_COMMAND)
     if not rows:
         return ()
     nodes = sorted({_find_first_host(names) for *_, names in _split_rows(rows) if names})  # one node of each kind
     return parse_partitions(
         rows,
-        nodes=_parse_records(answer("scontrol", "--oneliner", "show", "node", ",".join(nodes)) if nodes else ""),
-        limits=_parse_records(answer("scontrol", "--oneliner", "show", "partition")),
-        site=dict(re.findall(r"^(MaxMemPer\w+) *= (\S+)", answer("scontrol", "show", "config"), re.MULTILINE)),
+        nodes=_parse_records(_run_command("scontrol", "--oneliner", "show", "node", ",".join(nodes)) if nodes else ""),
+        limits=_parse_records(_run_command("scontrol", "--oneliner", "show", "partition")),
+        site=dict(re.findall(r"^(MaxMemPer\w+) *= (\S+)", _run_command("scontrol", "show", "config"), re.MULTILINE)),
     )
 
 
@@ -134,11 +128,10 @@ def list_accounts() -> tuple[str, ...]:
 
 def list_allocated_hosts(job_id: str) -> tuple[str, ...]:
     """Return the hosts of a running or recently finished job; empty if unknown."""
-    output = _run_command("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N")
+    jobs = f"--jobs={job_id}"
+    output = _run_command("squeue", "--noheader", "--states=all", jobs, "--format=%N")
     if not output:
-        output = _run_command(
-            "sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=NodeList"
-        )
+        output = _run_command("sacct", "--noheader", "--parsable2", "--allocations", jobs, "--format=NodeList")
     names = output.splitlines()[-1].strip() if output else ""
     if not names or names.startswith(("(", "None")):
         return ()
@@ -244,10 +237,8 @@ def _subtract_reserved_part(kind: PartitionNodeType, node: Record, limits: Recor
         limits: limits of the partition; empty if there are none.
     """
     threads = _parse_leading_number(node.get("ThreadsPerCore", "")) or 1
-    specialised = (
-        len(_expand_ranges(node.get("CPUSpecList", "")))
-        or _parse_leading_number(node.get("CoreSpecCount", "")) * threads
-    )
+    reserved_cores = _parse_leading_number(node.get("CoreSpecCount", ""))
+    specialised = len(_expand_ranges(node.get("CPUSpecList", ""))) or reserved_cores * threads
     cpus = _parse_leading_number(node.get("CPUEfctv", "")) or kind.cpus - specialised
     cpus = min(cpus, int(limits.get("MaxCPUsPerNode", cpus)))
     if "MaxCPUsPerSocket" in limits:
@@ -361,23 +352,16 @@ def _find_setting_line(lines: Sequence[str], key: str) -> tuple[int, str]:
 def list_site_settings(site: Site) -> Iterator[TemplateLine]:
     """Yield the settings of a job spec for the default partition of a site, with other partitions as comments."""
     default_partition = site.default
-    other_partitions = tuple(
-        describe_partition(partition) for partition in site.partitions if partition is not default_partition
-    )
-    below = ("others:", *(f"  {line}" for line in other_partitions)) if other_partitions else ()
+    others = [partition for partition in site.partitions if partition is not default_partition]
+    below = ("others:", *(f"  {describe_partition(partition)}" for partition in others)) if others else ()
     if default_partition is None:
         names = ", ".join(partition.name for partition in site.partitions)
         why = f"SLURM has no default partition here: choose one of {names}"
-        yield TemplateLine(
-            "cluster.slurm.partition", quote_word(site.partitions[0].name), why, below[1:], commented=True
-        )
+        name = quote_word(site.partitions[0].name)
+        yield TemplateLine("cluster.slurm.partition", name, why, below[1:], commented=True)
     else:
-        yield TemplateLine(
-            "cluster.slurm.partition",
-            quote_word(default_partition.name),
-            f"the default: {_describe_size(default_partition)}",
-            below,
-        )
+        why = f"the default: {_describe_size(default_partition)}"
+        yield TemplateLine("cluster.slurm.partition", quote_word(default_partition.name), why, below)
         yield from _list_size_settings(default_partition)
     if len(site.accounts) == 1:
         yield TemplateLine("cluster.slurm.account", quote_word(site.accounts[0]), "your only one")
@@ -453,9 +437,8 @@ def _list_node_settings(kind: PartitionNodeType) -> Iterator[TemplateLine]:
         yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type), "the GPU's name in SLURM")
     yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"per rank; a node has {kind.cpus}")
     if cpus <= MIN_AUTO_WORKERS:
-        yield TemplateLine(
-            "train.workers", str(cpus - 1), "data-loader processes per GPU; the ranks share the node's CPUs"
-        )
+        why = "data-loader processes per GPU; the ranks share the node's CPUs"
+        yield TemplateLine("train.workers", str(cpus - 1), why)
     if kind.limited_memory:
         yield TemplateLine("cluster.slurm.memory", f"{kind.memory}M", "per node; the maximum for a job here")
     elif kind.memory:

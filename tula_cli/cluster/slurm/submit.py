@@ -140,9 +140,7 @@ def estimate_start(run: Run, *, nodes: int, batch: int, now: float) -> StartEsti
     match = re.search(r"to start at (\S+)", f"{answer.text}\n{answer.error_message}")
     start = parse_time(match.group(1)) if match and answer.ok else None
     if start is None:
-        reason = (
-            answer.error_message.strip().rpartition("\n")[2].removeprefix("sbatch: error: ")
-            or "sbatch reported no start time"
-        )
+        last_error = answer.error_message.rpartition("\n")[2].removeprefix("sbatch: error: ")
+        reason = last_error or "sbatch reported no start time"
         return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=None, reason=reason)
     return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=max(0.0, start - now))

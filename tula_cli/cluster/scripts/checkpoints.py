@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tula_cli.run.files import is_regular_file
+from tula_cli.run.files import get_change_time, is_regular_file
 from tula_cli.run.records.scripts import KillPlan
 from tula_cli.spec.scripts.placeholders import fill_text
 from tula_cli.spec.scripts.script import Resume, Script
@@ -39,31 +39,24 @@ def find_newest_checkpoint(
     names = glob.iglob(make_checkpoint_pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
     candidates = ((path, get_checkpoint_change_time(path)) for path in map(Path, names))
     useless, unusable_since = left_out
-    by_age = sorted(
-        (
-            (when, path)
-            for path, when in candidates
-            if when >= since and not (str(path) == useless and when <= unusable_since)
-        ),
-        reverse=True,
+    usable = (
+        (when, path)
+        for path, when in candidates
+        if when >= since and not (str(path) == useless and when <= unusable_since)
     )
-    paths = [path for _, path in by_age]
+    paths = [path for _, path in sorted(usable, reverse=True)]
     sound = [path for path in paths if is_complete_checkpoint(path)]
-    best = next(
-        (path for number, path in enumerate(sound) if not _is_missing_files_of(path, sound[number + 1 :])), None
-    )
+    complete = (path for number, path in enumerate(sound) if not _is_missing_files_of(path, sound[number + 1 :]))
+    best = next(complete, None)
     return best, paths if best is None else paths[: paths.index(best)]
 
 
 def _is_missing_files_of(path: Path, older: Iterable[Path]) -> bool:
     """Return whether a folder lacks files of the next older folder with the same name, ignoring numbers in names."""
     older_folder = next((folder for folder in older if mask_numbers(folder.name) == mask_numbers(path.name)), None)
-    return (
-        older_folder is not None
-        and path.is_dir()
-        and older_folder.is_dir()
-        and bool(_list_names_without_numbers(older_folder) - _list_names_without_numbers(path))
-    )
+    if older_folder is None or not (path.is_dir() and older_folder.is_dir()):
+        return False
+    return bool(_list_names_without_numbers(older_folder) - _list_names_without_numbers(path))
 
 
 def _list_names_without_numbers(folder: Path) -> set[str]:
@@ -103,7 +96,7 @@ def make_kill_plan(
 
 def get_checkpoint_change_time(path: Path) -> float:
     """Return when a checkpoint was last changed (Unix time), for a folder its newest file; 0 if it does not exist."""
-    return max((_get_change_time(file) for file in _list_files(path)), default=0.0)
+    return max((get_change_time(file) for file in _list_files(path)), default=0.0)
 
 
 def is_settled_since(path: Path, since: float) -> bool:
@@ -118,13 +111,6 @@ def is_complete_checkpoint(path: Path) -> bool:
 
 def _list_files(path: Path) -> Iterable[Path]:
     return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-
-
-def _get_change_time(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _is_complete_file(file: Path) -> bool:

@@ -41,8 +41,9 @@ def copy_optim(run: Path) -> Path:
     """
     presets = {Path("presets.py"): files("tula_cli").joinpath("presets.py").read_bytes()}
     sources = read_module_sources("optim") | presets
+    old, new = b"from tula_cli.presets import", f"from {OPTIM_COPY_NAME}.presets import".encode()
     return _copy_contents(
-        run, "ags", {OPTIM_COPY_NAME / name: _rename_import(content) for name, content in sources.items()}
+        run, "ags", {OPTIM_COPY_NAME / name: content.replace(old, new) for name, content in sources.items()}
     )
 
 
@@ -56,11 +57,6 @@ def read_module_sources(folder: str) -> dict[Path, bytes]:
             elif file.name.endswith(".py"):
                 sources[path / file.name] = file.read_bytes()
     return dict(sorted(sources.items()))
-
-
-def _rename_import(code: bytes) -> bytes:
-    """Return the code with its import of `tula_cli.presets` redirected to the copy."""
-    return code.replace(b"from tula_cli.presets import", f"from {OPTIM_COPY_NAME}.presets import".encode())
 
 
 def _copy_contents(run: Path, name: str, contents: Mapping[Path, bytes]) -> Path:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tula_cli.run.files import MAX_LINE_BYTES, open_file
@@ -47,14 +47,15 @@ def is_lower_better(name: str) -> bool:
     return _NAMES_OF_MINIMISED_METRICS.search(name) is not None
 
 
-def find_last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[str, float]:
+def find_last_and_best(values_by_metric: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the last value of each metric, and the best one with the prefix `best_`, if they are finite."""
     metrics: dict[str, float] = {}
     for name, values in values_by_metric.items():
-        known_values = list(values)
-        finite = [value for value in known_values if math.isfinite(value)]
-        metrics |= {name: known_values[-1]} if finite and math.isfinite(known_values[-1]) else {}
-        metrics |= {f"best_{name}": (min if is_lower_better(name) else max)(finite)} if finite else {}
+        finite = [value for value in values if math.isfinite(value)]
+        if finite and math.isfinite(values[-1]):
+            metrics[name] = values[-1]
+        if finite:
+            metrics[f"best_{name}"] = min(finite) if is_lower_better(name) else max(finite)
     return metrics
 
 

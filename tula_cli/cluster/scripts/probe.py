@@ -56,10 +56,9 @@ def build_probe_result(
     steps = _select_timed_steps(ranks, log)
     first_rank = ranks[0]
     waits = [step.wait for step in steps if step.wait is not None]
-    sync = _find_slowest_median([] if rank.split is None else rank.split.sync for rank in ranks)
-    local = _find_slowest_median(
-        [] if rank.split is None else [step.seconds for step in rank.split.local] for rank in ranks
-    )
+    splits = [rank.split for rank in ranks]
+    sync = _find_slowest_median([] if split is None else split.sync for split in splits)
+    local = _find_slowest_median([] if split is None else [step.seconds for step in split.local] for split in splits)
     times = tuple(step.seconds for step in steps)
     long_sync_warnings = [_warn_long_sync(sync, median(times))] if sync is not None and sync > median(times) else []
     is_single_rank = world == 1  # one rank does not synchronise: the whole step is local work
@@ -107,13 +106,9 @@ def _warn_long_sync(sync: float, step: float) -> str:
 def _find_given_learning_rate(task: ProbeTask, batch: int) -> float | None:
     """Return the learning rate in the command line, or the factor on the script's learning rate, or None."""
     placeholders = get_script(task.spec).placeholders
-    return (
-        get_learning_rate(task.spec, batch)
-        if "lr" in placeholders
-        else compute_lr_scale(task.spec, batch)
-        if "lr_factor" in placeholders
-        else None
-    )
+    if "lr" in placeholders:
+        return get_learning_rate(task.spec, batch)
+    return compute_lr_scale(task.spec, batch) if "lr_factor" in placeholders else None
 
 
 def _select_timed_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
@@ -216,14 +211,14 @@ def _find_dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
     Raises:
         MeasurementFailed: neither is known.
     """
-    known_size = get_script(task.spec).known_dataset_size
-    counted = find_dataset_size(ranks)
-    if known_size is None and counted is None:
+    known_size, counted = get_script(task.spec).known_dataset_size, find_dataset_size(ranks)
+    size = counted if known_size is None else known_size
+    if size is None:
         raise MeasurementFailed(
             "the number of samples per epoch is unknown, because the script does not use a torch DataLoader with a known"
             " length; set script.dataset_size"
         )
-    return known_size if known_size is not None else int(counted or 0)
+    return size
 
 
 def _is_oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int) -> bool:

@@ -17,13 +17,7 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.scripts.probe import merge_gradient_stats
 from tula_cli.cluster.scripts.resume_test import find_learning_rates
-from tula_cli.cluster.scripts.start import (
-    ScriptProcess,
-    ScriptProgram,
-    get_learning_rate,
-    list_placeholder_values,
-    make_script_failure,
-)
+from tula_cli.cluster.scripts.start import ScriptProgram, get_learning_rate, make_script_failure
 from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
 from tula_cli.models import claims, rate_search
 from tula_cli.models.efficiency import estimate_noise_scale
@@ -94,7 +88,7 @@ class ScriptRateSearch(ScriptProgram):
         first = self.plan.count_start_steps(self._reference_batch)
         return checkpoints.make_kill_plan(
             self.script,
-            self._list_path_values(self.get_output_folder(command), self._reference_batch),
+            self.list_path_values(self.get_output_folder(command), batch=self._reference_batch, nodes=self.task.nodes),
             workdir=Path(self.task.workdir),
             after=STEPS_AFTER_SAVE,
             ask_at=first,
@@ -117,14 +111,11 @@ class ScriptRateSearch(ScriptProgram):
         heartbeat = self.get_attempt(command).read_heartbeat(0)
         if heartbeat is None or _get_branch(command).rule is not None:
             return None
-        trained, max_samples = (
-            heartbeat.step * command.batch,
-            self.plan.start + rate_search.BRANCHES_SHARE * self.plan.total,
-        )
-        if (
-            trained <= max_samples + STEPS_AFTER_SAVE * command.batch
-            or self.get_attempt(command).read_kill() is not None
-        ):
+        trained = heartbeat.step * command.batch
+        max_samples = self.plan.start + rate_search.BRANCHES_SHARE * self.plan.total
+        if trained <= max_samples + STEPS_AFTER_SAVE * command.batch:
+            return None
+        if self.get_attempt(command).read_kill() is not None:
             return None
         message = f"no checkpoint from which branches can start after {trained} samples: {_SAVE_HINT}"
         return make_script_failure(None, message, permanent=True)
@@ -162,15 +153,11 @@ class ScriptRateSearch(ScriptProgram):
             return None
         return rate_search.find_next_arm(self.task.spec, self.task.batches, record.branches, record.start_loss)
 
-    def _list_path_values(self, out: Path, batch: int) -> dict[str, str | float]:
-        process, run = ScriptProcess(self.task.nodes, 0, "", 0), self.run.path.absolute()
-        return list_placeholder_values(self.task.spec, process, batch=batch, out=out, run=run, workers=0)
-
     def _find_newest_checkpoint(self, out: Path, batch: int) -> Path | None:
         resume = self.script.resume
         assert resume is not None
-        values, workdir = self._list_path_values(out, batch), Path(self.task.workdir)
-        return checkpoints.find_newest_checkpoint(resume, values, workdir=workdir, since=0.0)[0]
+        values = self.list_path_values(out, batch=batch, nodes=self.task.nodes)
+        return checkpoints.find_newest_checkpoint(resume, values, workdir=Path(self.task.workdir), since=0.0)[0]
 
     # --- Observations of a start
 
@@ -240,12 +227,12 @@ class ScriptRateSearch(ScriptProgram):
         has_diverged = bool(losses) and losses[-1] is None
         if failure is not None and not has_diverged:
             return failure
-        if (problem := self._find_ignored_rate(attempt, record, plan.factor)) or (
-            len(losses) < plan.steps and not has_diverged
-        ):
+        if problem := self._find_ignored_rate(attempt, record, plan.factor):
+            return make_script_failure(failure, problem, permanent=True)
+        if len(losses) < plan.steps and not has_diverged:
             line = find_last_script_line(self.run.get_log_path(self.task.id, command.attempt))
-            ended = f"the branch ended after {len(losses)} of {plan.steps} steps; last line of the script: {line}"
-            return make_script_failure(failure, problem or ended, permanent=True)
+            message = f"the branch ended after {len(losses)} of {plan.steps} steps; last line of the script: {line}"
+            return make_script_failure(failure, message, permanent=True)
         judged = losses[-max(2, math.ceil(JUDGED_SHARE * plan.steps)) :]
         finite_losses = [loss for loss in judged if loss is not None]
         samples = len(losses) * command.batch
@@ -298,15 +285,12 @@ class ScriptRateSearch(ScriptProgram):
     @staticmethod
     def _read_losses(attempt: ScriptAttempt, ranks: int) -> Sequence[float | None]:
         """Return the mean loss of each step over the ranks; None if it was not finite or not observed."""
-        by_rank = [
+        losses_by_rank = [
             {row["step"]: row["loss"] for row in attempt.read_rows(rank) if row["kind"] == "row"}
             for rank in range(ranks)
         ]
-        of_first = by_rank[0]
-        return [
-            None if None in (values := [rows[step] for rows in by_rank if step in rows]) else fmean(values)
-            for step in sorted(of_first)
-        ]
+        steps = ([losses[step] for losses in losses_by_rank if step in losses] for step in sorted(losses_by_rank[0]))
+        return [None if None in losses else fmean(losses) for losses in steps]
 
 
 def _estimate_noise(attempt: ScriptAttempt, batch: int) -> tuple[float, float, float | None] | None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.decisions import ALLOCATION_ENDED
 from tula_cli.cluster.scripts import checkpoints
-from tula_cli.cluster.scripts.start import ScriptProcess, ScriptProgram, get_script, list_placeholder_values
+from tula_cli.cluster.scripts.start import ScriptProgram, get_script
 from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
 from tula_cli.errors import JobFailed
 from tula_cli.models.resuming import judge_resume_test
@@ -89,7 +90,9 @@ def find_observed_schedule(rows: Sequence[Mapping[str, Any]], *, after: int) -> 
 
 
 def find_error_line(text: str, error: str) -> str:
-    """Return the line of a traceback with its exception and message.
+    """Return the exception and message at the end of a traceback, in one line.
+
+    For a checkpoint that torch.load refuses (weights_only), the line has the refused class and a hint.
 
     Args:
         text: the traceback.
@@ -116,7 +119,7 @@ TIME_SHARES: Mapping[Phase, float] = {"begin": 0.6, "same": 0.5, "more": 0.5, "h
 MIN_START_SECONDS = 5.0
 ENDLESS_RATIO = 2.0
 """A start that trains more than this multiple of the remaining samples is stopped."""
-RETRIED_OUTCOMES: tuple[OutcomeClass, ...] = ("port", "time_limit", "preempted", "node_failure")
+RETRIED_OUTCOMES: tuple[OutcomeClass, ...] = ("port", *ALLOCATION_ENDED)
 """Outcomes unrelated to the script, after which the same start is repeated if there is time."""
 
 
@@ -181,11 +184,9 @@ class ResumeTest(ScriptProgram):
         if last_start.phase == "begin":
             if (retry := self._repeat_beginning(begins, remaining)) is not None:
                 return self._plan_initial_start(record, *retry, remaining)
-            return (
-                self._plan_resuming_start("same", last_start, last_start.batch, remaining)
-                if _is_usable(last_start)
-                else None
-            )
+            if not _is_usable(last_start):
+                return None
+            return self._plan_resuming_start("same", last_start, last_start.batch, remaining)
         same = next((start for start in record.starts if start.phase == "same"), last_start)
         if same.ended != "ended" or not same.steps or last_start.phase == "half":
             return None
@@ -222,9 +223,8 @@ class ResumeTest(ScriptProgram):
         )
         resume = self.script.resume
         assert resume is not None
-        checkpoint, _ = checkpoints.find_newest_checkpoint(
-            resume, self.get_placeholder_values(start), workdir=Path(self.task.workdir), since=0.0
-        )
+        values, workdir = self.list_path_values(out, batch=batch, nodes=start.nodes), Path(self.task.workdir)
+        checkpoint, _ = checkpoints.find_newest_checkpoint(resume, values, workdir=workdir, since=0.0)
         return None if checkpoint is None else start.model_copy(update={"checkpoint": str(checkpoint)})
 
     def _choose_first_length(self) -> Length:
@@ -234,12 +234,9 @@ class ResumeTest(ScriptProgram):
             return script.length
         if script.length.epochs is not None:
             return Length(epochs=min(EPOCHS, script.length.epochs))
-        requested = count_requested_samples(script) or 0
-        return (
-            Length(samples=min(requested, 3 * STEPS_BEFORE_KILL * self.task.batch))
-            if script.save != "none"
-            else script.length
-        )
+        if script.save == "none":
+            return script.length
+        return Length(samples=min(count_requested_samples(script) or 0, 3 * STEPS_BEFORE_KILL * self.task.batch))
 
     @property
     def _has_length_placeholder(self) -> bool:
@@ -265,13 +262,6 @@ class ResumeTest(ScriptProgram):
             return None
         return Length(samples=math.ceil(1.5 * saved)) if begin.whole > 2 * saved else None
 
-    def get_placeholder_values(self, start: PlannedStart) -> dict[str, str | float]:
-        """Return the values of the placeholders in paths for a start."""
-        return list_placeholder_values(
-            self.task.spec, ScriptProcess(start.nodes, 0, "", 0), batch=start.batch, out=Path(start.out),
-            run=self.run.path.absolute(), workers=0,
-        )  # fmt: skip
-
     def make_kill_plan(self, command: LeaderCommand) -> KillPlan | None:
         """Return how the shim kills a first start after its checkpoint; None for starts that resume."""
         start, script = _get_start(command), self.script
@@ -279,7 +269,7 @@ class ResumeTest(ScriptProgram):
             return None
         return checkpoints.make_kill_plan(
             script,
-            self.get_placeholder_values(start),
+            self.list_path_values(Path(start.out), batch=start.batch, nodes=start.nodes),
             workdir=Path(self.task.workdir),
             after=STEPS_AFTER_SAVE,
             ask_at=STEPS_BEFORE_KILL,
@@ -309,14 +299,12 @@ class ResumeTest(ScriptProgram):
     def _observe_start(self, start: PlannedStart, command: LeaderCommand, failure: Failure | None) -> ObservedStart:
         attempt, world = self.get_attempt(command), command.ranks
         killed, rows = attempt.read_kill(), [row for row in attempt.read_rows(0) if row["kind"] == "row"]
-        declared_size, observed_size = self.script.dataset_size, killed and killed.dataset
-        size = (
-            observed_size or self.run.read_snapshot().measured_dataset_size
-            if declared_size == "auto"
-            else declared_size
-        )
         if start.phase != "begin":
             size = self.record.starts[-1].dataset_size
+        elif self.script.dataset_size != "auto":
+            size = self.script.dataset_size
+        else:
+            size = (killed and killed.dataset) or self.run.read_snapshot().measured_dataset_size
         steps, samples = count_trained_steps(rows, start.batch // world)
         observation = ObservedStart(
             phase=start.phase, nodes=start.nodes, batch=start.batch, length=start.length, whole=_count_samples_of_length(self.task, start.length, size),

@@ -18,9 +18,8 @@ from tula_cli.host.devices import has_gpu
 from tula_cli.host.network import make_interface_variables
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import make_folder, make_write_error
-from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.failures import Failure
-from tula_cli.run.records.jobs import Attempt, LeaderCommand
+from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.results import PlannedBranch
 from tula_cli.run.records.scripts import BranchPlan, ExpectedValues, KillPlan, ShimPlan
 from tula_cli.run.records.tasks import Task
@@ -89,12 +88,9 @@ def list_placeholder_values(
         "checkpoint": checkpoint or None,
         "tula_run": str(run),
     }
-    size = script.known_dataset_size
-    if size is not None:
-        values["steps"], values["samples"] = (
-            count_script_steps(script, batch, size),
-            count_script_samples(script, size),
-        )
+    if (size := script.known_dataset_size) is not None:
+        values["steps"] = count_script_steps(script, batch, size)
+        values["samples"] = count_script_samples(script, size)
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -108,19 +104,6 @@ def get_learning_rate(spec: JobSpec, batch: int) -> float | None:
     """Return the learning rate for the command line at a global batch; None if the script sets it itself."""
     lr = get_script(spec).reference.lr
     return None if lr is None else lr * compute_lr_scale(spec, batch)
-
-
-def count_loader_workers(task: Task, *, threads: int | None, ranks_here: int) -> int:
-    """Return the data-loader processes per rank: as configured, else from the number of cores per rank.
-
-    Args:
-        threads: cores that the scheduler allocates per rank; None if the ranks share this machine.
-        ranks_here: number of ranks that share this machine.
-    """
-    requested = task.loader_workers
-    if requested != "auto":
-        return requested
-    return task.spec.train.count_loaders(threads or len(os.sched_getaffinity(0)) / ranks_here)
 
 
 MAX_PROBE_STEPS = 1000
@@ -177,12 +160,6 @@ class ScriptProgram(RankProgram):
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the results of an attempt whose method the script did not refuse; return why it failed."""
 
-    def recover_lost_attempt(self, lost: Attempt) -> None:
-        """Do nothing, because only a training continues from the files of an earlier attempt."""
-
-    def list_micro_batch_splits(self) -> MicroBatches | None:
-        return None
-
     def preview_command_at_batch(self, batch: int, *, branch: PlannedBranch | None = None) -> str:
         """Return the shell command line of the first process at a batch, without side effects."""
         command = LeaderCommand(
@@ -198,6 +175,13 @@ class ScriptProgram(RankProgram):
     def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
         """Return why a start must be stopped although its ranks are not stuck, or None."""
         return None
+
+    def list_path_values(self, out: Path, *, batch: int, nodes: int) -> dict[str, str | float]:
+        """Return the values of the placeholders in paths, which are the same for all processes."""
+        return list_placeholder_values(
+            self.task.spec, ScriptProcess(nodes, 0, "", 0), batch=batch, out=out, run=self.run.path.absolute(), workers=0,
+            splits=self.task.micro_batch_splits,
+        )  # fmt: skip
 
     # --- Settings of one start
 
@@ -295,10 +279,9 @@ class ScriptStart(AttemptContext):
             raise make_write_error(self.run.path, error) from error
         if self.allocation.is_leader:
             self.attempt.write_plan(self.plan())
+        workdir, log_path = self.task.workdir, str(log)
         return [
-            RankCommand(
-                self.make_command_line(process), self._make_environment(process, shim), self.task.workdir, str(log)
-            )
+            RankCommand(self.make_command_line(process), self._make_environment(process, shim), workdir, log_path)
             for process in self.list_processes()
         ]
 
@@ -320,13 +303,12 @@ class ScriptStart(AttemptContext):
         """Return the plan for the shim."""
         spec, script, attempt, program = self.task.spec, self.program.script, self.attempt, self.program
         counted = script.placeholders & {"accumulate", "accumulate_total", "micro_batch"}
+        lr = get_learning_rate(program.make_spec(self.command), self.command.batch)
         expected = ExpectedValues(
             world=self.command.ranks,
             batch=self.command.batch,
             accumulate=spec.train.accumulate * self.task.micro_batch_splits if counted else None,
-            lr=get_learning_rate(program.make_spec(self.command), self.command.batch)
-            if "lr" in script.placeholders
-            else None,
+            lr=lr if "lr" in script.placeholders else None,
             dataset=None if script.dataset_size == "auto" else script.dataset_size,
         )
         search = spec.search
@@ -356,10 +338,11 @@ class ScriptStart(AttemptContext):
 
     def _list_values(self, process: ScriptProcess) -> dict[str, str | float]:
         """Return the values of the placeholders."""
-        command, program = self.command, self.program
-        workers = count_loader_workers(
-            self.task, threads=self.allocation.count_cores_per_rank(self.task), ranks_here=command.ranks
-        )
+        command, program, workers = self.command, self.program, self.task.loader_workers
+        if workers == "auto":
+            # Without a scheduler, all ranks share the cores of this machine.
+            cores = self.allocation.count_cores_per_rank(self.task) or len(os.sched_getaffinity(0)) / command.ranks
+            workers = self.task.spec.train.count_loaders(cores)
         return list_placeholder_values(
             program.make_spec(command), process, batch=command.batch, out=program.get_output_folder(command),
             run=self.run.path.absolute(), workers=workers, checkpoint=command.checkpoint,
@@ -379,9 +362,7 @@ class ScriptStart(AttemptContext):
         """Return the environment of a process; inherited rendezvous variables (set-up lines, shell) are dropped."""
         spec, allocation = self.task.spec, self.allocation
         network = make_interface_variables(spec.cluster.network_interface)
-        inherited = network | {
-            name: value for name, value in allocation.environ.items() if name not in _GROUP_VARIABLES
-        }
+        inherited = {name: value for name, value in allocation.environ.items() if name not in _GROUP_VARIABLES}
         code = os.pathsep.join(list_snapshot_python_path(self._code_snapshot))
         path = os.pathsep.join(filter(None, [str(shim), code, inherited.get("PYTHONPATH", "")]))
         plan = str(self.attempt.plan_path)
@@ -392,15 +373,15 @@ class ScriptStart(AttemptContext):
         elif process.rank is None and allocation.is_local and process.nodes > 1 and has_gpu():
             variables["CUDA_VISIBLE_DEVICES"] = self._list_gpus_of(process.node_rank)
         if process.rank is None:
-            return {**inherited, **variables}
+            return {**network, **inherited, **variables}
         cluster, ranks = spec.cluster, self.command.ranks
         local_world = cluster.backend.count_ranks_per_machine(ranks, gpus_per_node=cluster.gpus_per_node)
         group = {
-            "RANK": process.rank, "LOCAL_RANK": process.local_rank, "WORLD_SIZE": self.command.ranks,
+            "RANK": process.rank, "LOCAL_RANK": process.local_rank, "WORLD_SIZE": ranks,
             "LOCAL_WORLD_SIZE": local_world, "MASTER_ADDR": process.master_addr, "MASTER_PORT": process.master_port,
         }  # fmt: skip
         threads = {"OMP_NUM_THREADS": str(allocation.count_cores_per_rank(self.task) or 1)}
-        return {**threads, **inherited, **variables, **{name: str(value) for name, value in group.items()}}
+        return {**threads, **network, **inherited, **variables, **{name: str(value) for name, value in group.items()}}
 
     @property
     def _code_snapshot(self) -> Path | None:

@@ -24,7 +24,7 @@ from tula_cli.cluster.scripts.checkpoints import (
 )
 from tula_cli.cluster.scripts.methods import NEVER_REFRESH_STEPS, summarize_scaling
 from tula_cli.cluster.scripts.metrics import find_last_and_best, read_metrics
-from tula_cli.cluster.scripts.start import ScriptProcess, ScriptProgram, get_learning_rate, list_placeholder_values
+from tula_cli.cluster.scripts.start import ScriptProgram, get_learning_rate
 from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import JobFailed
 from tula_cli.host.leftovers import find_processes_with_variable
@@ -32,7 +32,7 @@ from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import find_innermost_pid
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import list_splits, make_batch_norm_limit
-from tula_cli.run.files import append_json_line, open_to_append
+from tula_cli.run.files import append_json_line, get_change_time, open_to_append
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -118,10 +118,8 @@ class TrainingMonitor(ScriptMonitor):
         age = time.monotonic() - self._began
         if row is None or (age < self._next_print and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
             return
-        self._next_print, self._next_epoch = (
-            age + words.compute_seconds_to_next_progress_line(age),
-            math.floor(row["epoch"] or 0) + 1,
-        )
+        self._next_print = age + words.compute_seconds_to_next_progress_line(age)
+        self._next_epoch = math.floor(row["epoch"] or 0) + 1
         progress_text = words.describe_progress(
             epoch=row["epoch"], all_epochs=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], remaining=row["eta"],
@@ -189,14 +187,12 @@ class TrainingMonitor(ScriptMonitor):
         """Return the failure of a training of which no rank has finished its first step within the limit, or None."""
         if time.monotonic() - self._began <= self._first_step_timeout:
             return None
-        has_heartbeat = any(self.attempt.read_heartbeat(rank) is not None for rank in range(self.command.ranks))
-        if has_heartbeat or any(
-            failure.where == "shim" for failure in self.attempt.read_failures()
-        ):  # the script runs unwatched because the shim failed
+        if any(self.attempt.read_heartbeat(rank) is not None for rank in range(self.command.ranks)):
             return None
-        limit = (
-            f"{self._first_step_timeout / 60:.3g} min (search.max_minutes, or 20 times the start-up time of a probe)"
-        )
+        if any(failure.where == "shim" for failure in self.attempt.read_failures()):
+            return None  # the script runs unwatched
+        minutes = f"{self._first_step_timeout / 60:.3g} min"
+        limit = f"{minutes} (search.max_minutes, or 20 times the start-up time of a probe)"
         message = f"stopped, because the first step was not done after {limit}: {describe_missing_step(self.log)}"
         return Failure(outcome="user", message=message, rank=self.ranks.start, host=get_node_name())
 
@@ -225,10 +221,6 @@ class ScriptTraining(ScriptProgram):
     @property
     def training(self) -> TrainingRun:
         return self.run.get_training(self.task.signature)
-
-    @property
-    def world_size(self) -> int:
-        return self.task.ranks
 
     # --- Starts of the script
 
@@ -308,11 +300,7 @@ class ScriptTraining(ScriptProgram):
     @property
     def placeholder_values(self) -> dict[str, str | float]:
         """The values of the placeholders in paths."""
-        process = ScriptProcess(self.task.nodes, 0, "", 0)
-        task, run = self.task, self.run.path.absolute()
-        return list_placeholder_values(
-            task.spec, process, batch=task.batch, out=self.output_folder, run=run, workers=0, splits=task.splits
-        )
+        return self.list_path_values(self.output_folder, batch=self.task.batch, nodes=self.task.nodes)
 
     def newest_checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from; None if the training starts anew."""
@@ -350,11 +338,8 @@ class ScriptTraining(ScriptProgram):
     @property
     def _first_rank_results(self) -> Sequence[RankResult]:
         """Results of the first steps of the first start at this batch, on the whole dataset; empty until complete."""
-        if not self._first_steps:
-            attempts = self.run.read_attempts(self.task.id)
-            first_results = (
-                ScriptAttempt(self.run.path, self.task.id, attempts[0].number).read_first_results() if attempts else []
-            )
+        if not self._first_steps and (attempts := self.run.read_attempts(self.task.id)):
+            first_results = ScriptAttempt(self.run.path, self.task.id, attempts[0].number).read_first_results()
             if first_results and len(first_results) >= first_results[0].world:
                 self._first_steps.extend(first_results)
         return self._first_steps
@@ -377,8 +362,8 @@ class ScriptTraining(ScriptProgram):
     def get_start_position(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and steps from which an attempt starts; 0 unless it resumes."""
         progress = self._progress
-        goes_on = command.checkpoint or self._has_resumed_by_itself(command)
-        return (progress.samples, progress.steps) if goes_on and progress is not None else (0, 0)
+        resumes = command.checkpoint or self._has_resumed_by_itself(command)
+        return (progress.samples, progress.steps) if resumes and progress is not None else (0, 0)
 
     def _has_resumed_by_itself(self, command: LeaderCommand) -> bool:
         """Return whether an attempt that was given no checkpoint has loaded one, as recorded at its first step."""
@@ -394,19 +379,16 @@ class ScriptTraining(ScriptProgram):
         if self.script.resume is not None or command.checkpoint or not earlier:
             return
         first_start = min(other.started_at for other in earlier)
-        loads = [
-            row for row in attempt.read_loaded_files(0) if first_start <= row["written"] < _get_plan_write_time(attempt)
-        ]
+        this_start = get_change_time(attempt.plan_path)
+        loads = [row for row in attempt.read_loaded_files(0) if first_start <= row["written"] < this_start]
         if not loads:
             return
         newest = max(loads, key=lambda row: float(row["written"]))
         path, written = Path(newest["path"]), float(newest["written"])
         writer = max((other for other in earlier if other.started_at <= written), key=lambda other: other.started_at)
         steps, counted = _find_position_at(ScriptAttempt(self.run.path, writer.task, writer.number), written)
-        samples, batch = (
-            steps * self.task.batch if counted is None else round(counted * self.world_size),
-            self.task.batch,
-        )
+        batch = self.task.batch
+        samples = steps * batch if counted is None else round(counted * self.task.ranks)
         self.training.write_script_progress(
             ScriptProgress(samples=samples, steps=steps, batch=batch, checkpoint=str(path), saved_at=written)
         )
@@ -474,10 +456,9 @@ class ScriptTraining(ScriptProgram):
             self._add_warning(self.get_start_position(command)[0], note)
         row = attempt.read_newest_row(0)
         samples, steps = self._find_reached_position(command, heartbeat.step, heartbeat.samples)
-        batch = (heartbeat.step_samples or 0) * self.world_size or self.task.batch
-        remaining = (
-            None if self.total_samples is None else max(0, self.total_samples - samples) / batch * heartbeat.seconds
-        )
+        batch = (heartbeat.step_samples or 0) * self.task.ranks or self.task.batch
+        total = self.total_samples
+        remaining = None if total is None else max(0, total - samples) / batch * heartbeat.seconds
         self._add_row(
             "step",
             samples,
@@ -498,11 +479,10 @@ class ScriptTraining(ScriptProgram):
             previous: samples per step observed, or requested, so far.
         """
         heartbeat = attempt.read_heartbeat(0)
-        observed = (
-            None if heartbeat is None or heartbeat.step_samples is None else heartbeat.step_samples * self.world_size
-        )
-        changed = claims.detect_batch_change(observed, before=previous)
-        if heartbeat is None or changed is None:
+        if heartbeat is None or heartbeat.step_samples is None:
+            return previous
+        changed = claims.detect_batch_change(heartbeat.step_samples * self.task.ranks, before=previous)
+        if changed is None:
             return previous
         samples, steps = self._find_reached_position(command, heartbeat.step, heartbeat.samples)
         message = (
@@ -545,22 +525,17 @@ class ScriptTraining(ScriptProgram):
         """
         checkpoint = self.newest_checkpoint()
         saved_at = 0.0 if checkpoint is None else get_checkpoint_change_time(checkpoint)
-        saves, began, heartbeat = (
-            self.training.read_script_saves(),
-            _get_plan_write_time(attempt),
-            attempt.read_heartbeat(0),
-        )
+        saves, heartbeat = self.training.read_script_saves(), attempt.read_heartbeat(0)
+        began = get_change_time(attempt.plan_path)
         if stable_seconds and (heartbeat is None or heartbeat.stepped_at <= saved_at):
             return  # the row with the step of the save follows with the next step
         if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - stable_seconds:
             return
         assert checkpoint is not None
         previous_save = next((save.saved_at for save in saves.saves[-1:] if save.saved_at > began), None)
-        samples, steps = (
-            self.get_start_position(command)
-            if previous_save is None
-            else self._find_reached_position(command, *_find_position_at(attempt, previous_save))
-        )
+        samples, steps = self.get_start_position(command)
+        if previous_save is not None:
+            samples, steps = self._find_reached_position(command, *_find_position_at(attempt, previous_save))
         end = self._find_reached_position(command, *_find_position_at(attempt, saved_at))
         earlier = [
             (when, *self._find_reached_position(command, step, samples_here))
@@ -592,7 +567,7 @@ class ScriptTraining(ScriptProgram):
     def _find_reached_position(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
         """Return total samples and steps; samples are those of all ranks, from the steps if rank 0 counts none."""
         samples_before, steps = self.get_start_position(command)
-        samples_seen = step * self.task.batch if samples is None else round(samples * self.world_size)
+        samples_seen = step * self.task.batch if samples is None else round(samples * self.task.ranks)
         return samples_before + samples_seen, steps + step
 
     def _add_warning(self, samples: int, message: str) -> None:
@@ -632,10 +607,8 @@ class ScriptTraining(ScriptProgram):
         log = self.run.get_log_path(self.task.id, command.attempt)
         if failure is None and heartbeat is None and not command.checkpoint:
             return Failure(outcome="user", message=f"the command exited with code 0, but {describe_missing_step(log)}")
-        if (
-            failure is None
-            and (broken := self.find_contradiction_in_first_steps(attempt.read_results(), command)) is not None
-        ):
+        broken = self.find_contradiction_in_first_steps(attempt.read_results(), command) if failure is None else None
+        if broken is not None:
             return broken
         if failure is not None and failure.outcome == "user" and heartbeat is None:
             retried = self._use_older_checkpoint_after_failure(attempt, command, failure)
@@ -695,21 +668,19 @@ class ScriptTraining(ScriptProgram):
         attempt = ScriptAttempt(self.run.path, lost.task, lost.number)
         heartbeat = attempt.read_heartbeat(0)
         self.record_save(attempt, command, stable_seconds=0.0)
-        samples, _ = self._find_reached_position(
-            command, *((0, 0.0) if heartbeat is None else (heartbeat.step, heartbeat.samples))
-        )
+        step, counted = (0, 0.0) if heartbeat is None else (heartbeat.step, heartbeat.samples)
+        samples, _ = self._find_reached_position(command, step, counted)
         self._record_newest_checkpoint(attempt, command)
         self._record_lost_samples(samples)
 
     def _record_newest_checkpoint(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Record the newest checkpoint, with the samples and steps trained when it was written."""
         checkpoint = self.newest_checkpoint()
-        if checkpoint is None or (
-            str(checkpoint) == command.checkpoint
-            and get_checkpoint_change_time(checkpoint) < _get_plan_write_time(attempt)
-        ):
+        if checkpoint is None:
             return
         saved_at = get_checkpoint_change_time(checkpoint)
+        if str(checkpoint) == command.checkpoint and saved_at < get_change_time(attempt.plan_path):
+            return
         samples, steps = self._find_reached_position(command, *_find_position_at(attempt, saved_at))
         progress = ScriptProgress(
             samples=samples, steps=steps, batch=self.task.batch, checkpoint=str(checkpoint), saved_at=saved_at
@@ -735,10 +706,10 @@ class ScriptTraining(ScriptProgram):
             if not values:
                 self._add_warning(samples, f"script.metric {name} does not occur in the output of the script")
             elif not math.isfinite(values[-1]):
-                self._add_warning(
-                    samples,
-                    f"the last value of script.metric {name} is {values[-1]:g}: the training has probably diverged",
+                message = (
+                    f"the last value of script.metric {name} is {values[-1]:g}: the training has probably diverged"
                 )
+                self._add_warning(samples, message)
         metrics = find_last_and_best(rows)
         self.run.write_train_result(
             TrainResult(
@@ -832,11 +803,3 @@ def _is_path_or_part(name: str, paths: Iterable[str]) -> bool:
     """Return whether a saved file is one of `paths`, in one that is a folder, or one with an ending such as .tmp."""
     name = mask_numbers(name)
     return any(name.startswith(path) and name[len(path) :][:1] in ("", "/", ".", "~") for path in paths)
-
-
-def _get_plan_write_time(attempt: ScriptAttempt) -> float:
-    """Return when an attempt's plan was written (Unix time); 0 if there is none."""
-    try:
-        return attempt.plan_path.stat().st_mtime
-    except OSError:
-        return 0.0

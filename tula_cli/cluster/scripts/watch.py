@@ -18,7 +18,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_line_of_failure, find_signal
 from tula_cli.host.network import get_node_name
 from tula_cli.models.resuming import NO_STEP_SEEN
-from tula_cli.run.files import append_json_line, read_last_bytes
+from tula_cli.run.files import append_json_line, get_change_time, read_last_bytes
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.scripts import Heartbeat, ScriptFailure
@@ -105,12 +105,14 @@ def _list_changed_files(
         existed = any(event["existed"] for event in events)
         if not existed and not os.path.lexists(name):
             continue  # a renamed draft or a deleted temporary file
-        if any(event["late"] for event in events) or _get_modification_time(Path(name)) >= since:
+        if any(event["late"] for event in events) or get_change_time(Path(name), follow_symlinks=False) >= since:
             yield ChangedFile(Path(name), existed, None if copy is None else Path(copy), modified)
     new_files = {
         file for folder in folders for file in folder.rglob("*") if file.is_file() and str(file) not in by_path
     }
-    yield from (ChangedFile(file, False, None) for file in sorted(new_files) if _get_modification_time(file) >= since)
+    for file in sorted(new_files):
+        if get_change_time(file, follow_symlinks=False) >= since:
+            yield ChangedFile(file, False, None)
 
 
 def _restore(file: ChangedFile, target: Path) -> bool:
@@ -124,13 +126,6 @@ def _restore(file: ChangedFile, target: Path) -> bool:
         file.path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file.copy, file.path, follow_symlinks=False)
     return True
-
-
-def _get_modification_time(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _describe_moved(moved: Sequence[str], remaining: Sequence[str], folder: Path) -> str:
@@ -196,10 +191,6 @@ class ScriptMonitor(AttemptContext, RankMonitor):
     def poll_interval(self, allocation: Allocation) -> float:
         return allocation.poll_interval
 
-    def record_progress(self) -> None:
-        """Record failures reported by the shims of these ranks since the last call."""
-        self._record_failures()
-
     def record_final_reports(self) -> None:
         """Record the last reports of the ranks after their exit."""
         self.record_progress()
@@ -211,14 +202,12 @@ class ScriptMonitor(AttemptContext, RankMonitor):
     tolerates_shim_failures: ClassVar[bool] = False
     """Whether the script continues without being watched if the shim fails."""
 
-    def _record_failures(self) -> None:
+    def record_progress(self) -> None:
         """Write failure records, like those of a worker, for the failures that the shims of these ranks reported."""
         shim_failures = self.attempt.read_failures()
-        recorded_ranks = (
-            {failure.rank for failure in self.run.read_failures(self.task.id, self.command.attempt)}
-            if shim_failures
-            else set()
-        )
+        if not shim_failures:
+            return
+        recorded_ranks = {failure.rank for failure in self.run.read_failures(self.task.id, self.command.attempt)}
         for shim_failure in shim_failures:
             if shim_failure.where == "shim" and self.tolerates_shim_failures:
                 continue
@@ -265,12 +254,10 @@ class ScriptMonitor(AttemptContext, RankMonitor):
             return reason
         for rank in self.ranks:
             heartbeat = self.attempt.read_heartbeat(rank)
-            if (
-                heartbeat is None
-                or not self._is_heartbeat_stale(heartbeat)
-                or self._has_written_result(rank)
-                or self._is_any_rank_alive()
-            ):
+            if heartbeat is None or not self._is_heartbeat_stale(heartbeat):
+                continue
+            has_result = (self.attempt.path / f"result-{rank}.json").exists()
+            if has_result or self._is_any_rank_alive():
                 continue
             message = (
                 f"stopped, because no step finished for {time.time() - heartbeat.alive_at:.0f} s"
@@ -292,6 +279,3 @@ class ScriptMonitor(AttemptContext, RankMonitor):
 
     def _is_heartbeat_stale(self, heartbeat: Heartbeat) -> bool:
         return time.time() - heartbeat.alive_at > max(self.program.silence, MIN_HANG_STEPS * heartbeat.seconds)
-
-    def _has_written_result(self, rank: int) -> bool:
-        return (self.attempt.path / f"result-{rank}.json").exists()

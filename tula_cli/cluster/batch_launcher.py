@@ -63,8 +63,11 @@ class BatchLauncher:
         ]  # just before submission
         submitted_at = min((when or time.time() for when in written_at), default=time.time())
         files.prepare_folders(run.path, *task.folders)
-        new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_jobs(names, queued) :]
-        ids += self._submit_jobs_of_chain(run, new, queued=tuple(ids), preceding=_list_preceding_ids(run, task))
+        # Jobs before the last queued one have run, or must not run.
+        submitted = max((names.index(name) + 1 for name in queued), default=0)
+        new = list(zip(list_chain_tasks(task), names, strict=True))[submitted:]
+        preceding = [id_ for name in task.awaited_jobs if (job := run.find_job(name)) is not None for id_ in job.ids]
+        ids += self._submit_jobs_of_chain(run, new, queued=tuple(ids), preceding=preceding)
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
@@ -217,16 +220,6 @@ def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict
     folder = run.submitit_dir.resolve()
     jobs = scheduler.list_queued_jobs(names)
     return {job.name: job for job in jobs if not job.script or Path(job.script).parent.resolve() == folder}
-
-
-def _count_submitted_jobs(names: Sequence[str], queued: Mapping[str, QueuedJob]) -> int:
-    """Return how many jobs need no submission: all up to the last queued one; earlier ones have run or must not."""
-    return max((names.index(name) + 1 for name in queued), default=0)
-
-
-def _list_preceding_ids(run: RunDir, task: Task) -> Sequence[str]:
-    """Return the ids of the jobs that the first job of a training waits for."""
-    return [id_ for name in task.awaited_jobs if (job := run.find_job(name)) is not None for id_ in job.ids]
 
 
 def _explain_missing_log(snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:

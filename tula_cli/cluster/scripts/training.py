@@ -362,12 +362,10 @@ class ScriptTraining(ScriptProgram):
     def get_start_position(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and steps from which an attempt starts; 0 unless it resumes."""
         progress = self._progress
-        resumes = command.checkpoint or self._has_resumed_by_itself(command)
+        # Without a given checkpoint, the script may have loaded one, as recorded at its first step.
+        this_attempt = (command.task, command.attempt)
+        resumes = command.checkpoint or self.training.read_script_saves().resumed_attempt == this_attempt
         return (progress.samples, progress.steps) if resumes and progress is not None else (0, 0)
-
-    def _has_resumed_by_itself(self, command: LeaderCommand) -> bool:
-        """Return whether an attempt that was given no checkpoint has loaded one, as recorded at its first step."""
-        return self.training.read_script_saves().resumed_attempt == (command.task, command.attempt)
 
     def detect_resume_by_script(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Detect, at the first step of an attempt, that the script has loaded a checkpoint of an earlier attempt.

@@ -152,30 +152,23 @@ def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
 def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
     """Add the start of the maintenance window to the reason of jobs that wait for it, with advice on shorter jobs."""
     answer, now = call_slurm(*RESERVATIONS_COMMAND), time.time()
-    coming = [begin for begin, _ in parse_maintenance_windows(answer.text if answer.ok else "") if begin > now]
+    coming = [start for start in _parse_maintenance_starts(answer.text if answer.ok else "") if start > now]
     if not coming:
         return dict(states)
-    advice = f"{describe_window(min(coming), now)}; shorter jobs start before it (cluster.minutes, search.max_minutes)"
+    start = min(coming)
+    window = f"a maintenance window starts {format_local_time(start)}, in {int((start - now) // 60)} min"
+    advice = f"{window}; shorter jobs start before it (cluster.minutes, search.max_minutes)"
     return {
         id_: replace(state, reason=f"{state.reason}; {advice}") if _MAINTENANCE.search(state.reason) else state
         for id_, state in states.items()
     }
 
 
-def parse_maintenance_windows(text: str) -> list[tuple[float, float]]:
-    """Return start and end (Unix times) of the maintenance windows in the output of `RESERVATIONS_COMMAND`, sorted."""
+def _parse_maintenance_starts(text: str) -> list[float]:
+    """Return the starts (Unix times) of the maintenance windows in the output of `RESERVATIONS_COMMAND`."""
     rows = [parse_record(line) for line in text.splitlines()]
-    windows = [
-        (parse_time(row.get("StartTime", "")), parse_time(row.get("EndTime", "")))
-        for row in rows
-        if "MAINT" in row.get("Flags", "").split(",")
-    ]
-    return sorted((begin, end) for begin, end in windows if begin is not None and end is not None)
-
-
-def describe_window(begin: float, now: float) -> str:
-    """Return a description of when a maintenance window starts, with the minutes until then."""
-    return f"a maintenance window starts {format_local_time(begin)}, in {max(0, int((begin - now) // 60))} min"
+    starts = [parse_time(row.get("StartTime", "")) for row in rows if "MAINT" in row.get("Flags", "").split(",")]
+    return [start for start in starts if start is not None]
 
 
 def _query_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:

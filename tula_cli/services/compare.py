@@ -5,13 +5,13 @@ train`, it resumes, continues after an out-of-memory error and can be attached t
 """
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.scripts.start import get_learning_rate
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
@@ -52,9 +52,6 @@ CONTROLS = ("lbt-x2", "lbt-x4")
 One control is added to the default rows: the second if the batch is at least 8 times the reference batch, else the
 first.
 """
-START_SECONDS = 15.0
-"""Seconds after which a training that is not running yet is reported as waiting."""
-Inspect = Callable[[JobSpec], Inspection]
 CellState = Literal["done", "diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing"]
 FINISHED_STATES: tuple[CellState, ...] = ("done", "diverged")
 UNFINISHED_END_STATES: tuple[CellState, ...] = ("failed", "cancelled", "lost", "held")
@@ -113,9 +110,8 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     if spec.script is None:
         content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
         names_kind = any(setting.startswith("schedule.kind=") for setting in variant.settings)
-        if (
-            not variant.training_method.constant_schedule and not names_kind
-        ):  # all rows use the job's schedule, not their method's default
+        if not variant.training_method.constant_schedule and not names_kind:
+            # all rows use the job's schedule, not their method's default
             content["schedule"] = spec.schedule.model_dump(mode="json")
         if variant.schedule:
             content["schedule"] = {**content.get("schedule", {}), **variant.schedule}
@@ -151,7 +147,7 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
         require_comparable_script(spec.script, seeds=grid.seeds)
     _require_fitting_methods(spec, grid)
     _inspect_user_code(run, grid, inspect)
-    inspect = functools.partial(inspect_once, inspect, {})
+    inspect = inspect_once(inspect)
     comparison, first_row_by_duplicate = _build_comparison(run, grid, now=now)
     plans = {}
     for cell in comparison.cells:  # the seed affects neither duration nor validity
@@ -182,10 +178,8 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
 
 def is_cell_ended(run: RunDir, cell: Cell) -> bool:
     """Return whether a cell needs no further training: it has finished, or diverged and would diverge again."""
-    return (
-        run.get_training(cell.signature).read_summary() is not None
-        or run.get_training(cell.signature).find_diverged_attempt() is not None
-    )
+    training = run.get_training(cell.signature)
+    return training.read_summary() is not None or training.find_diverged_attempt() is not None
 
 
 def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
@@ -259,11 +253,16 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
             yield messages.only_warmup(method=method, warmup_epochs=warmup, epochs=spec.train.epochs)
 
 
-def inspect_once(inspect: Inspect, inspection_cache: dict[str, Inspection], spec: JobSpec) -> Inspection:
-    """Inspect only the first spec, and return its inspection for all specs: all cells share the model and dataset."""
-    if not inspection_cache:
-        inspection_cache["all"] = inspect(spec)
-    return inspection_cache["all"]
+def inspect_once(inspect: Inspect) -> Inspect:
+    """Return an inspector that inspects only the first spec: all trainings share the model and dataset."""
+    inspections: list[Inspection] = []
+
+    def inspect_first(spec: JobSpec) -> Inspection:
+        if not inspections:
+            inspections.append(inspect(spec))
+        return inspections[0]
+
+    return inspect_first
 
 
 def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, dict[str, str]]:
@@ -316,7 +315,7 @@ def _make_short_cells(
     Args:
         run: the run; a row that has full trainings and no short one takes part in the second round in any case.
         cells: full trainings of the batch, without lbt.
-        sign: returns the signature of a training at a batch.
+        compute_signature: returns the signature of a training of a job at a batch.
     """
     spec = run.spec
     epochs, short_cells = rounds.get_short_epochs(spec), list[Cell]()
@@ -471,7 +470,7 @@ def choose_default_control(spec: JobSpec, batches: Sequence[int]) -> tuple[str, 
     return CONTROLS[1:] if max(batches) >= 8 * spec.train.reference_batch else CONTROLS[:1]
 
 
-def list_default_batches(run: RunDir) -> tuple[int, ...]:
+def get_recommended_batch(run: RunDir) -> int:
     """Return the recommended batch.
 
     Raises:
@@ -483,4 +482,4 @@ def list_default_batches(run: RunDir) -> tuple[int, ...]:
             f"{run.id} has no recommendation, and --batch is not given",
             "give the large batch, for example tula compare job.yaml --batch 1024",
         )
-    return (recommendation.choice.batch,)
+    return recommendation.choice.batch

@@ -1,11 +1,11 @@
 """`tula train --seeds`: the trainings of a plan, each with a seed of its own."""
 
-import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
 from tula_cli.errors import Diverged, JobFailed, OverBudget, Pending, SpecError, TulaError
 from tula_cli.models.choice.campaign import Campaign, ScheduledTraining
@@ -19,14 +19,14 @@ from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.results import Summary
 from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
-from tula_cli.services.compare import Inspect, inspect_once
+from tula_cli.services.compare import inspect_once
 from tula_cli.services.comparison.rows import takes_seed
 from tula_cli.services.events import Note, SeedsPlanned, WarningEvent, Work
 from tula_cli.services.plans import TrainPlan
 from tula_cli.services.resume_test import TrainingStart, run_resume_test_if_due
 from tula_cli.services.site_charges import bill_run_by_site
 from tula_cli.services.train import plan_training, submit_training
-from tula_cli.services.training_end import load_summary
+from tula_cli.services.training_end import MAX_FIRST_FAILURES, load_summary
 from tula_cli.services.waiting import Submission, explain_interruption, wait_for_jobs, warn_about_submitted_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
@@ -34,9 +34,6 @@ from tula_cli.words import format_count, format_number, join_words
 
 if TYPE_CHECKING:
     import pandas as pd
-
-MAX_FIRST_FAILURES = 3
-"""Number of failures without any success after which no further training is started on this machine."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ def _read_seed_training(run: RunDir, training: SeedTraining) -> SeedTraining:
         pass
     except TulaError as error:
         problem = error.message
-    return SeedTraining(training.seed, training.nodes, training.batch, training.signature, summary, problem)
+    return replace(training, summary=summary, problem=problem)
 
 
 def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) -> Work[PreparedSeeds]:
@@ -209,14 +206,13 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
         )
         training = SeedTraining(seed, scheduled.nodes, plan.batch, signature, None, "")
         trainings.append(_read_seed_training(run, training))
-    inspect = functools.partial(inspect_once, inspect, {})
-    prepared = PreparedSeeds(runs, run, plan, tuple(trainings), None, request, inspect)
+    prepared = PreparedSeeds(runs, run, plan, tuple(trainings), None, request, inspect_once(inspect))
     _require_within_budget(prepared)
     if not prepared.missing:
         return prepared
     first = prepared.plan_training(prepared.missing[0])
     yield from map(WarningEvent, first.code.warnings)
-    return PreparedSeeds(runs, run, plan, tuple(trainings), first, request, inspect)
+    return replace(prepared, first=first)
 
 
 def _require_within_budget(prepared: PreparedSeeds) -> None:
@@ -254,7 +250,6 @@ def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsRepo
     if not prepared.missing:
         yield Note("all trainings of this plan have already finished")
         return prepared.report()
-    has_queue = run.spec.cluster.backend.has_queue
     submission.require_waiting(run.spec)
     launcher = submission.launcher_for(run.spec)
     under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing])
@@ -267,7 +262,7 @@ def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsRepo
     submission.save_runs([run])
     save_campaign(prepared.runs, prepared.plan)
     with explain_interruption([run]):
-        if has_queue:
+        if run.spec.cluster.backend.has_queue:
             yield from _submit_missing_trainings(prepared, launcher, submission, under_way)
         else:
             yield from _train_one_by_one(prepared, launcher, submission)

@@ -12,6 +12,8 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.status import RunStatus
 
 MIN_FREE_BYTES = 2**16  # bytes free; below, the small files of a run cannot be written
+MAX_FIRST_FAILURES = 3
+"""Number of failures without any success after which no further training of a comparison or plan is started."""
 RESUME_HINT = "run the same command again to resume from the newest checkpoint"
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
@@ -89,7 +90,7 @@ class LearningRateReport:
 
 def prepare_rate_search(
     runs: Sequence[Run],
-    inspect: compare.Inspect,
+    inspect: Inspect,
     *,
     batch: int | None,
     nodes: int | None,
@@ -116,7 +117,7 @@ def prepare_rate_search(
     nodes = compare.choose_default_nodes(run) if nodes is None else nodes
     divisor = compute_batch_divisor(spec, nodes)
     size_and_interval = None if spec.script is None else _require_branchable(run, spec.script, divisor)
-    (batch,) = compare.list_default_batches(run) if batch is None else (batch,)
+    batch = compare.get_recommended_batch(run) if batch is None else batch
     rate_search.require_searchable(spec, batch)
     training = train.plan_training(run, nodes=nodes, batch=batch, inspect=inspect)
     yield from map(WarningEvent, training.code.warnings)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_cli import words
+from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Interruption, JobFailed, require_list
 from tula_cli.options import ComparisonRequest
@@ -40,7 +41,7 @@ def complete_grid(request: ComparisonRequest, run: Run, previous: Comparison | N
         else compare.choose_default_nodes(run)
     )
     batches = tuple(dict.fromkeys(request.batches or ())) or (
-        previous.batches if previous else compare.list_default_batches(run)
+        previous.batches if previous else (compare.get_recommended_batch(run),)
     )
     by_default = True if request.methods else compare.choose_default_control(spec, batches)
     controls = request.controls if request.controls is not None else previous.controls if previous else by_default
@@ -89,7 +90,7 @@ class ComparisonResult:
 
 
 def prepare_comparison(
-    runs: Sequence[Run], request: ComparisonRequest, inspect: compare.Inspect, *, node_type: str | None = None
+    runs: Sequence[Run], request: ComparisonRequest, inspect: Inspect, *, node_type: str | None = None
 ) -> Work[PreparedComparison]:
     """Plan a comparison; nothing is written.
 
@@ -175,7 +176,10 @@ def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, subm
             return
         failed_signatures: set[str] = set()
         while plan.missing:
-            jobs = yield from _submit_missing_trainings(run, plan, launcher, submission)
+            yield Note(f"submitting {words.format_count(len(plan.missing), 'training')}")
+            jobs = trainings.submit_cells(run, plan, launcher, inspect=submission.inspect)
+            yield from warn_about_submitted_jobs(run, launcher, jobs, [], plan.spec)
+            yield Note(f"{words.format_count(len(jobs), 'training')} under way")
             if not submission.should_wait(run.spec):
                 if plan.state.undecided:
                     yield Note("when these trainings have finished, run the same command again to start the next round")
@@ -188,13 +192,3 @@ def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, subm
         hint = f"run the same command to follow them; tula cancel {words.quote_path(run.path)} stops them"
         message = "interrupted; finished trainings are kept, and running ones continue"
         raise Interruption(message, hint) from None
-
-
-def _submit_missing_trainings(
-    run: Run, plan: ComparePlan, launcher: Launcher, submission: Submission
-) -> Work[Sequence[str]]:
-    yield Note(f"submitting {words.format_count(len(plan.missing), 'training')}")
-    jobs = trainings.submit_cells(run, plan, launcher, inspect=submission.inspect)
-    yield from warn_about_submitted_jobs(run, launcher, jobs, [], plan.spec)
-    yield Note(f"{words.format_count(len(jobs), 'training')} under way")
-    return jobs

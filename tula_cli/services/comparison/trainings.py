@@ -3,17 +3,16 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Diverged, JobFailed, TulaError
 from tula_cli.run.directory import Run
 from tula_cli.run.records.results import Cell
 from tula_cli.services import status, train, waiting
 from tula_cli.services.compare import (
-    START_SECONDS,
     UNFINISHED_END_STATES,
-    Inspect,
     compute_mean_hours_by_row,
     estimate_hours,
     inspect_once,
@@ -23,14 +22,11 @@ from tula_cli.services.compare import (
 from tula_cli.services.comparison import rounds
 from tula_cli.services.events import ComparisonProgress
 from tula_cli.services.plans import ComparePlan, sum_hours
-from tula_cli.services.status import JobStatus, RunStatus
-from tula_cli.services.training_end import load_summary
+from tula_cli.services.status import RunStatus
+from tula_cli.services.training_end import MAX_FIRST_FAILURES, load_summary
 
-MAX_FIRST_FAILURES = 3
-"""Number of failures after which a comparison without any successful training is stopped."""
-
-
-# --- Running the trainings
+START_SECONDS = 15.0
+"""Seconds after which a training that is not running yet is reported as waiting."""
 
 
 def submit_cell(run: Run, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
@@ -50,7 +46,7 @@ def submit_cell(run: Run, cell: Cell, launcher: Launcher, *, inspect: Inspect) -
 
 def submit_cells(run: Run, plan: ComparePlan, launcher: Launcher, *, inspect: Inspect) -> list[str]:
     """Submit all missing trainings, most useful first, and return the job ids; the scheduler runs them in parallel."""
-    inspect = functools.partial(inspect_once, inspect, {})
+    inspect = inspect_once(inspect)
     return [submit_cell(run, cell, launcher, inspect=inspect) for cell in plan.missing]
 
 
@@ -70,7 +66,7 @@ def train_cells_one_by_one(
     Raises:
         JobFailed: the first trainings have all failed.
     """
-    inspect = functools.partial(inspect_once, inspect, {})
+    inspect = inspect_once(inspect)
     missing, failed, attempted = list(plan.missing), 0, set[str]()
     ended_before = len(plan.state.wanted) - len(missing)
     while missing:
@@ -83,9 +79,10 @@ def train_cells_one_by_one(
         finished = ended_before + len(attempted) - 1 - failed
         describe = _make_progress_factory(plan)
         for run_status in waiting.watch_jobs(run, launcher, [job]):
-            waiting_text = _describe_waiting(run_status, job) if clock() - submitted > START_SECONDS else ""
+            reasons = [status.reason for status in run_status.jobs if status.state == "queued"]
+            waits = reasons[0] if reasons and clock() - submitted > START_SECONDS else ""
             remaining = _estimate_remaining_seconds(run_status, job, expected, other_hours)
-            yield describe(finished, failed, cell, run_status.training, remaining, running=1, waits=waiting_text)
+            yield describe(finished, failed, cell, run_status.training, remaining, running=1, waits=waits)
         problem = _describe_failure(run, cell)
         failed += bool(problem)
         if failed == MAX_FIRST_FAILURES and failed == len(attempted) + ended_before:
@@ -127,19 +124,12 @@ def _make_progress_factory(plan: ComparePlan) -> Callable[..., ComparisonProgres
     return functools.partial(ComparisonProgress, plan.state.max_trainings, round=number, undecided=undecided)
 
 
-def _describe_waiting(run_status: RunStatus, job: str) -> str:
-    return next(
-        (job_status.reason for job_status in run_status.jobs if job_status.id == job and job_status.state == "queued"),
-        "",
-    )
-
-
 def _reestimate_hours(run: Run, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
     """Return the expected hours of each row, based on the trainings finished since the plan was made."""
     measured_hours = compute_mean_hours_by_row(run, plan.comparison)
     if not measured_hours:
         return dict(plan.hours)
-    return {row: measured_hours.get(row) or estimate_hours(row, measured_hours, {}) for row in plan.hours}
+    return {row: estimate_hours(row, measured_hours, {}) for row in plan.hours}
 
 
 def _estimate_remaining_seconds(
@@ -180,18 +170,12 @@ def wait_for_cells(
             job for job in jobs if job in states and states[job].state not in unfinished and job not in ended_jobs
         ]
         running = sum(job.state == "running" for job in states.values())
-        count = functools.partial(_count_trainings, run, plan)
+        finished = sum(is_cell_ended(run, cell) for cell in plan.state.wanted)
+        failed = sum(job.state in UNFINISHED_END_STATES for job in states.values())
         for job in newly_ended:
             ended_jobs.add(job)
-            finished, failed = count(states)
             cell = cells[job]
             yield describe(
                 finished, failed, None, None, None, running, ended=cell, problem=_describe_failure(run, cell)
             )
-        finished, failed = count(states)
         yield describe(finished, failed, None, None, None, running)
-
-
-def _count_trainings(run: Run, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
-    finished = sum(is_cell_ended(run, cell) for cell in plan.state.wanted)
-    return finished, sum(job.state in UNFINISHED_END_STATES for job in states.values())

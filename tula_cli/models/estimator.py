@@ -52,7 +52,7 @@ from tula_cli.models.time.stragglers import fit_step_time_and_find_stragglers
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.run.records.results import ScriptCheckpointSave
 from tula_cli.run.records.tasks import Rung
@@ -99,7 +99,7 @@ class Estimator:
     def fit(
         cls,
         spec: JobSpec,
-        results: Iterable[Measured | OutOfMemory | Failed],
+        results: Iterable[Result],
         *,
         inspection: Inspection | None = None,
         attempts: Iterable[Attempt] = (),
@@ -653,5 +653,5 @@ def _break_down_time(time: cost.TrainingTime, step_time: Floats, probes: Mapping
     }
 
 
-def _select_results(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
+def _select_results(results: Sequence[Result], kind: type[T]) -> list[T]:
     return [result for result in results if isinstance(result, kind)]

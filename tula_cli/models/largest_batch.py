@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tula_cli.models.memory import MemoryModel, fit_memory_model
 from tula_cli.run.records.base import Footprint
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Measured, OutOfMemory, Result
 from tula_cli.run.records.tasks import BatchBounds
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
@@ -33,9 +33,7 @@ class BatchBracket:
     capacity: int | None  # bytes of one GPU; None if unknown
 
     @classmethod
-    def from_results(
-        cls, spec: JobSpec, nodes: int, bounds: BatchBounds, results: Iterable[Measured | OutOfMemory | Failed]
-    ) -> "BatchBracket":
+    def from_results(cls, spec: JobSpec, nodes: int, bounds: BatchBounds, results: Iterable[Result]) -> "BatchBracket":
         """Return the bracket after the results of probes; those on other numbers of nodes do not count."""
         here = [result for result in results if result.nodes == nodes]
         measured = [result for result in here if isinstance(result, Measured)]

@@ -51,7 +51,7 @@ from tula_cli.run.job_runs import (
     open_runs,
     select_runs,
 )
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Measured, Result
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import EvaluationRecord, JobFile, Summary
 from tula_cli.run.step_series import StepSeries
@@ -95,8 +95,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # --- Runs
-
-Result = Measured | OutOfMemory | Failed
 
 
 @dataclass(frozen=True)

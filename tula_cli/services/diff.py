@@ -19,7 +19,7 @@ from tula_cli.models.time.noise import compute_trimmed_mean, split_step
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import compare_jobs, list_runs_with_data
-from tula_cli.run.records.probes import Environment, Failed, GpuState, Measured, OutOfMemory
+from tula_cli.run.records.probes import Environment, GpuState, Measured, Result
 from tula_cli.run.records.results import JobFile, StepPart, StepParts
 from tula_cli.words import format_bytes, format_count, format_number, shorten_around_difference
 
@@ -162,8 +162,6 @@ def _compare_gpu_states(before: Sequence[Measured], after: Sequence[Measured]) -
 
 
 # --- Steps
-
-Result = Measured | OutOfMemory | Failed
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tula_cli.run.directory import Run
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.base import Footprint
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Measured, OutOfMemory, Result
 from tula_cli.services.job_warnings import count_loader_processes
 from tula_cli.services.search import list_feasible_candidates
 from tula_cli.spec.job import JobSpec
@@ -68,9 +68,6 @@ class EstimateReport:
         return self.needed[self.rows.index(row)] <= self.capacity * (1 - self.margin)
 
 
-Results = Iterable[Measured | OutOfMemory | Failed]
-
-
 def parse_capacity(name: str, value: int | str) -> int:
     """Return the bytes of a memory size that was given for the argument or option `name`.
 
@@ -115,7 +112,7 @@ def estimate_all_node_types(
 
 
 def estimate(
-    spec: JobSpec, *, capacity: int | None = None, results: Results = (), inspector: Inspect | None = None
+    spec: JobSpec, *, capacity: int | None = None, results: Iterable[Result] = (), inspector: Inspect | None = None
 ) -> EstimateReport:
     """Estimate the peak memory of one GPU; for a probed job, with the same model as `tula recommend`.
 
@@ -194,7 +191,7 @@ class _ProbedMemory:
     unusable: str  # why the existing probes cannot be used; else empty
 
     @classmethod
-    def from_results(cls, results: Results, *, capacity: int | None) -> "_ProbedMemory":
+    def from_results(cls, results: Iterable[Result], *, capacity: int | None) -> "_ProbedMemory":
         """Sort results into probes that ran and those that were out of memory.
 
         `capacity` is the bytes of the requested GPU, if it is not the GPU of the probes.

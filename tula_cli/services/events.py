@@ -9,7 +9,7 @@ from tula_cli.diagnostics import Diagnostic
 if TYPE_CHECKING:
     from tula_cli.cluster.scheduler import SchedulerState
     from tula_cli.models.choice.campaign import Campaign
-    from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+    from tula_cli.run.records.probes import Result
     from tula_cli.run.records.results import Cell
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
     from tula_cli.services.plans import ComparePlan, LearningRateSearchPlan, ProfilePlan, TrainPlan, UpperBoundPlan
@@ -131,7 +131,7 @@ class JobsProgress:
 class ProbeFinished:
     """The result of a probe of the jobs that are waited for, sent as soon as it is known."""
 
-    result: "Measured | OutOfMemory | Failed"
+    result: "Result"
     number: int  # results so far, this one included
     total: int  # probes of these jobs
     left: float | None  # estimated seconds until all probes are finished; None if unknown

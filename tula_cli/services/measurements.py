@@ -26,7 +26,7 @@ from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainedConfiguration, TrainingObservations
 from tula_cli.query import Objective, Query
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, GradientStats, Measured, Result
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.training_run import TrainingRun
@@ -35,8 +35,6 @@ from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import describe_pending_probes, format_count, format_number, start_sentence
-
-Results = Sequence[Measured | OutOfMemory | Failed]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class TypeMeasurements:
     """The measurements of one node type, and the models fitted to them."""
 
     run: Run
-    results: Results
+    results: Sequence[Result]
     estimator: Estimator
     unknown: tuple[UnknownConfigurations, ...]
     pending: int
@@ -326,9 +324,7 @@ MAX_RATIO_TO_PROBE = 2.0
 one of the two shared it with other programs, as a probe, which waits for the machine, rarely does."""
 
 
-def list_observations_from_trainings(
-    run: Run, results: Sequence[Measured | OutOfMemory | Failed]
-) -> TrainingObservations:
+def list_observations_from_trainings(run: Run, results: Sequence[Result]) -> TrainingObservations:
     """Return the step times of a run's trainings, finished or not, and why some of them are left out.
 
     Trainings with another method, model or code (as in `tula compare`) are not used.
@@ -517,9 +513,7 @@ def _list_noise_rows(trainings: Iterable[TrainingRun]) -> list[dict[str, Any]]:
     return [row for training in trainings for row in training.read_sampled_metrics() if row["kind"] == "noise"]
 
 
-def make_noise_path(
-    runs: Iterable[RunDir], spec: JobSpec, results: Iterable[Measured | OutOfMemory | Failed]
-) -> NoisePath | None:
+def make_noise_path(runs: Iterable[RunDir], spec: JobSpec, results: Iterable[Result]) -> NoisePath | None:
     """Return the known gradient noise over a training: at its start from probes, later from trainings that measure it.
 
     At each epoch, the rows at the reference batch are used, or all rows if there are none.
@@ -578,7 +572,7 @@ _MAX_REASONS = 5
 """Maximum number of reasons for leaving out configurations that are reported one by one."""
 
 
-def warn_failed_probes(results: Results, nodes: Container[int]) -> list[Diagnostic]:
+def warn_failed_probes(results: Sequence[Result], nodes: Container[int]) -> list[Diagnostic]:
     """Return a warning for the first failed probe of each reason on the numbers of nodes that are searched."""
     failed = [result for result in results if isinstance(result, Failed) and result.nodes in nodes]
     first_by_reason = {result.message: result for result in reversed(failed)}

@@ -10,7 +10,7 @@ from tula_cli.models.cost import compute_max_cost
 from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Result
 from tula_cli.run.records.tasks import MeasuringTask, ProbeTask, make_probe_id
 from tula_cli.services.plans import ProfilePlan, UpperBoundPlan
 from tula_cli.services.profile_report import has_final_result
@@ -76,12 +76,8 @@ def plan_probes(
     )
 
 
-ResultsById = Mapping[str, Measured | OutOfMemory | Failed]
-"""Results by their ids."""
-
-
 def _choose_batches(
-    run: Run, inspection: Inspection, results_by_id: ResultsById, *, node_hours_of_other_types: float
+    run: Run, inspection: Inspection, results_by_id: Mapping[str, Result], *, node_hours_of_other_types: float
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
     """Return all local batches to measure by number of nodes; with `adaptive`, those so far and the next round."""
     spec = run.spec
@@ -108,7 +104,7 @@ def _choose_batches(
     return group_probes_by_nodes(settled | failed | picked), fresh
 
 
-def _collect_adaptive_search_inputs(run: Run, results_by_id: ResultsById) -> dict[str, Any]:
+def _collect_adaptive_search_inputs(run: Run, results_by_id: Mapping[str, Result]) -> dict[str, Any]:
     """Return the inputs of an adaptive search other than probes, as arguments of `choose_next_round`."""
     if not run.exists:
         return {}
@@ -152,7 +148,7 @@ def _limit_round_to_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
     return Round({}, (), f"{round_.words} {why}")
 
 
-def _needs_measurement(result: Measured | OutOfMemory | Failed | None, *, repeat_failed: bool) -> bool:
+def _needs_measurement(result: Result | None, *, repeat_failed: bool) -> bool:
     return result is None or (repeat_failed and isinstance(result, Failed))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum
 from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.services.plans import ProfilePlan
 from tula_cli.services.status import summarize_probe_notes
@@ -29,7 +29,7 @@ class ProfileReport:
         return not self.failed and not self.missing
 
 
-def has_final_result(result: Measured | OutOfMemory | Failed | None) -> bool:
+def has_final_result(result: Result | None) -> bool:
     return isinstance(result, Measured | OutOfMemory)
 
 

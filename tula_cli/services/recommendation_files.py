@@ -16,7 +16,7 @@ from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import find_recommendation, find_settings_origin, mark_chosen_run, save_runs
 from tula_cli.run.owner import require_ownership
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import messages
 from tula_cli.services.measurements import TypeMeasurements
@@ -181,7 +181,7 @@ def _list_rows(
         }
 
 
-def _describe_outcome(result: Measured | OutOfMemory | Failed | None, *, predicted: bool) -> str:
+def _describe_outcome(result: Result | None, *, predicted: bool) -> str:
     if isinstance(result, OutOfMemory):
         return "out_of_memory_assumed" if result.assumed else "out_of_memory"
     if predicted:

@@ -17,7 +17,7 @@ from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
@@ -80,7 +80,7 @@ class Round:
 
 def choose_next_round(
     spec: JobSpec,
-    results: Sequence[Measured | OutOfMemory | Failed],
+    results: Sequence[Result],
     *,
     inspection: Inspection,
     attempts: Iterable[Attempt] = (),

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.host.failures import describe_advice
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.scripts import ResumeTestResult
@@ -78,9 +78,6 @@ class JobStatus:
     compared: str = ""  # method, batch and seed, if it trains a row of a comparison
 
 
-Results = dict[str, Measured | OutOfMemory | Failed]
-
-
 @dataclass(frozen=True)
 class _JobProgress:
     """The tasks of a job and its results so far."""
@@ -100,7 +97,7 @@ class _JobProgress:
 def get_job_status(
     snapshot: Snapshot,
     job: Job,
-    results: Results,
+    results: Mapping[str, Result],
     scheduler: SchedulerState,
     *,
     pace: float | None,
@@ -176,7 +173,7 @@ def _list_planned_probes(tasks: Iterable[JobTask]) -> dict[str, ProbeConfigurati
     }
 
 
-def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> _JobProgress:
+def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Mapping[str, Result]) -> _JobProgress:
     newest = tasks[-1]
     if not isinstance(newest, ProbeTask):
         return _JobProgress(total=1, done=int(_has_result(snapshot, newest)), now=None)
@@ -285,9 +282,7 @@ def _estimate_remaining_seconds(
     return None if pace is None else pace * (progress.total - progress.done)
 
 
-def compute_mean_probe_seconds(
-    results: Iterable[Measured | OutOfMemory | Failed], attempts: list[Attempt]
-) -> float | None:
+def compute_mean_probe_seconds(results: Iterable[Result], attempts: list[Attempt]) -> float | None:
     """Return the mean seconds per probe so far, including the start of its workers; None before the first probe."""
     moments: dict[int, list[float]] = {}
     for result in results:

@@ -17,7 +17,7 @@ from tula_cli.words import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+    from tula_cli.run.records.probes import Result
     from tula_cli.services.largest_batch import LargestBatch
     from tula_cli.services.plans import ProfilePlan, UpperBoundPlan
     from tula_cli.services.profile import DryRun
@@ -160,7 +160,7 @@ def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]
     yield "next: tula recommend"
 
 
-def _make_probe_table(rows: "Sequence[Measured | OutOfMemory | Failed]") -> "RenderableType":
+def _make_probe_table(rows: "Sequence[Result]") -> "RenderableType":
     """Return a table with one row per probe."""
     peaks = (row.memory.peak for row in rows if row.kind == "measured")
     byte, memory = choose_size_unit(max(peaks, default=None))
@@ -173,7 +173,7 @@ def _make_probe_table(rows: "Sequence[Measured | OutOfMemory | Failed]") -> "Ren
     return table
 
 
-def describe_probe(result: "Measured | OutOfMemory | Failed") -> str:
+def describe_probe(result: "Result") -> str:
     """Describe the result of a probe in one line."""
     batch = result.local_batch * result.nodes * result.gpus_per_node
     configuration_text = describe_configuration(result.nodes, batch, result.local_batch)
@@ -191,7 +191,7 @@ def describe_probe(result: "Measured | OutOfMemory | Failed") -> str:
             return f"{configuration_text}: failed ({result.outcome}): {get_first_line(result.message)}"
 
 
-def _make_probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str, ...]:
+def _make_probe_row(row: "Result", byte: float) -> tuple[str, ...]:
     where = (str(row.nodes), str(row.local_batch * row.nodes * row.gpus_per_node), str(row.local_batch))
     match row.kind:
         case "measured":

@@ -20,7 +20,7 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import find_envelope
 from tula_cli.models.memory import MemoryModel
 from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean, split_step
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Prediction, Recommendation, TradeOff, list_caveats
 from tula_cli.services.document import Annotation, Cell, Column, Fact, Figure, Section, Series, Style, Table
 from tula_cli.services.measurements import TypeMeasurements
@@ -405,10 +405,10 @@ def build_measured_section(material: ReportData) -> Section:
 def _build_probe_table(run_material: RunReportData) -> Table:
     to_size, size = choose_bytes_unit(probe.memory.peak for probe in run_material.measured)
 
-    def of_measured(get_cell: Callable[[Measured], float | None]) -> Callable[[Measured | OutOfMemory | Failed], Cell]:
+    def of_measured(get_cell: Callable[[Measured], float | None]) -> Callable[[Result], Cell]:
         return lambda result: get_cell(result) if isinstance(result, Measured) else None
 
-    def get_part(index: int) -> Callable[[Measured | OutOfMemory | Failed], Cell]:
+    def get_part(index: int) -> Callable[[Result], Cell]:
         return of_measured(lambda probe: convert_unit(_list_step_parts(probe)[index], 1000))
 
     return build_table(
@@ -438,7 +438,7 @@ def _build_probe_table(run_material: RunReportData) -> Table:
     )
 
 
-def _describe_outcome(result: Measured | OutOfMemory | Failed) -> str:
+def _describe_outcome(result: Result) -> str:
     outcome = result.kind.replace("_", " ")
     if isinstance(result, OutOfMemory) and result.assumed:
         return f"{outcome} (assumed, because a smaller batch was)"

@@ -65,9 +65,8 @@ class CheckReport(MaxCost):
     settings: tuple[str, ...] = ()  # descriptions of how the training computes, such as its precision
     method_line: str = ""  # the large-batch method and why it was chosen
     interruption: str = ""  # the cost of an interruption of a script, in words; empty if unknown
-    expected: SearchEstimate | None = (
-        None  # expected cost of the jobs; None without jobs, or if their batches are unknown
-    )
+    # expected cost of the jobs; None without jobs, or if their batches are unknown
+    expected: SearchEstimate | None = None
 
     def __repr__(self) -> str:
         return f"<CheckReport: {self.summary}>"
@@ -191,16 +190,15 @@ def check_all_node_types(
         if online and not run.spec.cluster.is_included:
             # before the model is built, so that a missing scheduler is reported at once
             make_scheduler(run.spec.cluster)
-    reports = {}
-    for run in runs:
-        if online:
-            job, inspect_run = (
-                add_site_billing(run.spec, run.path.parent),
-                inspect_with_stored(inspector or inspect, run),
-            )
-            reports[run.type] = check(job, inspector=inspect_run, run=run)
-        else:
-            reports[run.type] = check(add_site_billing(run.spec, None), online=False)
+    reports = {
+        run.type: check(
+            add_site_billing(run.spec, run.path.parent if online else None),
+            online=online,
+            inspector=inspect_with_stored(inspector or inspect, run),
+            run=run if online else None,
+        )
+        for run in runs
+    }
     return CheckResult(reports, runs[0].spec.search.max_node_hours)
 
 
@@ -354,8 +352,8 @@ def _list_warnings(
         *warn_unlikely_settings(spec, inspection),
         *_warn_small_batch(spec, jobs),
         *_check_ramp_stages(spec, inspection)[1],
+        *warn_ags_on_one_rank(spec),
     ]
-    warnings += warn_ags_on_one_rank(spec)
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy in STRATEGIES_ON_ALL_NODES and not spec.measured_with_fewer_gpus:
         warnings.append(messages.nodes_without_batch(nodes=left_out))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tula_cli.cluster.local import LocalLauncher
 from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
-from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm import queue
 from tula_cli.errors import CannotWrite, NotYours, TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run import format as run_format
@@ -63,7 +63,7 @@ def measure_space_of_runs(
     keep_best: bool = False,
     compared: bool = False,
     older: float | None = None,
-    ask: StateQuery = scheduler.query_states,
+    ask: StateQuery = queue.query_states,
     now: Callable[[], float] = time.time,
 ) -> list[RunDiskUsage]:
     """Return the disk space of runs and their removable files, largest first; nothing is changed.
@@ -86,14 +86,12 @@ def measure_space_of_runs(
         zip(paths, _find_reasons_to_keep([snapshots[path] for path in paths], ask, now()), strict=True)
     )
     spaces = [
-        _mark_unremovable(run_space, reason) if (reason := reason_by_path.get(run_space.path)) else run_space
+        replace(run_space, kept=reason, lives=True, holdings=(), final=(), compared=())
+        if (reason := reason_by_path.get(run_space.path))
+        else run_space
         for run_space in run_spaces
     ]
     return sorted(spaces, key=lambda run_space: (-run_space.size, -run_space.held))
-
-
-def _mark_unremovable(run_space: RunDiskUsage, reason_by_path: str) -> RunDiskUsage:
-    return replace(run_space, kept=reason_by_path, lives=True, holdings=(), final=(), compared=())
 
 
 def _measure_space_of_run(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunDiskUsage:

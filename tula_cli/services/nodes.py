@@ -11,8 +11,7 @@ from pathlib import Path
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, lock_submission, submit_task
 from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
-from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm import site
+from tula_cli.cluster.slurm import queue, site
 from tula_cli.cluster.slurm.site import Site
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Interruption, JobFailed, OutOfMemoryAtMinimum, Pending, SchedulerError, SpecError, TulaError
@@ -56,16 +55,12 @@ def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> I
     for node in find_nodes_without_files(run, report):
         seconds = task.spec.cluster.backend.file_lag
         yield messages.files_not_visible(host=node.host, folder=str(folder), seconds=seconds)
-    yield from _list_dataset_problems(task, report)
+    without_dataset = [node.host for node in report.nodes if node.dataset is False]
+    if without_dataset and not _needs_download(task):
+        yield messages.cannot_read_dataset(hosts=format_hosts(without_dataset), folder=str(_get_dataset_folder(task)))
     yield from _list_gpu_problems(task.spec, report)
     if report.network_error:
         yield messages.ranks_cannot_communicate(backend=report.backend, reason=report.network_error)
-
-
-def _list_dataset_problems(task: CheckTask, report: ClusterReport) -> Iterator[Diagnostic]:
-    without = [node.host for node in report.nodes if node.dataset is False]
-    if without and not _needs_download(task):
-        yield messages.cannot_read_dataset(hosts=format_hosts(without), folder=str(_get_dataset_folder(task)))
 
 
 def _get_dataset_folder(task: CheckTask) -> Path:
@@ -84,7 +79,9 @@ def _list_gpu_problems(spec: JobSpec, report: ClusterReport) -> Iterator[Diagnos
         return
     if without:
         yield messages.no_gpu_visible(hosts=format_hosts(without))
-    for host, nodes in _group_by_host(report.nodes):
+    # with local jobs, all simulated nodes are on one host
+    for host, nodes_of_host in itertools.groupby(report.nodes, key=lambda node: node.host):
+        nodes = list(nodes_of_host)
         ranks, gpus = sum(node.ranks for node in nodes), max(len(node.gpus) for node in nodes)
         if 0 < gpus < ranks:
             yield messages.fewer_gpus_than_ranks(host=host, ranks=ranks, gpus=gpus)
@@ -97,12 +94,6 @@ def _list_shared_gpu_problems(nodes: Iterable[NodeReport]) -> Iterator[Diagnosti
     for node in nodes:
         for ranks in node.shared_gpus:
             yield messages.ranks_share_gpu(host=node.host, ranks=ranks, gpus=len(node.gpus))
-
-
-def _group_by_host(nodes: Iterable[NodeReport]) -> Iterator[tuple[str, list[NodeReport]]]:
-    """Yield the nodes of each host; with local jobs, all simulated nodes are on one host."""
-    for host, nodes_of_host in itertools.groupby(nodes, key=lambda node: node.host):
-        yield host, list(nodes_of_host)
 
 
 def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[Diagnostic]:
@@ -253,24 +244,12 @@ def check_node_count(spec: JobSpec, requested: int | None) -> int:
 def _find_max_nodes(spec: JobSpec) -> tuple[int | None, str]:
     """Return the maximum number of nodes of a job (None if it is not reported) and a description of the partition."""
     if spec.cluster.kind == "slurm":
-        partition_of_job = _find_partition(spec)
-        return (
-            (None, "")
-            if partition_of_job is None
-            else (partition_of_job.usable, site.describe_partition(partition_of_job))
-        )
+        name = spec.cluster.slurm.partition if spec.cluster.slurm else None
+        partition = Site(site.list_partitions(), ()).find_partition(name or "")
+        return (None, "") if partition is None else (partition.usable, site.describe_partition(partition))
     offered = make_scheduler(spec.cluster).list_partitions()
     chosen = [partition for partition in offered if partition.default] or (offered if len(offered) == 1 else [])
     return (chosen[0].usable, f"partition {chosen[0].name}") if chosen else (None, "")
-
-
-def _find_partition(spec: JobSpec) -> site.Partition | None:
-    """Return the SLURM partition that the spec's jobs are submitted to, or None if SLURM does not report it."""
-    offered = Site(site.list_partitions(), ())
-    name = spec.cluster.slurm.partition if spec.cluster.slurm else None
-    if name is None:
-        return offered.default
-    return next((partition for partition in offered.partitions if partition.name == name), None)
 
 
 # --- The job
@@ -341,11 +320,17 @@ def watch_node_check(
             return
         never_starts_polls = never_starts_polls + 1 if state.hopeless else 0
         if never_starts_polls > 1:  # a busy controller may report such a reason for a moment
-            raise _cancel_unstartable_check(run, launcher, task, job, state)
-        now = clock()
-        some_since = (some_since or now) if 0 < len(_find_nodes_with_files(run, task, job)) < task.nodes else None
+            _cancel_check(run, launcher, task, job)
+            raise SchedulerError(
+                f"{job.id} was cancelled, because it would never start: {state.reason}",
+                "change section cluster of the job, or check fewer nodes with --nodes",
+            )
+        now, nodes_with_files = clock(), _find_nodes_with_files(run, task, job)
+        some_since = (some_since or now) if 0 < len(nodes_with_files) < task.nodes else None
         if some_since is not None and now - some_since > get_backend(job.scheduler).file_lag:
-            raise _cancel_partly_visible_check(run, launcher, task, job)
+            error = _make_not_shared_error(run, task, job, nodes_with_files)
+            _cancel_check(run, launcher, task, job)  # its ranks would wait for those of the other nodes
+            raise error
         if timeout is not None and now - started >= timeout:
             reason = f" ({state.reason})" if state.reason else ""
             raise Pending(
@@ -364,27 +349,10 @@ def _is_check_over(run: RunDir, task: CheckTask) -> bool:
     return bool(attempts) and attempts[-1].outcome not in (None, "done", "port")
 
 
-def _cancel_unstartable_check(
-    run: RunDir, launcher: Launcher, task: CheckTask, job: Job, state: SchedulerState
-) -> SchedulerError:
-    _cancel_check(run, launcher, task, job)
-    return SchedulerError(
-        f"{job.id} was cancelled, because it would never start: {state.reason}",
-        "change section cluster of the job, or check fewer nodes with --nodes",
-    )
-
-
 def _cancel_check(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> None:
     run.cancel(job.id)
     launcher.cancel(run, job)
     run.checks.mark_reported(task.id)
-
-
-def _cancel_partly_visible_check(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> JobFailed:
-    """Cancel a job of which only some nodes see the run directory: their ranks would wait for the others."""
-    error = _make_not_shared_error(run, task, job, set(range(task.nodes)) - _find_nodes_with_files(run, task, job))
-    _cancel_check(run, launcher, task, job)
-    return error
 
 
 def collect_node_check(
@@ -434,15 +402,15 @@ def _make_check_error(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     if run.is_cancelled(task.job):
         return JobFailed(f"{job.id} was cancelled", "run the same command to start another check")
     if job.scheduler == "slurm":
-        ended = scheduler.find_outcome(job.scheduler_id)
+        ended = queue.find_outcome(job.scheduler_id)
         if last_attempt is None and ended is not None:
             return JobFailed(
                 f"{job.id} ended before it could check the nodes: {FAILURE_KINDS[ended].means}",
                 describe_advice(ended, task.spec),
             )
-        nodes_without_directory = set(range(task.nodes)) - _find_nodes_with_files(run, task, job)
-        if nodes_without_directory:
-            return _make_not_shared_error(run, task, job, nodes_without_directory)
+        nodes_with_files = _find_nodes_with_files(run, task, job)
+        if len(nodes_with_files) < task.nodes:
+            return _make_not_shared_error(run, task, job, nodes_with_files)
     if last_attempt is None or last_attempt.outcome is None:
         return JobFailed(
             f"{job.id} ended before its ranks reported: {_find_last_log_line(run, job)}", describe_advice("unknown")
@@ -465,13 +433,13 @@ def _find_nodes_with_files(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     }
 
 
-def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, nodes_without_directory: set[int]) -> JobFailed:
+def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, nodes_with_files: set[int]) -> JobFailed:
     hosts = site.list_allocated_hosts(job.scheduler_id)
     names = (
         hosts if len(hosts) == task.nodes else tuple(f"node {number + 1} of the job" for number in range(task.nodes))
     )
-    seeing = [name for number, name in enumerate(names) if number not in nodes_without_directory]
-    without = format_hosts(name for number, name in enumerate(names) if number in nodes_without_directory)
+    seeing = [name for number, name in enumerate(names) if number in nodes_with_files]
+    without = format_hosts(name for number, name in enumerate(names) if number not in nodes_with_files)
     description = (
         f"{format_hosts(seeing)} wrote files there, {without} did not" if seeing else f"{without} reported nothing"
     )

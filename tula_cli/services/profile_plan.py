@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tula_cli.cluster.inspection import NotInspectable
 from tula_cli.cluster.slurm import first_job
+from tula_cli.models.choice.grid import LimitByNodes
 from tula_cli.models.cost import compute_max_cost
 from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
@@ -13,7 +13,6 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Result
 from tula_cli.run.records.tasks import MeasuringTask, ProbeTask, make_probe_id
 from tula_cli.services.plans import ProfilePlan, UpperBoundPlan
-from tula_cli.services.profile_report import has_final_result
 from tula_cli.services.search import (
     Round,
     choose_next_round,
@@ -46,19 +45,19 @@ def plan_probes(
     largest = find_largest_local_batch(spec, inspection)
     chosen_by_auto = spec.search.strategy == "auto"
     spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
-    results_by_id = {result.id: result for result in run.read_results()}
+    results = run.read_results()
     wanted_batches, round_ = _choose_batches(
-        run.with_spec(spec), inspection, results_by_id, node_hours_of_other_types=node_hours_of_other_types
+        run.with_spec(spec), inspection, largest, results, node_hours_of_other_types=node_hours_of_other_types
     )
+    known = {result.id for result in results if not (repeat_failed and isinstance(result, Failed))}
     tasks = []
     for nodes, local_batches in wanted_batches.items():
-        missing = [
-            local
-            for local in local_batches
-            if _needs_measurement(results_by_id.get(make_probe_id(nodes, local)), repeat_failed=repeat_failed)
-        ]
+        job = f"probe-n{nodes:03d}"
+        missing = tuple(sorted(local for local in local_batches if make_probe_id(nodes, local) not in known))
         if missing:
-            tasks.append(_make_probe_task(spec, nodes, missing, workdir=source.workdir))
+            tasks.append(
+                ProbeTask(id=job, job=job, spec=spec, workdir=str(source.workdir), nodes=nodes, local_batches=missing)
+            )
     in_rounds = spec.search.strategy == "adaptive"
     choice = ("search.strategy: auto chose adaptive",) if chosen_by_auto and in_rounds else ()
     total = sum(len(local_batches) for local_batches in wanted_batches.values())
@@ -77,56 +76,45 @@ def plan_probes(
 
 
 def _choose_batches(
-    run: Run, inspection: Inspection, results_by_id: Mapping[str, Result], *, node_hours_of_other_types: float
+    run: Run,
+    inspection: Inspection,
+    largest: LimitByNodes,
+    results: Sequence[Result],
+    *,
+    node_hours_of_other_types: float,
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
     """Return all local batches to measure by number of nodes; with `adaptive`, those so far and the next round."""
     spec = run.spec
-    largest = find_largest_local_batch(spec, inspection)
     if spec.search.strategy != "adaptive":
         return choose_probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
-    begun_probes = _list_begun_probes(run)
-    settled = {probe for probe in begun_probes if has_final_result(results_by_id.get(make_probe_id(*probe)))}
+    submitted = {
+        (task.nodes, size) for task in run.read_snapshot().submitted_probe_tasks for size in task.local_batches
+    }
+    settled = {(r.nodes, r.local_batch) for r in results if not isinstance(r, Failed)}
     candidates = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
     searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates}
-    failed = {(r.nodes, r.local_batch) for r in results_by_id.values() if isinstance(r, Failed)} & searched
+    failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)} & searched
     # The current round must finish, except for failed probes, before the next one is chosen.
-    open_ = (begun_probes - settled) & searched
+    open_ = (submitted - settled) & searched
     if open_ - failed:
         return group_probes_by_nodes(settled | open_), Round({}, (), "")
-    fresh = choose_next_round(
-        spec,
-        list(results_by_id.values()),
-        inspection=inspection,
-        **_collect_adaptive_search_inputs(run, results_by_id),
-    )
-    fresh = _limit_round_to_cap(spec, fresh, spent=node_hours_of_other_types + count_measured_node_hours(run))
-    picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
-    return group_probes_by_nodes(settled | failed | picked), fresh
-
-
-def _collect_adaptive_search_inputs(run: Run, results_by_id: Mapping[str, Result]) -> dict[str, Any]:
-    """Return the inputs of an adaptive search other than probes, as arguments of `choose_next_round`."""
-    if not run.exists:
-        return {}
-    from tula_cli.services.measurements import (
+    from tula_cli.services.measurements import (  # numpy, which the other strategies do not need
         CachedTrainings,
         list_observations_from_trainings,
         read_measurements_of_other_sizes,
     )
 
-    return {
-        "attempts": run.read_attempts(),
-        "trained": list_observations_from_trainings(run, list(results_by_id.values())).steps,
-        "others": read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
-    }
-
-
-def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
-    """Return all probes that were submitted or have a result, as (nodes, local batch)."""
-    submitted = {
-        (task.nodes, size) for task in run.read_snapshot().submitted_probe_tasks for size in task.local_batches
-    }
-    return submitted | {(result.nodes, result.local_batch) for result in run.read_results() if has_final_result(result)}
+    fresh = choose_next_round(
+        spec,
+        results,
+        inspection=inspection,
+        attempts=run.read_attempts(),
+        trained=list_observations_from_trainings(run, results).steps,
+        others=read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
+    )
+    fresh = _limit_round_to_cap(spec, fresh, spent=node_hours_of_other_types + count_measured_node_hours(run))
+    picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
+    return group_probes_by_nodes(settled | failed | picked), fresh
 
 
 def count_measured_node_hours(run: RunDir) -> float:
@@ -146,17 +134,6 @@ def _limit_round_to_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
         return round_
     why = f"Stopped: a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} are spent. To continue, raise the limit: --set search.max_node_hours={2 * cap:g}"
     return Round({}, (), f"{round_.words} {why}")
-
-
-def _needs_measurement(result: Result | None, *, repeat_failed: bool) -> bool:
-    return result is None or (repeat_failed and isinstance(result, Failed))
-
-
-def _make_probe_task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path) -> ProbeTask:
-    job = f"probe-n{nodes:03d}"
-    return ProbeTask(
-        id=job, job=job, spec=spec, workdir=str(workdir), nodes=nodes, local_batches=tuple(sorted(local_batches))
-    )
 
 
 def compute_max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum
 from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.services.plans import ProfilePlan
 from tula_cli.services.status import summarize_probe_notes
@@ -29,14 +29,10 @@ class ProfileReport:
         return not self.failed and not self.missing
 
 
-def has_final_result(result: Result | None) -> bool:
-    return isinstance(result, Measured | OutOfMemory)
-
-
 def is_measured(run: RunDir, plan: ProfilePlan) -> bool:
     """Return whether every probe of a plan has a result, and at least one did not fail (measured or out of memory)."""
     results = [run.read_result(make_probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
-    return None not in results and any(map(has_final_result, results))
+    return None not in results and not all(isinstance(result, Failed) for result in results)
 
 
 def make_profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:

@@ -54,12 +54,13 @@ def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: LimitByN
     candidates = list_feasible_candidates(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
     by_nodes = _group_candidates_by_nodes(spec, candidates)
     strategy = "sweep" if spec.search.strategy == "auto" else spec.search.strategy
-    if spec.measured_with_fewer_gpus:
-        chosen = choose_smallest_and_middle_probes(by_nodes)
-    elif strategy == "adaptive":
-        chosen = _choose_first_adaptive_probes(by_nodes, whole_steps=_has_whole_steps_only(spec, ()))
-    else:
-        chosen = STRATEGIES[strategy](by_nodes)
+    if strategy == "adaptive" and not spec.measured_with_fewer_gpus:
+        from tula_cli.models.choice.adaptive import choose_first_probes
+
+        first_probes = choose_first_probes(by_nodes.items(), whole_steps=_has_whole_steps_only(spec, ()))
+        return group_probes_by_nodes(set(first_probes))
+    choose = choose_smallest_and_middle_probes if spec.measured_with_fewer_gpus else STRATEGIES[strategy]
+    chosen = choose(by_nodes)
     return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
 
 
@@ -324,21 +325,12 @@ def choose_smallest_and_middle_probes(by_nodes: ByNodes) -> dict[int, set[int]]:
     return {min(by_nodes): {local_batches[0], _find_middle_batch(local_batches)}}
 
 
-def _choose_first_adaptive_probes(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
-    """Return the first round of `choose_next_round`."""
-    from tula_cli.models.choice.adaptive import choose_first_probes
-
-    start = choose_first_probes(by_nodes.items(), whole_steps=whole_steps)
-    return {nodes: set(local_batches) for nodes, local_batches in group_probes_by_nodes(start).items()}
-
-
 STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
     "full": _choose_full_search,
     "partial": _choose_corner_probes,
     "sweep": _choose_sweep_search,
-    "adaptive": _choose_first_adaptive_probes,
 }
-
+"""Strategies that choose all probes at once."""
 STRATEGIES_ON_ALL_NODES = ("full", "sweep")
 """Strategies that measure on every number of nodes with a feasible batch, except for jobs measured in addition."""
 
@@ -381,30 +373,27 @@ def estimate_search(
     start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START_SECONDS
     max_seconds = 60 * spec.search.max_minutes
     seconds = [
-        min(max_seconds, start + sum(_estimate_probe_seconds(spec, probes, local) for local in batches))
+        min(
+            max_seconds,
+            start + sum(spec.search.estimate_probe_seconds(_estimate_step_time(probes, local)) for local in batches),
+        )
         for _, batches in jobs
     ]
     node_seconds = sum(nodes * seconds_of_job for (nodes, _), seconds_of_job in zip(jobs, seconds, strict=True))
     return SearchEstimate(sum(seconds) / 3600, node_seconds / 3600, len(probes))
 
 
-def find_nearest_step_time(probes: Sequence[Measured], local_batch: int) -> float | None:
-    """Return the median step time, in seconds, of the probe nearest to a local batch; None if there are no probes."""
-    return statistics.median(_find_nearest_probe(probes, local_batch).step_times) if probes else None
+def _estimate_step_time(probes: Sequence[Measured], local_batch: int) -> float:
+    """Return the median step time, in seconds, of the probe nearest to a local batch; without probes, an assumed one."""
+    if not probes:
+        return ASSUMED_STEP_SECONDS
+    nearest = min(probes, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))
+    return statistics.median(nearest.step_times)
 
 
 def list_measured_probes(run: RunDir | None) -> list[Measured]:
     """Return the successful probes of a run, which need not exist yet."""
     return [] if run is None or not run.exists else run.read_measured()
-
-
-def _estimate_probe_seconds(spec: JobSpec, probes: Sequence[Measured], local_batch: int) -> float:
-    step = find_nearest_step_time(probes, local_batch)
-    return spec.search.estimate_probe_seconds(ASSUMED_STEP_SECONDS if step is None else step)
-
-
-def _find_nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measured:
-    return min(probes, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))
 
 
 # --- The strategy of a search
@@ -431,8 +420,7 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: LimitByNodes, 
     if spec.search.strategy != "auto":
         return spec
     tasks = run.read_snapshot().submitted_probe_tasks if run is not None and run.exists else []
-    begun_strategies = [task.spec.search.strategy for task in tasks]
-    begun_strategies = [name for name in begun_strategies if name in ("sweep", "adaptive")]
+    begun_strategies = [name for task in tasks if (name := task.spec.search.strategy) in ("sweep", "adaptive")]
     if begun_strategies:
         return _set_search_strategy(spec, begun_strategies[-1])
     share = _estimate_sweep_share(spec, list_measured_probes(run), dataset_size, largest)
@@ -465,8 +453,7 @@ def _estimate_sweep_share(
     )
     if not todo.steps:
         return None
-    step = find_nearest_step_time(probes, local_batch) or ASSUMED_STEP_SECONDS
-    node_hours = fewest * todo.epochs * todo.steps * step / 3600
+    node_hours = fewest * todo.epochs * todo.steps * _estimate_step_time(probes, local_batch) / 3600
     return float(estimate_search(spec, list(sweep.items()), probes).node_hours / node_hours)
 
 

@@ -24,12 +24,12 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
     failures: dict[str, TulaError] = {}
     for run in runs:
         try:
-            launcher, files_snapshot = launcher_for(run), run.read_snapshot()
-            states = launcher.query_states(files_snapshot, files_snapshot.jobs)
+            launcher, snapshot = launcher_for(run), run.read_snapshot()
+            states = launcher.query_states(snapshot, snapshot.jobs)
         except TulaError as error:
             failures[f"all jobs of {run.type}" if run.type else "all jobs"] = error
             continue
-        for job in files_snapshot.jobs:
+        for job in snapshot.jobs:
             if states[job.id].state == "ended":
                 continue
             (name,) = run.prefix_job_names([job.id])

@@ -169,7 +169,7 @@ class CheckResult:
 
 
 def check_all_node_types(
-    runs: Sequence[Run], *, node_type: str | None = None, online: bool = True, inspector: Inspect | None = None
+    runs: Sequence[Run], *, node_type: str | None = None, online: bool = True, inspector: Inspect
 ) -> CheckResult:
     """Check a job on each of its node types.
 
@@ -178,7 +178,7 @@ def check_all_node_types(
             stored by the first job of a run is used, unless the inspector requests a new one.
         node_type: check only this node type.
         online: as in `check`; if False, nothing is read from the runs.
-        inspector: inspects the model and the dataset, or returns a stored inspection; None builds them.
+        inspector: inspects the model and the dataset, or returns a stored inspection.
 
     Raises:
         SpecError: the job cannot be built or has no such node type; or a user-defined scheduler is missing or
@@ -194,7 +194,7 @@ def check_all_node_types(
         run.type: check(
             add_site_billing(run.spec, run.path.parent if online else None),
             online=online,
-            inspector=inspect_with_stored(inspector or inspect, run),
+            inspector=inspect_with_stored(inspector, run),
             run=run if online else None,
         )
         for run in runs

@@ -88,7 +88,7 @@ def estimate_all_node_types(
     *,
     capacity: int | None = None,
     node_type: str | None = None,
-    inspector: Inspect | None = None,
+    inspector: Inspect,
 ) -> dict[str | None, EstimateReport]:
     """Estimate the peak memory of one GPU on each node type; the key is None for a job without node types.
 
@@ -105,7 +105,7 @@ def estimate_all_node_types(
             run.spec,
             capacity=capacity,
             results=run.read_results(),
-            inspector=inspect_with_stored(inspector or inspect, run),
+            inspector=inspect_with_stored(inspector, run),
         )
         for run in select_runs(runs, node_type)
     }

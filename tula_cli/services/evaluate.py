@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.launcher import (
-    Launcher,
     list_jobs_to_wait_for,
     list_unfinished_jobs,
     lock_submission,
@@ -235,18 +234,12 @@ def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Wo
         if run.spec.cluster.backend.has_queue:  # on this machine, evaluation needs no confirmation
             submission.require_confirmed(planned)
     with explain_interruption([run]):
-        _start_job(run, task, launcher)
+        with lock_submission(run):
+            if not list_jobs_to_wait_for(run, launcher, [task.job]):
+                run.get_training(task.signature).drop_evaluation(task.key)
+                submit_task(run, launcher, task)
         outcome = yield from submission.wait_or_detach(run, launcher, [task.job], unfinished)
     return outcome if isinstance(outcome, DetachedJobs) else read_evaluation_result(run, task)
-
-
-def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
-    """Submit the job, unless it is already waiting or running."""
-    with lock_submission(run):
-        if list_jobs_to_wait_for(run, launcher, [task.job]):
-            return
-        run.get_training(task.signature).drop_evaluation(task.key)
-        submit_task(run, launcher, task)
 
 
 def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:

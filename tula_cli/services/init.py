@@ -163,7 +163,7 @@ def make_job_from_command(
         SpecError: the command cannot be used.
         TulaError: the installation lacks its templates.
     """
-    gpus_available = gpus if kind == "local" else _count_gpus(cluster_site)
+    gpus_available = gpus if kind == "local" else _get_gpus_per_node(cluster_site)
     recognised = add_answered_epochs(
         recognise_line(line, KnownFacts(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
     )
@@ -275,7 +275,7 @@ def _is_wrapper_list(arguments: Sequence[str]) -> bool:
     return all(argument and argument.isprintable() for argument in arguments)
 
 
-def _count_gpus(cluster_site: Site | None) -> int:
+def _get_gpus_per_node(cluster_site: Site | None) -> int:
     """Return the number of GPUs per node of the default partition, or 0 if it is not known."""
     kinds = cluster_site.default.kinds if cluster_site is not None and cluster_site.default is not None else ()
     return kinds[0].gpus[0].count if kinds and kinds[0].gpus else 0
@@ -403,9 +403,8 @@ def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[in
     Args:
         batch: the current global batch.
     """
-    micro_batches = recognised.accumulate
     half, remainder = divmod(batch, _BATCH_RANGE_BELOW)
-    divides = not remainder and half % (min(nodes) * (recognised.gpus_per_node or 1) * micro_batches) == 0
+    divides = not remainder and half % (min(nodes) * (recognised.gpus_per_node or 1) * recognised.accumulate) == 0
     return half if divides else batch, batch * max(_BATCH_RANGE_ABOVE, max(nodes))
 
 
@@ -422,7 +421,7 @@ def _list_machine_warnings(recognised: RecognisedCommand, cluster_site: Site | N
     description = f"the command starts {format_count(requested, 'process')} per node"
     if 0 < gpus < requested:
         return [f"{description}, but this machine has {format_count(gpus, 'GPU')}. Lower cluster.gpus_per_node"]
-    available = _count_gpus(cluster_site) or requested
+    available = _get_gpus_per_node(cluster_site) or requested
     if partition is None or available == requested:
         return []
     return [
@@ -456,8 +455,6 @@ def shorten_job_file(text: str) -> str:
 
 # --- From a template
 
-_NODES_LINE_PATTERN = re.compile(r"^  nodes: .*$", re.MULTILINE)
-
 
 def make_job_from_template(kind: Literal["local", "slurm"], cluster_site: Site | None = None, *, gpus: int = 0) -> str:
     """Return the text of a job file with all keys.
@@ -474,11 +471,8 @@ def make_job_from_template(kind: Literal["local", "slurm"], cluster_site: Site |
         return text if cluster_site is None else site.fill_template(text, cluster_site)
     if gpus < 1:
         return text
-    return _NODES_LINE_PATTERN.sub(
-        f"  nodes: {_list_powers_of_two(gpus)} # numbers of nodes to measure; here each node is one of {format_count(gpus, 'GPU')}",
-        text,
-        count=1,
-    )
+    comment = f"numbers of nodes to measure; here each node is one of {format_count(gpus, 'GPU')}"
+    return _set_key(text, "nodes", str(_list_powers_of_two(gpus)), comment)
 
 
 def _list_powers_of_two(max_number: int) -> list[int]:

@@ -163,12 +163,14 @@ def describe_missing_output(run: RunDir, query: LogQuery) -> str:
     newest = logs[-1]
     attempt = _read_attempt(run, newest.task, newest.attempt)
     ended = attempt is not None and attempt.ended_at is not None
-    words = f"{newest.task or newest.file.name} has {'ended without output' if ended else 'not written a line yet'}"
+    description = (
+        f"{newest.task or newest.file.name} has {'ended without output' if ended else 'not written a line yet'}"
+    )
     with_output = [
         log for log in _LogReader(run, LogQuery()).list_attempt_logs() if log.task and log.file.stat().st_size
     ]
     task = _read_task(run, with_output[-1].task) if with_output else None
-    return words if task is None else f"{words}. The newest job with output: tula logs --job {task.job}"
+    return description if task is None else f"{description}. The newest job with output: tula logs --job {task.job}"
 
 
 @dataclass
@@ -244,9 +246,7 @@ class _LogReader:
         try:
             with open_file(log.file) as file:
                 for raw in read_lines_reversed(file, end=self._offsets[log.file], block=_MAX_LINE_BYTES):
-                    line = log.parse_line(raw)
-                    if self._is_from_requested_rank(line) and not _HARMLESS_LINE_PATTERN.search(raw):
-                        yield line
+                    yield from self._select_line(log, raw)
         except OSError as error:
             raise make_read_error(log.file, error) from error
 
@@ -275,14 +275,16 @@ class _LogReader:
                     if not raw.endswith(b"\n") and len(raw) < _MAX_LINE_BYTES and not with_incomplete:
                         return
                     self._offsets[log.file] += len(raw)
-                    line = log.parse_line(raw)
-                    if self._is_from_requested_rank(line) and not _HARMLESS_LINE_PATTERN.search(raw):
-                        yield line
+                    yield from self._select_line(log, raw)
         except OSError as error:
             raise make_read_error(log.file, error) from error
 
-    def _is_from_requested_rank(self, line: LogLine) -> bool:
-        return None in (self.wanted.rank, line.rank) or line.rank == self.wanted.rank
+    def _select_line(self, log: _AttemptLog, raw: bytes) -> Iterator[LogLine]:
+        """Yield a line, unless it is harmless or of another rank than the requested one."""
+        line = log.parse_line(raw)
+        is_requested = self.wanted.rank is None or line.rank in (None, self.wanted.rank)
+        if is_requested and not _HARMLESS_LINE_PATTERN.search(raw):
+            yield line
 
 
 def make_rate_limited_check(

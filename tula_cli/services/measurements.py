@@ -56,9 +56,8 @@ class TypeMeasurements:
     unknown: tuple[UnknownConfigurations, ...]
     pending: int
     left_out: tuple[str, ...] = ()  # trainings whose steps are not used, with the reasons
-    others: OtherGpuCountMeasurements = (
-        NO_OTHER_SIZES  # measurements with other numbers of GPUs per node, used to fit the step time
-    )
+    # measurements with other numbers of GPUs per node, used to fit the step time
+    others: OtherGpuCountMeasurements = NO_OTHER_SIZES
 
     @property
     def type(self) -> str:
@@ -243,10 +242,8 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "ti
         BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
     trainings = CachedTrainings()
-    sizes, noise = (
-        read_measurements_of_other_sizes(run.sizes, trainings),
-        make_noise_path([run], run.spec, run.read_results()),
-    )
+    sizes = read_measurements_of_other_sizes(run.sizes, trainings)
+    noise = make_noise_path([run], run.spec, run.read_results())
     return _fit_estimator(run, trainings(run), sizes, noise, stages_by)
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tula_cli.cluster.inspection import NotInspectable
+from tula_cli.cluster.inspection import Inspect, NotInspectable
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, TulaError, UnreadableFile
@@ -27,7 +27,6 @@ from tula_cli.services.waiting import (
     wait_for_jobs,
     warn_about_submitted_jobs,
 )
-from tula_cli.spec.job import JobSpec
 from tula_cli.words import describe_node_type
 
 MAX_EXIT_SECONDS = 60.0
@@ -140,7 +139,7 @@ def plan_probes_of_runs(
     return planned
 
 
-def inspect_variant(run: Run, inspect: Callable[[JobSpec], Inspection]) -> Inspection | NotInspectable:
+def inspect_variant(run: Run, inspect: Inspect) -> Inspection | NotInspectable:
     """Return a stored or new inspection of a variant, or the error (see `inspect_if_possible`)."""
     return first_job.inspect_if_possible(run.spec, first_job.inspect_with_stored(inspect, run))
 

@@ -50,8 +50,8 @@ MAX_ROWS_LISTED = 40
 def describe_configuration(row: Prediction, currency: str) -> str:
     """Return nodes, batch, duration and cost of a configuration in words."""
     return (
-        f"{format_count(row.nodes)}{row.kind_text}, batch {row.batch} (local batch {row.local_batch}): {format_duration(3600 * row.hours)},"
-        f" {row.cost:.4g} {currency}"
+        f"{format_count(row.nodes)}{row.kind_text}, batch {row.batch} (local batch {row.local_batch}):"
+        f" {format_duration(3600 * row.hours)}, {row.cost:.4g} {currency}"
     )
 
 

@@ -122,8 +122,7 @@ def get_job_status(
     end = now if state in ("running", "suspended") else progress.measured_at
     if state not in ("running", "suspended"):
         attempts = snapshot.end_lost_attempts(attempts)
-    elapsed, nodes = _sum_elapsed_seconds(attempts, end=end), {task.id: task.nodes for task in tasks}
-    newest = tasks[-1]
+    newest, nodes = tasks[-1], {task.id: task.nodes for task in tasks}
     remaining = _estimate_remaining_seconds(progress, training, pace=pace) if state in ACTIVE_STATES else None
     return JobStatus(
         id=job.id,
@@ -137,7 +136,7 @@ def get_job_status(
         total=progress.total,
         done=progress.done,
         now=progress.now if state in ACTIVE_STATES else None,
-        elapsed=elapsed,
+        elapsed=sum(attempt.count_seconds(end) for attempt in attempts) if attempts else None,
         left=remaining,
         node_hours=sum(
             (nodes.get(job_attempt.task, job.nodes) + job_attempt.idle_nodes) * job_attempt.count_seconds(end)
@@ -267,13 +266,6 @@ def _belongs_to_submission(attempt: Attempt, job: Job) -> bool:
     return attempt.job_id in job.ids or attempt.started_at >= job.submitted_at - MAX_CLOCK_DIFFERENCE
 
 
-def _sum_elapsed_seconds(attempts: list[Attempt], *, end: float | None) -> float | None:
-    """Return the total seconds of attempts; an open one lasts until `end`, or is not counted."""
-    if not attempts:
-        return None
-    return sum(attempt.count_seconds(end) for attempt in attempts)
-
-
 def _estimate_remaining_seconds(
     progress: _JobProgress, training: TrainingStatus | None, *, pace: float | None
 ) -> float | None:
@@ -352,22 +344,17 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
     Raises:
         BadMeasurements: a record of one of the jobs in `only` is damaged.
     """
-    files_snapshot = run.read_snapshot()
+    snapshot = run.read_snapshot()
     if only is not None:
-        files_snapshot.require_readable(only)
-    results = {result.id: result for result in files_snapshot.results}
-    pace = compute_mean_probe_seconds(files_snapshot.results, files_snapshot.attempts)
-    tasks = [task for task in files_snapshot.tasks if only is None or task.job in only]
-    tasked = [
-        job
-        for job in files_snapshot.jobs
-        if (only is None or job.id in only) and files_snapshot.list_tasks_of_job(job.id)
-    ]
-    states = launcher.query_states(files_snapshot, tasked)
-    training = get_training_status(files_snapshot, tasks, states, now=now)
+        snapshot.require_readable(only)
+    results = {result.id: result for result in snapshot.results}
+    pace = compute_mean_probe_seconds(snapshot.results, snapshot.attempts)
+    tasks = [task for task in snapshot.tasks if only is None or task.job in only]
+    tasked = [job for job in snapshot.jobs if (only is None or job.id in only) and snapshot.list_tasks_of_job(job.id)]
+    states = launcher.query_states(snapshot, tasked)
+    training = get_training_status(snapshot, tasks, states, now=now)
     jobs = [
-        get_job_status(files_snapshot, job, results, states[job.id], pace=pace, training=training, now=now)
-        for job in tasked
+        get_job_status(snapshot, job, results, states[job.id], pace=pace, training=training, now=now) for job in tasked
     ]
     moving = {status.id for status in jobs if status.state in ACTIVE_STATES}
     if training is not None and not training.finished and training.job not in moving:
@@ -376,34 +363,30 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
         id=run.id,
         path=run.path,
         at=now,
-        measured=len(files_snapshot.measured),
-        out_of_memory=sum(isinstance(result, OutOfMemory) for result in files_snapshot.results),
-        failed=sum(isinstance(result, Failed) for result in files_snapshot.results),
+        measured=len(snapshot.measured),
+        out_of_memory=sum(isinstance(result, OutOfMemory) for result in snapshot.results),
+        failed=sum(isinstance(result, Failed) for result in snapshot.results),
         jobs=tuple(jobs),
         training=training,
-        attempts=_list_attempt_statuses(tasks, files_snapshot.adjust_to_file_clock(files_snapshot.attempts)),
-        recommendation=files_snapshot.recommendation,
+        attempts=_list_attempt_statuses(tasks, snapshot.adjust_to_file_clock(snapshot.attempts)),
+        recommendation=snapshot.recommendation,
         warnings=(
-            *files_snapshot.job_warnings,
-            *files_snapshot.record_warnings,
-            *(files_snapshot.training_warnings if only is None else ()),
+            *snapshot.job_warnings,
+            *snapshot.record_warnings,
+            *(snapshot.training_warnings if only is None else ()),
         ),
-        notes=summarize_probe_notes(files_snapshot.measured),
-        rehearsal=files_snapshot.resume_test_results[-1]
-        if files_snapshot.resume_test_results and only is None
-        else None,
-        evaluations=tuple(files_snapshot.get_training(training.signature).read_evaluations())
-        if training is not None
-        else (),
-        between_rounds=not moving and _is_between_rounds(files_snapshot),
+        notes=summarize_probe_notes(snapshot.measured),
+        rehearsal=next(reversed(snapshot.resume_test_results), None) if only is None else None,
+        evaluations=tuple(snapshot.get_training(training.signature).read_evaluations()) if training is not None else (),
+        between_rounds=not moving and _is_between_rounds(snapshot),
     )
 
 
-def _is_between_rounds(files_snapshot: Snapshot) -> bool:
+def _is_between_rounds(snapshot: Snapshot) -> bool:
     """Return whether an adaptive search has results, and neither a training nor a recommendation has followed yet."""
-    adaptive_tasks = [task for task in files_snapshot.probe_tasks if task.spec.search.strategy == "adaptive"]
-    has_begun = bool(files_snapshot.train_tasks) or files_snapshot.recommendation is not None
-    return bool(adaptive_tasks and files_snapshot.results) and not has_begun
+    adaptive_tasks = [task for task in snapshot.probe_tasks if task.spec.search.strategy == "adaptive"]
+    has_begun = bool(snapshot.train_tasks) or snapshot.recommendation is not None
+    return bool(adaptive_tasks and snapshot.results) and not has_begun
 
 
 def _list_attempt_statuses(tasks: Sequence[JobTask], attempts: Sequence[Attempt]) -> tuple[AttemptStatus, ...]:

@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.cluster.chains import list_nodes_of_chain_jobs
 from tula_cli.cluster.full_disk import release_held_jobs
+from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
@@ -31,7 +32,6 @@ from tula_cli.run.imports import Source, add_weights_digest
 from tula_cli.run.job_runs import compare_jobs, find_chosen_run, select_runs
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.failures import Recovery, Resize
-from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
@@ -81,7 +81,7 @@ def plan_training(
     *,
     nodes: int | NodeRange | None = None,
     batch: int | None = None,
-    inspect: Callable[[JobSpec], Inspection],
+    inspect: Inspect,
 ) -> TrainPlan:
     """Plan a training on the given nodes and batch, or else the recommended ones.
 
@@ -262,7 +262,7 @@ def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
     return code
 
 
-def find_dataset_size(run: Run, inspect: Callable[[JobSpec], Inspection]) -> int:
+def find_dataset_size(run: Run, inspect: Inspect) -> int:
     """Return the number of training samples: as a probe has recorded it, else as the inspection of the job finds it."""
     return (
         run.read_snapshot().measured_dataset_size or first_job.inspect_with_stored(inspect, run)(run.spec).dataset_size
@@ -356,7 +356,7 @@ class PreparedTraining:
 def prepare_training(
     runs: Sequence[Run],
     request: TrainRequest,
-    inspect: Callable[[JobSpec], Inspection],
+    inspect: Inspect,
 ) -> Work[PreparedTraining]:
     """Plan a training on the chosen node type of a job; nothing is written.
 
@@ -374,30 +374,26 @@ def prepare_training(
     if run.type is not None:
         yield Note(f"node type {run.type}")
     nodes = parse_nodes(request.nodes) if isinstance(request.nodes, str) else request.nodes
-    plan_found = plan_training(run, nodes=nodes, batch=request.batch, inspect=inspect)
-    yield from map(WarningEvent, plan_found.code.warnings)
-    yield from map(WarningEvent, (*plan_found.warnings, *warn_interrupted_training(run, plan_found.task)))
+    plan = plan_training(run, nodes=nodes, batch=request.batch, inspect=inspect)
+    yield from map(WarningEvent, plan.code.warnings)
+    yield from map(WarningEvent, (*plan.warnings, *warn_interrupted_training(run, plan.task)))
     if run.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
-    start = TrainingStart.from_plan(plan_found, run, runs, allow_resume_test=request.rehearse)
+    start = TrainingStart.from_plan(plan, run, runs, allow_resume_test=request.rehearse)
     start.require_resume_on_other_nodes()
     remaining_share = 1.0
-    if plan_found.resumes is not None:
-        remaining_share -= plan_found.resumes / (find_dataset_size(run, inspect) * run.spec.train.max_epochs)
-    balance = (
-        None
-        if plan_found.finished
-        else check_balance_of_task(plan_found.task, remaining_share=max(0.0, remaining_share))
-    )
-    if request.within_balance and not plan_found.finished:
+    if plan.resumes is not None:
+        remaining_share -= plan.resumes / (find_dataset_size(run, inspect) * run.spec.train.max_epochs)
+    balance = None if plan.finished else check_balance_of_task(plan.task, remaining_share=max(0.0, remaining_share))
+    if request.within_balance and not plan.finished:
         require_known_balance(balance)
     elif balance is not None and balance.lacking:
         yield WarningEvent(balance.lacking)
     plan = dataclasses.replace(
-        plan_found,
+        plan,
         rehearses=start.is_test_due,
         balance=balance,
-        finished_elsewhere=_list_finished_at_other_configurations(run, plan_found),
+        finished_elsewhere=_list_finished_at_other_configurations(run, plan),
     )
     return PreparedTraining(run, plan, request, start)
 

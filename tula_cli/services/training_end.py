@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.run.directory import RunDir
+from tula_cli.run.disk_space import MIN_FREE_BYTES
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.status import RunStatus
 
-MIN_FREE_BYTES = 2**16  # bytes free; below, the small files of a run cannot be written
 MAX_FIRST_FAILURES = 3
 """Number of failures without any success after which no further training of a comparison or plan is started."""
 RESUME_HINT = "run the same command again to resume from the newest checkpoint"

@@ -71,9 +71,8 @@ class TrainingStatus:
     padding: float | None = None  # share of padding in the batches; None if batches are not text
     metrics: Mapping[str, float | None] = field(default_factory=dict)  # train.metrics of the last epoch
     beta2: float | None = None  # Adam's beta2 at the current batch, if optimizer.beta2_half_life sets it
-    noise: Mapping[str, Any] | None = (
-        None  # the newest measurement of train.diagnostics: [gradient_noise]: epoch, scale, low, high
-    )
+    # the newest measurement of train.diagnostics: [gradient_noise]: epoch, scale, low, high
+    noise: Mapping[str, Any] | None = None
     stage: StageStatus | None = None  # current stage; None without a batch-size ramp
     stages: tuple[Stage, ...] = ()  # all stages of the ramp, as planned at the start
     submitted: bool = True  # False if its job was rejected or never submitted
@@ -104,13 +103,13 @@ class SpentAndRemainingCost:
 
 
 def get_training_status(
-    files_snapshot: Snapshot, tasks: Iterable[JobTask], states: Mapping[str, SchedulerState], *, now: float
+    snapshot: Snapshot, tasks: Iterable[JobTask], states: Mapping[str, SchedulerState], *, now: float
 ) -> TrainingStatus | None:
     """Return the status of the newest training among these tasks, if possible of the job itself; None without any."""
-    newest = _find_newest_train_task(files_snapshot, tasks)
+    newest = _find_newest_train_task(snapshot, tasks)
     if newest is None:
         return None
-    files, scheduler = files_snapshot.get_training(newest.signature), states.get(newest.job)
+    files, scheduler = snapshot.get_training(newest.signature), states.get(newest.job)
     rows, result = files.read_sampled_metrics(), files.read_result()
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]
@@ -147,9 +146,7 @@ def get_training_status(
         eta=_estimate_remaining_training_seconds(
             row,
             finished=result is not None,
-            now=now - files.compute_clock_offset(rows)
-            if _is_training(files_snapshot, newest.job, scheduler, row)
-            else None,
+            now=now - files.compute_clock_offset(rows) if _is_training(snapshot, newest.job, scheduler, row) else None,
         ),
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
         tuning=_get_tuning_status(files.read_tuning()),
@@ -160,33 +157,31 @@ def get_training_status(
         changes=files.read_step_changes(),
         stage=stage,
         stages=newest.stages,
-        submitted=newest.job in {job.id for job in files_snapshot.jobs} or bool(progress_rows or result),
+        submitted=newest.job in {job.id for job in snapshot.jobs} or bool(progress_rows or result),
         possible_nodes=() if len(newest.node_counts) == 1 or result is not None or is_running else newest.node_counts,
     )
     if not newest.sizes:
         return status
     until = now if is_running and result is None else None
-    return dataclasses.replace(
-        status, spent=_compute_spent_and_remaining_cost(files_snapshot, newest, status, until=until)
-    )
+    return dataclasses.replace(status, spent=_compute_spent_and_remaining_cost(snapshot, newest, status, until=until))
 
 
 def _compute_spent_and_remaining_cost(
-    files_snapshot: Snapshot, newest: TrainTask, status: TrainingStatus, *, until: float | None
+    snapshot: Snapshot, newest: TrainTask, status: TrainingStatus, *, until: float | None
 ) -> SpentAndRemainingCost:
     """Return time and cost so far, and the remaining ones by the pace of the running job, else as predicted for each size.
 
     Args:
         until: time to which a running attempt is counted; None if the job does not run.
     """
-    tasks = {task.id: task for task in files_snapshot.list_tasks_of_job(newest.job) if isinstance(task, TrainTask)}
+    tasks = {task.id: task for task in snapshot.list_tasks_of_job(newest.job) if isinstance(task, TrainTask)}
     attempts = [
         attempt
-        for attempt in files_snapshot.adjust_to_file_clock(files_snapshot.list_attempts_of_job(newest.job))
+        for attempt in snapshot.adjust_to_file_clock(snapshot.list_attempts_of_job(newest.job))
         if attempt.task in tasks
     ]
     if until is None:
-        attempts = files_snapshot.end_lost_attempts(attempts)
+        attempts = snapshot.end_lost_attempts(attempts)
     seconds = [(tasks[attempt.task], attempt, attempt.count_seconds(until)) for attempt in attempts]
     return SpentAndRemainingCost(
         hours=sum(elapsed for _, _, elapsed in seconds) / 3600,
@@ -245,12 +240,12 @@ def _count_epochs_of_training(spec: JobSpec, progress_rows: Sequence[Mapping[str
     return None if progress_rows and progress_rows[-1]["epoch"] is None else spec.script.length.epochs
 
 
-def _find_newest_train_task(files_snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
+def _find_newest_train_task(snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
     all_trainings = [task for task in tasks if isinstance(task, TrainTask)]
-    comparison = files_snapshot.comparison
+    comparison = snapshot.comparison
     compared = frozenset[str]() if comparison is None else comparison.signatures
     trainings = [task for task in all_trainings if task.signature not in compared] or all_trainings
-    submitted = {job.id: job.submitted_at for job in files_snapshot.jobs}
+    submitted = {job.id: job.submitted_at for job in snapshot.jobs}
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
 
 
@@ -271,11 +266,11 @@ def _get_tuning_status(tuning: Tuning | None) -> TuningStatus | None:
     return TuningStatus(arm, names.index(arm) + 1, len(names), None, tuning.branches)
 
 
-def _is_training(files_snapshot: Snapshot, job: str, scheduler: SchedulerState | None, row: Mapping[str, Any]) -> bool:
+def _is_training(snapshot: Snapshot, job: str, scheduler: SchedulerState | None, row: Mapping[str, Any]) -> bool:
     """Return whether the attempt that wrote a row is still training: it has not ended, and its job is not waiting."""
     if scheduler is not None and (scheduler.state == "pending" or scheduler.suspended):
         return False
-    attempts = files_snapshot.list_attempts_of_job(job)
+    attempts = snapshot.list_attempts_of_job(job)
     return not attempts or (attempts[-1].ended_at is None and row.get("time", 0.0) >= attempts[-1].started_at)
 
 

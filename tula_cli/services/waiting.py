@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli import words
+from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.cluster.slurm.scheduler import list_overriding_variables
 from tula_cli.errors import Interruption, OverBudget, Pending, RunGone, SchedulerError, SpecError
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import list_names
 from tula_cli.run.job_runs import find_settings_origin, save_runs
-from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import make_probe_id
@@ -35,7 +35,7 @@ class Submission:
     """How a command submits its jobs and waits for them; tests replace its functions."""
 
     launcher_for: Callable[[JobSpec], Launcher]
-    inspect: Callable[[JobSpec], Inspection]  # returns the dataset's size and the memory estimate
+    inspect: Inspect  # returns the dataset's size and the memory estimate
     confirm: Callable[[Planned], bool]  # returns whether the plan may be submitted
     wait: bool | None = None  # None: wait on this machine, but not on a cluster
     timeout: float | None = None  # seconds to wait; None: no limit
@@ -326,11 +326,11 @@ def _find_last_write_time(folders: Iterable[Path]) -> list[int]:
 
 def _are_jobs_finished(run: RunDir, job_ids: set[str]) -> bool:
     """Return whether the files show that these jobs are over; reading them is cheaper than querying the scheduler."""
-    files_snapshot = run.read_snapshot()
-    results = {result.id: result for result in files_snapshot.results}
-    tasks_by_job = [files_snapshot.list_tasks_of_job(id_) for id_ in job_ids]
+    snapshot = run.read_snapshot()
+    results = {result.id: result for result in snapshot.results}
+    tasks_by_job = [snapshot.list_tasks_of_job(id_) for id_ in job_ids]
     return all(
-        tasks and (progress := get_job_progress(files_snapshot, tasks, results)).done == progress.total
+        tasks and (progress := get_job_progress(snapshot, tasks, results)).done == progress.total
         for tasks in tasks_by_job
     )
 

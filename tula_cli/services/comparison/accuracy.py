@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from tula_cli.cluster.scripts.metrics import is_lower_better
 from tula_cli.diagnostics import Diagnostic
@@ -24,7 +24,7 @@ from tula_cli.services.compare import (
     estimate_hours,
 )
 from tula_cli.services.comparison import rounds
-from tula_cli.services.comparison.rows import REFERENCE_METHOD, takes_seed
+from tula_cli.services.comparison.rows import REFERENCE_METHOD, make_row_of_job, takes_seed
 from tula_cli.services.plans import sum_hours
 from tula_cli.services.status import JobStatus
 from tula_cli.spec.job import JobSpec
@@ -33,11 +33,6 @@ from tula_cli.words import describe_method_label, format_count, format_duration,
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-# --- The table
-
-# --- Results
 
 
 @dataclass(frozen=True)
@@ -119,17 +114,8 @@ class ComparisonRow:
     @property
     def note(self) -> str:
         """The reason why the row was dropped, and the number of trainings in each state other than finished."""
-        states: tuple[CellState, ...] = (
-            "diverged",
-            "failed",
-            "cancelled",
-            "lost",
-            "held",
-            "running",
-            "queued",
-            "missing",
-        )
-        counts = [f"{count} {state}" for state in states if (count := self.count(state))]
+        states: Iterable[CellState] = get_args(CellState)
+        counts = [f"{count} {state}" for state in states if state != "done" and (count := self.count(state))]
         return ", ".join([*([self.dropped] if self.dropped else []), *counts])
 
 
@@ -231,9 +217,8 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
     ]
     columns = _list_metric_names(cells, spec)
     metric = columns[0]
-    full, short = (
-        [report for report in cells if bool(report.cell.short) is statistic_name] for statistic_name in (False, True)
-    )
+    full = [report for report in cells if not report.cell.short]
+    short = [report for report in cells if report.cell.short]
     rows = [_mark_dropped(row, comparison_state.reasons) for row in _compare_with_reference(_group_rows(full), metric)]
     second = {(row.method, row.batch) for row in rows}
     first_round = [
@@ -297,13 +282,11 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
     )
     if spec.script is not None:
         name = next(iter(spec.script.metric), "")
-        ended_without = (
-            name not in summary.metrics and f"best_{name}" in summary.metrics
-        )  # the last value is not finite
-        reason = f"the last value of {name} was not finite" if ended_without else ""
-        return dataclasses.replace(
-            cell_report, metrics=summary.metrics, state="diverged" if ended_without else "done", reason=reason
-        )
+        cell_report = dataclasses.replace(cell_report, metrics=summary.metrics)
+        if name not in summary.metrics and f"best_{name}" in summary.metrics:
+            reason = f"the last value of {name} was not finite"
+            return dataclasses.replace(cell_report, state="diverged", reason=reason)
+        return cell_report
     loss = summary.metrics.get("eval_loss")
     return dataclasses.replace(
         cell_report,
@@ -452,12 +435,9 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
     """
     reference = next((row for row in report.rows if row.reference), None)
     small = None if reference is None else reference.get_statistics(report.metric)
-    batch = max(
-        (row.batch for row in report.rows if not row.reference and row.get_statistics(report.metric)), default=0
-    )
-    candidates = [
-        row for row in report.rows if row.batch == batch and not row.reference and row.get_statistics(report.metric)
-    ]
+    with_result = [row for row in report.rows if not row.reference and row.get_statistics(report.metric)]
+    batch = max((row.batch for row in with_result), default=0)
+    candidates = [row for row in with_result if row.batch == batch]
     if small is None or not candidates:
         return f"No result yet: {report.finished} of {format_count(report.total, 'training')} done. Run tula compare to train the others."
     first = find_best_row(candidates, report)
@@ -542,21 +522,16 @@ def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
     comparison = run.read_snapshot().comparison
     if comparison is None:
         return None
-    from tula_cli.services.comparison.rows import make_row_of_job
-
     table = build_compare_report(run, comparison)
     reference = next((row for row in table.rows if row.reference), None)
-    rows = [
-        row
-        for row in table.rows
-        if row.method == make_row_of_job(run.spec) and row.batch >= batch and row.gap is not None
-    ]
+    method = make_row_of_job(run.spec)
+    rows = [row for row in table.rows if row.method == method and row.batch >= batch and row.gap is not None]
     if reference is None or not rows:
         return None
     return _judge_accuracy(reference, min(rows, key=lambda row: row.batch), table.metric)
 
 
-def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: str) -> Accuracy | None:
+def _judge_accuracy(reference: ComparisonRow, row: ComparisonRow, metric: str) -> Accuracy | None:
     """Return the judgement of a row; None if one seed shows no loss, because that is no evidence that none is lost."""
     small, large = reference.get_statistics(metric), row.get_statistics(metric)
     assert small is not None and large is not None and row.gap is not None  # both have the metric of the gap

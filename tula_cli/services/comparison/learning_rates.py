@@ -17,7 +17,6 @@ from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame, render_html
-from tula_cli.run.imports import Source
 from tula_cli.run.records.results import JobFile, RateBranch, RateSearch
 from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.services import compare, messages, resume_test, train
@@ -53,9 +52,8 @@ class LearningRateReport:
     branches: tuple[RateBranch, ...]
     best_batch: int | None  # largest batch whose loss is close to the best; None if only one batch was tried
     too_large: int | None  # batch that ran out of memory
-    critical_batch: (
-        tuple[float, float, float | None] | None
-    )  # gradient noise scale with its 90 % interval, as in the record
+    # gradient noise scale with its 90 % interval, as in the record
+    critical_batch: tuple[float, float, float | None] | None
     held_out: bool  # losses are of held-out training samples; False: of a script's training steps
     epoch: float  # epoch of the checkpoint at which the noise was measured and the branches started
     samples: int
@@ -126,7 +124,10 @@ def prepare_rate_search(
     plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
     if plan.share > EXPENSIVE_SHARE:
         yield WarningEvent(messages.expensive_rate_search(share=plan.share, samples=plan.length, steps=MIN_STEPS))
-    key = compute_digest({"training": _compute_search_signature(run, nodes, batch, training.code), "batches": others})
+    signature = compute_train_signature(  # the same for all rules of the learning rate
+        rate_search.make_job_of_rule(spec, "linear"), nodes=nodes, batch=batch, code=training.code.identity
+    )
+    key = compute_digest({"training": signature, "batches": others})
     task = RateSearchTask(
         id=f"rates-{key}",
         job=f"rates-{key}",
@@ -201,13 +202,6 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
             steps = epochs * (size // reference) if is_epoch_end else round(start.saved_samples / start.batch)
             return size, steps * reference
     return size, size // reference * reference if script.length.epochs is not None else 0
-
-
-def _compute_search_signature(run: Run, nodes: int, batch: int, code: Source) -> str:
-    """Return a signature that is the same for all rules of the learning rate."""
-    return compute_train_signature(
-        rate_search.make_job_of_rule(run.spec, "linear"), nodes=nodes, batch=batch, code=code.identity
-    )
 
 
 def run_rate_search(search: LearningRateSearchPlan, submission: Submission) -> Work[LearningRateReport | DetachedJobs]:

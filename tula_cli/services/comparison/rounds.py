@@ -120,12 +120,13 @@ def compute_comparison_state(
     spec: JobSpec,
     *,
     failed: Collection[str] = (),
-    hours: Mapping[tuple[str, int], float | None] | None = None,
+    hours: Mapping[tuple[str, int], float | None],
 ) -> ComparisonState:
     """Return the trainings to run, those that may follow, and the reasons why rows are dropped.
 
     Args:
         failed: signatures of trainings that have failed and are not waited for.
+        hours: expected hours of each row; None if unknown.
     """
     batches = {cell.batch for cell in comparison.cells if cell.short}
     if not batches:
@@ -133,9 +134,7 @@ def compute_comparison_state(
     outcomes = {cell.signature: read_outcome(run, cell, spec) for cell in comparison.cells}
     outcomes_by_signature = {signature: result for signature, result in outcomes.items() if result is not None}
     comparison_states = [
-        _decide_trainings_at_batch(
-            comparison, batch, outcomes_by_signature, {*outcomes_by_signature, *failed}, hours or {}
-        )
+        _decide_trainings_at_batch(comparison, batch, outcomes_by_signature, {*outcomes_by_signature, *failed}, hours)
         for batch in sorted(batches)
     ]
     wanted_signatures = {

@@ -378,9 +378,7 @@ class ResolvedTarget:
     overrides: tuple[str, ...] = ()
 
     @classmethod
-    def from_target(
-        cls, target: Target, *, root: str | Path = DEFAULT_RUNS_FOLDER, overrides: Sequence[str] = ()
-    ) -> "ResolvedTarget":
+    def from_target(cls, target: Target, *, root: str | Path, overrides: Sequence[str] = ()) -> "ResolvedTarget":
         """Return the runs of a target; those of a job are under `root`.
 
         Raises:

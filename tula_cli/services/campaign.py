@@ -34,7 +34,7 @@ from tula_cli.services.recommend import answer_query
 from tula_cli.words import format_count, format_duration, format_number, join_words
 
 MAX_TRAININGS = 500
-"""Planning more takes minutes."""
+"""Maximum number of trainings that are planned together; planning more takes minutes."""
 PLAN_FILE = "trainings.json"
 """File of a run that has its plan for many trainings."""
 

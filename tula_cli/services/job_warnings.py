@@ -33,10 +33,8 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
     if spec.train.workers != "auto" or (cluster.kind == "local" and inspection is None):
         return
     ranks = [nodes * cluster.gpus_per_node for nodes in spec.search.nodes]
-    fewest, most = (
-        count_loader_processes(spec, inspection, ranks=max(ranks))[0],
-        count_loader_processes(spec, inspection, ranks=min(ranks))[1],
-    )
+    fewest, _ = count_loader_processes(spec, inspection, ranks=max(ranks))
+    _, most = count_loader_processes(spec, inspection, ranks=min(ranks))
     cpus = cluster.slurm.cpus_per_task if cluster.slurm is not None else None
     if cluster.kind != "local":
         who = "SLURM" if cluster.kind == "slurm" else "the scheduler"
@@ -62,11 +60,10 @@ def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, rank
     if train.workers != "auto":
         return train.workers, train.workers
     if spec.cluster.kind == "local":
-        return (
-            (train.count_loaders(inspection.cpus / ranks),) * 2 if inspection else (MIN_AUTO_WORKERS, MAX_AUTO_WORKERS)
-        )
-    cpus_per_task = slurm.cpus_per_task if slurm is not None else None
-    return (train.count_loaders(cpus_per_task),) * 2 if cpus_per_task else (MIN_AUTO_WORKERS, MAX_AUTO_WORKERS)
+        cores = inspection.cpus / ranks if inspection else None
+    else:
+        cores = slurm.cpus_per_task if slurm else None
+    return (train.count_loaders(cores),) * 2 if cores else (MIN_AUTO_WORKERS, MAX_AUTO_WORKERS)
 
 
 # --- Unlikely combinations of settings
@@ -82,16 +79,11 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
     half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
     if isinstance(half_life, float) and half_life < reference:
         warnings.append(messages.beta2_half_life_below_batch(half_life=half_life, reference_batch=reference))
-    if inspection is not None:
-        warnings += warn_large_reference_batch(spec, inspection.dataset_size)
-    runs_here = inspection is not None and spec.cluster.kind == "local"
-    if (
-        inspection is not None
-        and runs_here
-        and workers != "auto"
-        and workers * spec.cluster.gpus_per_node > 2 * inspection.cpus
-    ):
-        processes = workers * spec.cluster.gpus_per_node
+    if inspection is None:
+        return warnings
+    warnings += warn_large_reference_batch(spec, inspection.dataset_size)
+    processes = 0 if workers == "auto" else workers * spec.cluster.gpus_per_node
+    if workers != "auto" and spec.cluster.kind == "local" and processes > 2 * inspection.cpus:
         warnings.append(messages.too_many_loader_processes(workers=workers, processes=processes, cores=inspection.cpus))
     return warnings
 
@@ -105,7 +97,7 @@ def warn_large_reference_batch(spec: JobSpec, dataset_size: int) -> list[Diagnos
 
 
 def warn_ags_on_one_rank(spec: JobSpec) -> list[Diagnostic]:
-    """Warn of node counts with one rank, where a script cannot scale gradients unless its loop takes a small batch."""
+    """Return a warning if the search has runs of a script with one rank, whose gradients tula cannot scale."""
     single_rank_nodes = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
     if spec.script is None or not spec.train.training_method.scales_gradients or not single_rank_nodes:
         return []
@@ -122,7 +114,7 @@ def warn_ags_on_one_rank(spec: JobSpec) -> list[Diagnostic]:
 def check_shared_memory(
     spec: JobSpec, inspection: Inspection | None, jobs: Mapping[int, Sequence[int]], *, free: int | None
 ) -> tuple[Diagnostic, ...]:
-    """Return a problem if in no job one batch of each rank fits in /dev/shm: processes that write it are killed (SIGBUS).
+    """Return a problem if every job has batches too large for /dev/shm: the processes that write them are killed (SIGBUS).
 
     Args:
         inspection: provides the size of a sample; without it, or with a script's data loader, nothing is checked.
@@ -145,9 +137,10 @@ def check_shared_memory(
 
 
 def find_free_shared_memory(spec: JobSpec, run: RunDir | None) -> int | None:
-    """Return the free bytes of /dev/shm of this machine; on a cluster, as the newest check of its nodes found; else None."""
+    """Return the free bytes of /dev/shm: on this machine, or the fewest in the newest check of nodes; None if unknown."""
     if spec.cluster.kind == "local":
         return read_shared_memory()
-    tasks = [] if run is None else run.read_check_tasks()
-    reports = [report for task in tasks if run is not None and (report := run.checks.read_report(task.id)) is not None]
+    if run is None:
+        return None
+    reports = [report for task in run.read_check_tasks() if (report := run.checks.read_report(task.id)) is not None]
     return min((node.shared for node in reports[-1].nodes if node.shared), default=None) if reports else None

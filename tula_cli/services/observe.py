@@ -98,8 +98,8 @@ def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = Fal
 class _ForwardedSignals:
     """Passes the signals of schedulers and shells on to a command; those that come before it starts are kept for it.
 
-    The processes of a SLURM step, and those in the foreground of a terminal, receive a signal or Ctrl-C themselves: to them
-    it is not sent again.
+    Signals are not passed on to the processes of a SLURM step, and Ctrl-C not to those in the foreground of a terminal:
+    these receive them anyway.
     """
 
     def __init__(self) -> None:
@@ -155,19 +155,21 @@ def is_reporting_process() -> bool:
 
 
 def report_job(root: Path, job: str) -> list[ObservedReport]:
-    """Return the reports on a job that has just ended: one for each training in it.
+    """Return the reports on a job that has just ended, one for each training in it.
+
+    Waits up to RESULT_TIMEOUT seconds for the files of ranks on other nodes.
 
     Raises:
         BadMeasurements: nothing was trained, or too little.
     """
-    deadline = time.monotonic() + RESULT_TIMEOUT
+    deadline, on_several_nodes = time.monotonic() + RESULT_TIMEOUT, os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
     while True:
         everything = list_observed_jobs(root)
         jobs = [observed for observed in everything if observed.id.startswith(f"{job}-")]
         complete = all(
             len(observed_job.ranks) >= observed_job.ranks[0].world for observed_job in jobs if observed_job.ranks
         )
-        if (jobs and complete) or time.monotonic() > deadline or (not jobs and not _is_on_several_nodes()):
+        if (jobs and complete) or time.monotonic() > deadline or not (jobs or on_several_nodes):
             break
         time.sleep(0.2)
     if not jobs:
@@ -176,10 +178,6 @@ def report_job(root: Path, job: str) -> list[ObservedReport]:
             "observe the command that trains: tula cannot observe a command that clears PYTHONPATH or ends before it trains",
         )
     return [_make_report(observed, everything) for observed in jobs]
-
-
-def _is_on_several_nodes() -> bool:
-    return os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
 
 
 def list_observed_reports(root: Path, name: str | None = None) -> list[ObservedReport]:

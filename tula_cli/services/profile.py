@@ -49,8 +49,8 @@ def wait_for_exits(
 ) -> None:
     """Wait until the jobs of a plan that have all results of the previous round have exited.
 
-    A round submits jobs of the same ids as the one before. While a job of that round exits, it would pass for the job that
-    measures this one.
+    The jobs of a round have the same ids as those of the round before, so a job that is still exiting would be taken for
+    the job of the new round.
     """
     pause, remaining = plan.tasks[0].spec.cluster.backend.poll[0], MAX_EXIT_SECONDS
     while remaining > 0 and any(
@@ -82,7 +82,7 @@ class SubmittedProbes(DetachedJobs):
 
 @dataclass(frozen=True)
 class DryRun:
-    """The job scripts for one node type, as text."""
+    """The plan for one node type, and its job scripts as text."""
 
     plan: ProfilePlan | UpperBoundPlan
     scripts: tuple[str, ...]
@@ -139,17 +139,19 @@ def plan_probes_of_runs(
     return planned
 
 
-def inspect_variant(run: Run, inspect: Inspect) -> Inspection | NotInspectable:
-    """Return a stored or new inspection of a variant, or the error (see `inspect_if_possible`)."""
-    return first_job.inspect_if_possible(run.spec, first_job.inspect_with_stored(inspect, run))
-
-
-def _plan_first_jobs(
-    runs: Sequence[Run], inspections: Mapping[str | None, Inspection | NotInspectable]
-) -> dict[str | None, UpperBoundPlan]:
-    """Return the plan of each variant of a job of which some model and dataset must first be inspected on a node."""
-    failures = {name: inspection for name, inspection in inspections.items() if isinstance(inspection, NotInspectable)}
-    return {run.type: plan_upper_bound(run.spec, why=failures.get(run.type)) for run in runs}
+def _inspect_runs(
+    runs: Sequence[Run], inspect: Inspect
+) -> tuple[dict[str | None, Inspection], dict[str | None, NotInspectable]]:
+    """Return the stored or new inspections by node type, and the errors of those that only a node can inspect."""
+    inspections: dict[str | None, Inspection] = {}
+    failures: dict[str | None, NotInspectable] = {}
+    for run in runs:
+        answer = first_job.inspect_if_possible(run.spec, first_job.inspect_with_stored(inspect, run))
+        if isinstance(answer, NotInspectable):
+            failures[run.type] = answer
+        else:
+            inspections[run.type] = answer
+    return inspections, failures
 
 
 def make_dry_run(
@@ -164,21 +166,17 @@ def make_dry_run(
         Infeasible: no configuration is feasible.
     """
     variants = yield from _prepare_runs(runs)
-    inspections = {variant.type: inspect_variant(variant, submission.inspect) for variant in variants}
-    finished_probes = {
-        name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
-    }
-    if len(finished_probes) < len(inspections):
-        planned = _plan_first_jobs(variants, inspections)
-        scripts = {
-            variant.type: ()
-            if variant.type in finished_probes
-            else (first_job.render_inspection_script(variant, variant.spec),)
+    inspections, failures = _inspect_runs(variants, submission.inspect)
+    if failures:
+        return {
+            variant.type: DryRun(
+                plan_upper_bound(variant.spec, why=failures.get(variant.type)),
+                (first_job.render_inspection_script(variant, variant.spec),) if variant.type in failures else (),
+            )
             for variant in variants
         }
-        return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
     dry_runs = {}
-    for variant, plan in (yield from plan_probes_of_runs(variants, finished_probes, largest=largest)):
+    for variant, plan in (yield from plan_probes_of_runs(variants, inspections, largest=largest)):
         launcher = submission.launcher_for(variant.spec)
         dry_runs[variant.type] = DryRun(plan, tuple(launcher.render_script(variant, task) for task in plan.tasks))
     return dry_runs
@@ -266,16 +264,13 @@ class _ProfilingSession:
 
     def _inspect_variants(self, deadline: float | None) -> Work[Inspections]:
         """Inspect the model and the dataset: here or, if that is not possible, on a node after confirmation."""
-        results = {run.type: inspect_variant(run, self.submission.inspect) for run in self.runs}
-        inspections = {
-            name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
-        }
-        runs_to_inspect = [run for run in self.runs if run.type not in inspections]
-        if not runs_to_inspect:
+        inspections, failures = _inspect_runs(self.runs, self.submission.inspect)
+        if not failures:
             return inspections
+        runs_to_inspect = [run for run in self.runs if run.type in failures]
         for run in runs_to_inspect:
             self.submission.launcher_for(run.spec)  # raises an error if no job can be submitted from this machine
-        plans = _plan_first_jobs(self.runs, results)
+        plans = {run.type: plan_upper_bound(run.spec, why=failures.get(run.type)) for run in self.runs}
         planned_event = ProfilePlanned(plans, self.cap)
         yield planned_event
         require_within_cap([], self.cap, first_jobs=sum(plan.first_job_node_hours for plan in plans.values()))

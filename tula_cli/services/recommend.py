@@ -47,7 +47,7 @@ MAX_ROWS_LISTED = 40
 """Maximum number of configurations that are all listed by default."""
 
 
-def describe_configuration(row: Prediction, currency: str) -> str:
+def describe_prediction(row: Prediction, currency: str) -> str:
     """Return nodes, batch, duration and cost of a configuration in words."""
     return (
         f"{format_count(row.nodes)}{row.kind_text}, batch {row.batch} (local batch {row.local_batch}):"
@@ -80,7 +80,7 @@ class Answer:
         return get_measurements_of_type(self.all_measurements, self.recommendation.choice.type).run
 
     def for_run(self, measurements: TypeMeasurements) -> "Answer":
-        """Return the answer for one run alone, which `by_type` has; its configurations have the name of their node type."""
+        """Return the answer for one run alone, from `by_type`, with its configurations under the name of its node type."""
         return replace(
             self,
             recommendation=self.by_type[measurements.type],
@@ -306,7 +306,7 @@ def _make_binding_limit_error(candidates: Candidates, query: Query, currency: st
         efficiency_text = f", scaling efficiency {_format_below(closest.scaling_efficiency, limit.bound)}"
     return Infeasible(
         f"no configuration is within {_describe_limit(limit, query)}; the closest is"
-        f" {describe_configuration(closest, currency)}{efficiency_text}",
+        f" {describe_prediction(closest, currency)}{efficiency_text}",
         "relax that limit, or search other numbers of nodes and batches",
     )
 

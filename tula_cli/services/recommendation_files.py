@@ -20,7 +20,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import messages
 from tula_cli.services.measurements import TypeMeasurements
-from tula_cli.services.recommend import MAX_ROWS_LISTED, Answer, describe_configuration
+from tula_cli.services.recommend import MAX_ROWS_LISTED, Answer, describe_prediction
 from tula_cli.spec.load import dump_yaml
 from tula_cli.words import escape_spreadsheet_cell
 
@@ -55,7 +55,7 @@ def _render_recommended_yaml(run: Run, recommendation: Recommendation) -> str:
     """
     choice = recommendation.choice
     return (
-        f"# tula recommends {describe_configuration(choice, recommendation.currency)}.\n"
+        f"# tula recommends {describe_prediction(choice, recommendation.currency)}.\n"
         f"# Criteria: {recommendation.criteria}.\n"
         f"# Reason: {recommendation.reason}.\n"
         f"# To train: {make_training_command(run, choice)}\n"
@@ -267,9 +267,9 @@ def save_answer(
     """Write recommendation.json, which `tula train` reads, recommended.yaml and results.csv.
 
     The chosen run gets the answer over all runs; each other run gets the best configuration on its hardware, for
-    `tula train --type`. So does the chosen run if several have the same node type: later commands, which read it alone,
-    do not know the runs by the names that they have here. The settings of the job are stored too, but not those that
-    the answer only assumes.
+    `tula train --type`. If several runs have the same node type, the chosen run gets the best configuration on its
+    hardware too, because later commands read it alone, without the names used here. The settings of the job are stored
+    too, but not those that the answer only assumes.
 
     Args:
         overrides: settings of the runs that override their file.

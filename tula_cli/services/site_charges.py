@@ -126,24 +126,20 @@ def add_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling |
     """
     if spec.pricing.kind != "billing":
         return spec
-    pricing = spec.pricing.model_copy(update={"slurm_billing": _find_bill(spec, root, billing)})
+    submitted = fill_environment_defaults(spec)
+    if submitted.cluster.kind != "slurm":
+        raise SpecError(
+            f"pricing.kind billing: the billing is queried from SLURM, but cluster.kind is {submitted.cluster.kind}",
+            f"{NODE_HOUR_ADVICE}; or set cluster.kind: slurm",
+        )
+    bill = (billing or _load_site_billing()).find_bill(submitted, root)
+    pricing = spec.pricing.model_copy(update={"slurm_billing": bill})
     return spec.model_copy(update={"pricing": pricing})
 
 
 def bill_run_by_site(run: Run) -> Run:
     """Return a run with the billing of its site (`add_site_billing`)."""
     return run.with_spec(add_site_billing(run.spec, run.path.parent))
-
-
-def _find_bill(spec: JobSpec, root: Path | None, billing: SiteBilling | None) -> SiteBill:
-    """Return SLURM's billing of a node."""
-    spec = fill_environment_defaults(spec)
-    if spec.cluster.kind != "slurm":
-        raise SpecError(
-            f"pricing.kind billing: the billing is queried from SLURM, but cluster.kind is {spec.cluster.kind}",
-            f"{NODE_HOUR_ADVICE}; or set cluster.kind: slurm",
-        )
-    return (billing or _load_site_billing()).find_bill(spec, root)
 
 
 # --- The balance of the account

@@ -282,8 +282,8 @@ def _submit_missing_trainings(
 ) -> Work[None]:
     """Submit the missing trainings, each to start after the trainings whose nodes it uses.
 
-    It also waits for those that these wait for: if one that waits is cancelled, the next does not start before its nodes
-    are idle.
+    A training also waits for the trainings that those wait for: if one of them is cancelled before it starts, the next
+    one must not start until the nodes are idle.
     """
     run, unfinished = prepared.run, set(under_way)
     after = yield from _test_resume(prepared, launcher, submission)

@@ -73,7 +73,7 @@ class Submission:
         return find_settings_origin(run, self.job, self.overrides)
 
     def save_runs(self, runs: Sequence[Run]) -> None:
-        """Make runs the newest, with their jobs.
+        """Write runs with their jobs, and mark the last one as the newest.
 
         Raises:
             TulaError: they cannot be written.
@@ -184,7 +184,7 @@ class _NewProbeResults:
         self._finished = {id_ for id_, result in self._known.items() if not isinstance(result, Failed)}
 
     def list_events(self, run_status: RunStatus) -> Iterator[ProbeFinished]:
-        """Yield an event for each new result of these jobs, by nodes and local batch."""
+        """Yield an event for each result that is new since the last call, with the counts of the jobs in `run_status`."""
         jobs = {job.id: job for job in run_status.jobs if job.kind == "probe"}
         if not jobs:
             return

@@ -271,7 +271,7 @@ def describe_branch(branch: RateBranch) -> str:
 
 
 def _find_batch_too_large(run: RunDir, task: RateSearchTask) -> int | None:
-    """Return the batch at which the search ran out of memory after the batch in question was tried; None if none did."""
+    """Return the larger batch at which the search ran out of memory after the requested one; None if none did."""
     record, attempts = run.read_rate_search(task.key), run.read_attempts(task.id)
     failure = attempts[-1].failure if attempts else None
     if record is None or record.finished or failure is None or failure.outcome != "device_oom":

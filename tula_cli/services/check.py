@@ -132,7 +132,6 @@ class CheckResult:
         )
 
     def _list_summaries(self) -> list[str]:
-        """Return one line per node type."""
         return [f"{name}: {report.summary}" if name else report.summary for name, report in self.reports.items()]
 
     @property

@@ -183,8 +183,6 @@ def _estimate_data_memory(
 
 @dataclass(frozen=True)
 class _ProbedMemory:
-    """The memory that the probes of a job measured."""
-
     probes: Sequence[Measured]
     ran: Sequence[int]  # local batches that ran on a GPU of the requested capacity
     smallest_oom: int | None  # smallest local batch out of memory on such a GPU; None if there is none

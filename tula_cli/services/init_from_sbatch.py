@@ -270,7 +270,6 @@ def _list_setting_lines(
 
 
 def _list_profiling_settings(request: _SbatchRequest, cluster_site: Site | None) -> Iterator[TemplateLine]:
-    """Yield the settings for the searched nodes and the time limits of jobs."""
     limit = parse_minutes(request.get_text("time"))
     if limit:
         yield TemplateLine(

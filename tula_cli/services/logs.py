@@ -242,7 +242,6 @@ class _LogReader:
         return lines
 
     def _read_backwards(self, log: _AttemptLog) -> Iterator[LogLine]:
-        """Yield the requested lines of a log, last first."""
         try:
             with open_file(log.file) as file:
                 for raw in read_lines_reversed(file, end=self._offsets[log.file], block=_MAX_LINE_BYTES):

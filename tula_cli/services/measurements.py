@@ -298,7 +298,6 @@ def _list_unknown_configurations(estimator: Estimator, query: Query) -> tuple[Un
 def _require_enough_configurations(
     estimator: Estimator, unknown: Sequence[UnknownConfigurations], *, pending: int
 ) -> None:
-    """Raise Pending or BadMeasurements if the known configurations are not enough to choose from."""
     if not unknown:
         return
     why = unknown[0].why

@@ -312,7 +312,7 @@ def watch_node_check(
     job = run.find_job(task.job)
     assert job is not None
     started, (pause, longest), never_starts_polls = clock(), POLL_INTERVALS, 0
-    some_since: float | None = None
+    partly_visible_since: float | None = None
     while not _is_check_over(run, task):
         state = launcher.query_states(run.read_snapshot(strict=True), [job])[job.id]
         yield state
@@ -326,8 +326,8 @@ def watch_node_check(
                 "change section cluster of the job, or check fewer nodes with --nodes",
             )
         now, nodes_with_files = clock(), _find_nodes_with_files(run, task, job)
-        some_since = (some_since or now) if 0 < len(nodes_with_files) < task.nodes else None
-        if some_since is not None and now - some_since > get_backend(job.scheduler).file_lag:
+        partly_visible_since = (partly_visible_since or now) if 0 < len(nodes_with_files) < task.nodes else None
+        if partly_visible_since is not None and now - partly_visible_since > get_backend(job.scheduler).file_lag:
             error = _make_not_shared_error(run, task, job, nodes_with_files)
             _cancel_check(run, launcher, task, job)  # its ranks would wait for those of the other nodes
             raise error
@@ -438,24 +438,25 @@ def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, nodes_with_fi
     names = (
         hosts if len(hosts) == task.nodes else tuple(f"node {number + 1} of the job" for number in range(task.nodes))
     )
-    seeing = [name for number, name in enumerate(names) if number in nodes_with_files]
+    hosts_with_files = [name for number, name in enumerate(names) if number in nodes_with_files]
     without = format_hosts(name for number, name in enumerate(names) if number not in nodes_with_files)
     description = (
-        f"{format_hosts(seeing)} wrote files there, {without} did not" if seeing else f"{without} reported nothing"
+        f"{format_hosts(hosts_with_files)} wrote files there, {without} did not"
+        if hosts_with_files
+        else f"{without} reported nothing"
     )
     return JobFailed(
         f"{job.id} failed, probably because its nodes do not all see {run.path.resolve()}: {description}",
         "choose a folder on a file system that this machine and all nodes share: --run-dir FOLDER"
         + (
             f"; or exclude those nodes: --set cluster.slurm.exclude={without.replace(', ', ',')}"
-            if seeing and hosts
+            if hosts_with_files and hosts
             else ""
         ),
     )
 
 
 def _find_last_log_line(run: RunDir, job: Job) -> str:
-    """Return the last line of the scheduler's logs."""
     for path in sorted(run.submitit_dir.glob(f"{job.scheduler_id}_*_log.err")):
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if lines:

@@ -283,7 +283,6 @@ class _ProfilingSession:
         return inspections
 
     def _remaining_seconds(self, deadline: float | None) -> float | None:
-        """Return the seconds until the deadline, or None without a deadline."""
         return None if deadline is None else max(0.0, deadline - self.submission.clock())
 
     def run(self) -> Work[ProfileResult | SubmittedProbes]:

@@ -65,7 +65,7 @@ def _summarize_run(run: Path) -> RunSummary:
     moments = [at for result in results if (at := result.get("measured_at")) is not None]
     moments += [job["submitted_at"] for job in jobs] + [result["finished_at"] for result in finished]
     moments += [record["created_at"] for record in recommended]
-    top1, loss, perplexed = _find_best_result(finished)
+    top1, loss, perplexity = _find_best_result(finished)
     return RunSummary(
         id=run.name,
         path=run,
@@ -78,23 +78,22 @@ def _summarize_run(run: Path) -> RunSummary:
         trained=len(finished),
         best_top1=top1,
         best_loss=loss,
-        best_perplexity=perplexed,
+        best_perplexity=perplexity,
         damaged=tuple(damaged),
     )
 
 
 def _find_best_result(finished: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None, float | None]:
     """Return the best top-1, loss and perplexity over all finished trainings; each is None if it is not known."""
-    least = min((loss for result in finished if (loss := result.get("best_loss")) is not None), default=None)
-    language = any("perplexity" in result.get("metrics", ()) for result in finished)
+    lowest_loss = min((loss for result in finished if (loss := result.get("best_loss")) is not None), default=None)
+    is_language_model = any("perplexity" in result.get("metrics", ()) for result in finished)
     # An older tula wrote a top-1 of 0 where there were no classes.
-    judged = [result for result in finished if {"top1", "best_top1"} & set(result.get("metrics", ()))]
-    top1 = max((top1 for result in judged if (top1 := result["best_top1"]) is not None), default=None)
-    return top1, least, compute_perplexity(least) if language and least is not None else None
+    with_top1 = [result for result in finished if {"top1", "best_top1"} & set(result.get("metrics", ()))]
+    top1 = max((top1 for result in with_top1 if (top1 := result["best_top1"]) is not None), default=None)
+    return top1, lowest_loss, compute_perplexity(lowest_loss) if is_language_model and lowest_loss is not None else None
 
 
 def _read_job_names(run: Path) -> dict[str, str]:
-    """Return the names of a run's model and dataset, or script."""
     known = parsed_spec.read_parsed_spec(run)
     if known is not None:
         with contextlib.suppress(KeyError, TypeError, AttributeError):  # damaged record: read the YAML instead

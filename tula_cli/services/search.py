@@ -111,7 +111,7 @@ def choose_next_round(
     candidates = list_feasible_candidates(
         spec, dataset_size=inspection.dataset_size, max_local_batch=find_largest_local_batch(spec, inspection)
     )
-    results_by_config = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
+    finished = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
     ooms = [(r.nodes, r.local_batch) for r in results if isinstance(r, OutOfMemory)]
     gpus, sharded = spec.cluster.gpus_per_node, spec.train.sharded
     fitting = {
@@ -122,7 +122,7 @@ def choose_next_round(
     failing_nodes = {
         r.nodes for r in results if spec.script is not None and isinstance(r, Failed) and r.outcome == "user"
     }
-    failing_nodes -= {nodes for nodes, _ in results_by_config}
+    failing_nodes -= {nodes for nodes, _ in finished}
     fitting = {
         c for c in fitting if c.nodes not in failing_nodes and (c.nodes, c.local_batch(gpus)) not in failed
     } or fitting
@@ -131,7 +131,7 @@ def choose_next_round(
     start = adaptive.choose_first_probes(
         _group_candidates_by_nodes(spec, fitting or candidates).items(), whole_steps=whole_steps
     )
-    if missing := [probe for probe in start if probe not in results_by_config]:
+    if missing := [probe for probe in start if probe not in finished]:
         reason = f"initial probes: {'; '.join(describe_probe_configuration(*probe) for probe in missing)}"
         return Round(group_probes_by_nodes(missing), (reason,), "")
     estimator = Estimator.fit(
@@ -292,7 +292,6 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
 
 
 def _choose_full_search(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """Return every candidate."""
     return {nodes: set(local_batches) for nodes, local_batches in by_nodes.items()}
 
 

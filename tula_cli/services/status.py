@@ -80,8 +80,6 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class _JobProgress:
-    """The tasks of a job and its results so far."""
-
     total: int
     done: int
     now: ProbeConfiguration | None
@@ -350,14 +348,17 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
     results = {result.id: result for result in snapshot.results}
     pace = compute_mean_probe_seconds(snapshot.results, snapshot.attempts)
     tasks = [task for task in snapshot.tasks if only is None or task.job in only]
-    tasked = [job for job in snapshot.jobs if (only is None or job.id in only) and snapshot.list_tasks_of_job(job.id)]
-    states = launcher.query_states(snapshot, tasked)
+    jobs_with_tasks = [
+        job for job in snapshot.jobs if (only is None or job.id in only) and snapshot.list_tasks_of_job(job.id)
+    ]
+    states = launcher.query_states(snapshot, jobs_with_tasks)
     training = get_training_status(snapshot, tasks, states, now=now)
     jobs = [
-        get_job_status(snapshot, job, results, states[job.id], pace=pace, training=training, now=now) for job in tasked
+        get_job_status(snapshot, job, results, states[job.id], pace=pace, training=training, now=now)
+        for job in jobs_with_tasks
     ]
-    moving = {status.id for status in jobs if status.state in ACTIVE_STATES}
-    if training is not None and not training.finished and training.job not in moving:
+    active_ids = {status.id for status in jobs if status.state in ACTIVE_STATES}
+    if training is not None and not training.finished and training.job not in active_ids:
         training = dataclasses.replace(training, eta=None)
     return RunStatus(
         id=run.id,
@@ -378,7 +379,7 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
         notes=summarize_probe_notes(snapshot.measured),
         rehearsal=next(reversed(snapshot.resume_test_results), None) if only is None else None,
         evaluations=tuple(snapshot.get_training(training.signature).read_evaluations()) if training is not None else (),
-        between_rounds=not moving and _is_between_rounds(snapshot),
+        between_rounds=not active_ids and _is_between_rounds(snapshot),
     )
 
 

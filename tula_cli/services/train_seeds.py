@@ -137,7 +137,6 @@ class PreparedSeeds:
 
 
 def _sum_costs(trainings: Iterable[SeedTraining]) -> float:
-    """Return the cost of the finished trainings."""
     return sum(training.summary.actual_cost for training in trainings if training.summary is not None)
 
 

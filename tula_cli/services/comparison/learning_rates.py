@@ -242,7 +242,6 @@ def run_rate_search(search: LearningRateSearchPlan, submission: Submission) -> W
 
 
 def _list_finished_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:
-    """Return the branches that have ended."""
     record = run.read_rate_search(task.key)
     return () if record is None else record.branches
 
@@ -281,7 +280,6 @@ def _find_batch_too_large(run: RunDir, task: RateSearchTask) -> int | None:
 
 
 def _is_search_complete(run: RunDir, task: RateSearchTask) -> bool:
-    """Return whether nothing is left to train."""
     record = run.read_rate_search(task.key)
     return record is not None and (record.finished or _find_batch_too_large(run, task) is not None)
 
@@ -347,7 +345,6 @@ def _warn_inconclusive_losses(record: RateSearch, reference_rate: float | None) 
 
 
 def _make_train_command(run: RunDir, task: RateSearchTask, overrides: Sequence[str], file: JobFile | None) -> str:
-    """Return the command that trains with the settings of the search and `overrides`."""
     keys = {override.partition("=")[0] for override in overrides}
     earlier = [] if file is None else [text for text in file.overrides if text.partition("=")[0] not in keys]
     where = f"--run {quote_path(run.path)}" if file is None else quote_path(Path(file.path))

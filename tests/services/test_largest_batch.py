@@ -61,7 +61,7 @@ def test_each_plan_starts_from_the_results_so_far(tmp_path: Path) -> None:
     assert [task.local_batches for task in largest_batch.plan_largest_batch_search(run, GPU).tasks] == [(102,)]
     make_runs.add_out_of_memory(run, 1, 102)
     plan = largest_batch.plan_largest_batch_search(run, GPU)
-    assert (plan.tasks, plan.missing, plan.done) == ((), 0, 3)
+    assert (plan.tasks, plan.missing_count, plan.done) == ((), 0, 3)
     result = largest_batch.make_largest_batch(run, GPU, plan)
     assert (result.local_batch, result.batch, result.too_large, result.finished) == (100, 100, 102, True)
     assert result.is_complete and [probe.local_batch for probe in result.out_of_memory] == [102, 104]

@@ -57,7 +57,7 @@ def test_the_grid_ends_where_the_estimate_says_memory_does(run: RunDir) -> None:
     # 1000 MiB less 10 % leave 800 samples beside the 100 MiB, so 512 is the largest power of two.
     plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection())
     assert batches(plan) == {1: (32, 64, 128, 256, 512), 2: (16, 32, 64, 128, 256, 512)}
-    assert (plan.total, plan.done, plan.missing) == (11, 0, 11)
+    assert (plan.total, plan.done, plan.missing_count) == (11, 0, 11)
 
 
 def test_without_a_capacity_the_dataset_bounds_the_grid(run: RunDir) -> None:
@@ -80,7 +80,7 @@ def test_only_what_has_no_result_is_planned(run: RunDir) -> None:
     make_runs.add_failed(run, 2, 64)
     plan = profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection())
     assert batches(plan) == {2: (32, 64, 128, 256)}
-    assert (plan.done, plan.missing) == (7, 4)
+    assert (plan.done, plan.missing_count) == (7, 4)
 
 
 def test_a_model_that_does_not_fit_at_all_is_infeasible(run: RunDir) -> None:
@@ -176,10 +176,10 @@ def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> 
     plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     assert batches(plan) == {1: (32, 128, 512), 4: (8,)} and len(plan.reasons) == 1
     seen = 0
-    while plan.missing:
+    while plan.missing_count:
         measure(rounds, plan)
         assert profile_report.is_measured(rounds, plan)
-        seen += plan.missing
+        seen += plan.missing_count
         plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
         assert plan.done == seen
     assert 4 <= seen < 18 and "Measuring all configurations" in plan.certainty
@@ -350,14 +350,14 @@ def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> N
     def capped(cap: float) -> ProfilePlan:
         return profile_plan.plan_probes(Run(rounds.path, long_job(max_node_hours=cap)), inspection())
 
-    assert capped(1.0).missing == 4  # the command line refuses the start where it is over the cap
+    assert capped(1.0).missing_count == 4  # the command line refuses the start where it is over the cap
     measure(rounds, capped(1.0))
     for nodes in (1, 4):
         start = make_runs.START
         rounds.write_attempt(make_runs.attempt(f"probe-n{nodes:03d}", start=start, end=start + 3600))
-    assert capped(100.0).missing
+    assert capped(100.0).missing_count
     stopped = capped(5.1)
-    assert not stopped.missing and "5 of 5.1 are spent. To continue, raise the limit" in stopped.certainty
+    assert not stopped.missing_count and "5 of 5.1 are spent. To continue, raise the limit" in stopped.certainty
 
 
 def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
@@ -374,5 +374,7 @@ def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
 def test_the_cap_counts_what_other_node_types_take(rounds: RunDir) -> None:
     job = long_job(max_node_hours=10)
     measure(rounds, profile_plan.plan_probes(Run(rounds.path, job), inspection()))
-    assert profile_plan.plan_probes(Run(rounds.path, job), inspection(), node_hours_of_other_types=1.0).missing
-    assert not profile_plan.plan_probes(Run(rounds.path, job), inspection(), node_hours_of_other_types=9.9).missing
+    assert profile_plan.plan_probes(Run(rounds.path, job), inspection(), node_hours_of_other_types=1.0).missing_count
+    assert not profile_plan.plan_probes(
+        Run(rounds.path, job), inspection(), node_hours_of_other_types=9.9
+    ).missing_count

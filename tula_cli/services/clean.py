@@ -81,10 +81,8 @@ def measure_space_of_runs(
         if older is None or now() - changed >= older:
             snapshots[run.path] = run.read_snapshot(strict=True)
             run_spaces.append(_measure_space_of_run(run, size, changed, keep_best=keep_best, compared=compared))
-    paths = [run_space.path for run_space in run_spaces if run_space.holdings]
-    reason_by_path = dict(
-        zip(paths, _find_reasons_to_keep([snapshots[path] for path in paths], ask, now()), strict=True)
-    )
+    to_check = [snapshots[run_space.path] for run_space in run_spaces if run_space.holdings]
+    reason_by_path = _find_reasons_to_keep(to_check, ask, now())
     spaces = [
         replace(run_space, kept=reason, lives=True, holdings=(), final=(), compared=())
         if (reason := reason_by_path.get(run_space.path))
@@ -103,21 +101,15 @@ def _measure_space_of_run(run: RunDir, size: int, changed: float, *, keep_best: 
         removable = tuple(list_removable_files(run.path, policy))
     except TulaError as error:
         return RunDiskUsage(run.id, run.path, size, changed, (), kept=error.message)
-    compared_trainings = tuple(
-        dict.fromkeys(_get_training_signature(holding) for holding in removable if holding.kind == "compared")
+    final = _list_training_signatures(
+        entry for entry in removable if entry.kind == "checkpoints" and _is_newest(entry.path)
     )
-    final = tuple(
-        dict.fromkeys(
-            _get_training_signature(holding)
-            for holding in removable
-            if holding.kind == "checkpoints" and _is_newest(holding.path)
-        )
-    )
+    compared_trainings = _list_training_signatures(entry for entry in removable if entry.kind == "compared")
     return RunDiskUsage(run.id, run.path, size, changed, removable, final=final, compared=compared_trainings)
 
 
-def _get_training_signature(holding: RemovableEntry) -> str:
-    return holding.path.parent.parent.name
+def _list_training_signatures(entries: Iterable[RemovableEntry]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(entry.path.parent.parent.name for entry in entries))
 
 
 def _is_newest(path: Path) -> bool:
@@ -128,8 +120,8 @@ def _is_newest(path: Path) -> bool:
 # --- Runs with active jobs
 
 
-def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: StateQuery, now: float) -> list[str]:
-    """Return, per run, the reason why nothing may be removed: a job that is or may be active; empty if there is none."""
+def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: StateQuery, now: float) -> dict[Path, str]:
+    """Return, by run, the reason why nothing may be removed: a job that is or may be active; empty if there is none."""
     ids = [
         id_
         for snapshot in snapshots
@@ -139,7 +131,7 @@ def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: StateQuery, now: f
     ]
     states = ask(ids) if ids else {}
     holders = [ticket.holder for ticket in machine_lock.list_living_tickets()]
-    return [_describe_active_job(snapshot, states, holders, now) for snapshot in snapshots]
+    return {snapshot.path: _describe_active_job(snapshot, states, holders, now) for snapshot in snapshots}
 
 
 def _list_readable_jobs(snapshot: Snapshot) -> list[Job]:

@@ -179,9 +179,6 @@ def warn_no_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[Diag
     return [messages.same_progress_unknown()]
 
 
-_NO_ENERGY_MESSAGE = "No probe measured the energy of its steps."
-
-
 def require_energy(
     all_measurements: Sequence[TypeMeasurements], left_out: Sequence[Diagnostic]
 ) -> tuple[list[TypeMeasurements], list[Diagnostic]]:
@@ -193,9 +190,10 @@ def require_energy(
     with_power = [measurements for measurements in all_measurements if measurements.estimator.power is not None]
     if with_power:
         unknown = [measurements.type for measurements in all_measurements if measurements.estimator.power is None]
+        problems = ["No probe measured the energy of its steps."]
         return with_power, [
             *left_out,
-            *(messages.node_type_left_out(node_type=name, problems=[_NO_ENERGY_MESSAGE]) for name in unknown),
+            *(messages.node_type_left_out(node_type=name, problems=problems) for name in unknown),
         ]
     count = sum(len(measurements.estimator.probes) for measurements in all_measurements)
     raise _make_unknown_error(

@@ -34,7 +34,7 @@ class ProfilePlan(MaxCost):
     in_rounds: bool = False  # whether further probes may follow from the results
 
     @property
-    def missing(self) -> int:
+    def missing_count(self) -> int:
         return sum(len(task.local_batches) for task in self.tasks)
 
     @property

@@ -296,7 +296,7 @@ class _ProfilingSession:
             planned = yield from plan_probes_of_runs(
                 self.runs, inspections, repeat_failed=measures_failed_again, largest=self.largest
             )
-            missing = [(run, plan) for run, plan in planned if plan.missing and run.type not in stopped]
+            missing = [(run, plan) for run, plan in planned if plan.missing_count and run.type not in stopped]
             if not missing:
                 self.submission.save_runs([run for run, _ in planned])
                 if not any(

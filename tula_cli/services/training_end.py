@@ -78,13 +78,14 @@ def load_summary(run: RunDir, signature: str) -> Summary:
         JobFailed: the training ended for another reason.
         Pending: the training has not ended.
     """
-    summary = run.get_training(signature).read_summary()
+    training = run.get_training(signature)
+    summary = training.read_summary()
     if summary is not None:
         return summary
-    task = run.get_training(signature).read_newest_task()
+    task = training.read_newest_task()
     if task is not None and run.is_cancelled(task.job):  # its ranks may still be running
         raise JobFailed(f"training {signature} was cancelled", RESUME_HINT)
-    attempts = run.get_training(signature).read_attempts()
+    attempts = training.read_attempts()
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status shows why")
-    raise make_error_of_training(task, attempts, saved_samples=run.get_training(signature).find_newest_samples())
+    raise make_error_of_training(task, attempts, saved_samples=training.find_newest_samples())

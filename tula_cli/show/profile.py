@@ -81,19 +81,21 @@ def render_round(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPla
     """Yield the probes and the cost that a further round of a search adds to the plan."""
     from tula_cli.services.plans import ProfilePlan
 
-    unfinished = {name: plan for name, plan in plans_by_type.items() if isinstance(plan, ProfilePlan) and plan.missing}
+    unfinished = {
+        name: plan for name, plan in plans_by_type.items() if isinstance(plan, ProfilePlan) and plan.missing_count
+    }
     yield from render_by_type(unfinished, _render_added_probes)
 
 
 def _render_added_probes(plan: "ProfilePlan") -> Iterator[str]:
     done = f", {plan.done} of {plan.total} done already" if plan.done else ""
-    yield f"{format_count(plan.missing, 'probe')} in {format_count(len({task.job for task in plan.tasks}), 'job')}{done}"
+    yield f"{format_count(plan.missing_count, 'probe')} in {format_count(len({task.job for task in plan.tasks}), 'job')}{done}"
     yield from plan.reasons
     yield from [plan.certainty] * bool(plan.certainty)
 
 
 def _render_final_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
-    if not plan.missing:
+    if not plan.missing_count:
         yield f"all {format_count(plan.total, 'probe')} already have results"
         yield from [plan.certainty] * bool(plan.certainty)
         return

@@ -131,31 +131,20 @@ def compute_comparison_state(
     batches = {cell.batch for cell in comparison.cells if cell.short}
     if not batches:
         return ComparisonState(comparison.cells)
-    outcomes = {cell.signature: read_outcome(run, cell, spec) for cell in comparison.cells}
-    outcomes_by_signature = {signature: result for signature, result in outcomes.items() if result is not None}
-    comparison_states = [
-        _decide_trainings_at_batch(comparison, batch, outcomes_by_signature, {*outcomes_by_signature, *failed}, hours)
+    outcomes = {
+        cell.signature: outcome for cell in comparison.cells if (outcome := read_outcome(run, cell, spec)) is not None
+    }
+    states = [
+        _decide_trainings_at_batch(comparison, batch, outcomes, {*outcomes, *failed}, hours)
         for batch in sorted(batches)
     ]
-    wanted_signatures = {
-        cell.signature for comparison_state in comparison_states for cell in comparison_state.wanted
-    } | set(outcomes_by_signature)
-    wanted_signatures |= {cell.signature for cell in comparison.cells if cell.reference or cell.batch not in batches}
-    missing = {(cell.method, cell.batch) for cell in comparison.cells if cell.signature not in wanted_signatures}
+    wanted = {cell.signature for state in states for cell in state.wanted} | set(outcomes)
+    wanted |= {cell.signature for cell in comparison.cells if cell.reference or cell.batch not in batches}
+    missing = {(cell.method, cell.batch) for cell in comparison.cells if cell.signature not in wanted}
     return ComparisonState(
-        tuple(cell for cell in comparison.cells if cell.signature in wanted_signatures),
-        tuple(
-            cell
-            for comparison_state in comparison_states
-            for cell in comparison_state.undecided
-            if cell.signature not in wanted_signatures
-        ),
-        {
-            row: why
-            for comparison_state in comparison_states
-            for row, why in comparison_state.reasons.items()
-            if row in missing
-        },
+        tuple(cell for cell in comparison.cells if cell.signature in wanted),
+        tuple(cell for state in states for cell in state.undecided if cell.signature not in wanted),
+        {row: why for state in states for row, why in state.reasons.items() if row in missing},
     )
 
 

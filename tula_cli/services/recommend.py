@@ -184,7 +184,11 @@ def recommend(
             the closest configuration.
         SpecError: the job names no such node type.
     """
-    runs = [add_site_bill(run) for run in select_runs(runs, query.node_type)]
+    runs = select_runs(runs, query.node_type)
+    if any(run.spec.pricing.kind == "billing" for run in runs):
+        from tula_cli.services.site_charges import bill_run_by_site  # imported here: runs SLURM commands
+
+        runs = [bill_run_by_site(run) for run in runs]
     all_measurements, warnings = gather_measurements(runs, query, pending)
     if query.objective == "energy":
         all_measurements, warnings = require_energy(all_measurements, warnings)
@@ -221,15 +225,6 @@ def _select_candidates_of_run(candidates: Candidates, measurements: TypeMeasurem
     """Return the candidates of one run under its node type."""
     run_candidates = candidates.select(type=measurements.type)
     return run_candidates.with_columns({"type": measurements.run.variant.type or ""})
-
-
-def add_site_bill(run: Run) -> Run:
-    """Return a run with the billing of SLURM if its price is taken from there."""
-    if run.spec.pricing.kind != "billing":
-        return run
-    from tula_cli.services.site_charges import bill_run_by_site  # imported here: runs SLURM commands
-
-    return bill_run_by_site(run)
 
 
 # --- Candidates

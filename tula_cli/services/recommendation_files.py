@@ -214,9 +214,9 @@ def store_answer(
     answer: Answer,
     *,
     requested: bool,
-    overrides: Sequence[str] = (),
-    job: Path | None = None,
-    every: bool = False,
+    overrides: Sequence[str],
+    job: Path | None,
+    every: bool,
 ) -> StoreResult:
     """Store an answer if it is requested or `should_replace` the stored one.
 

@@ -168,7 +168,9 @@ def wait_for_jobs(
         raise Pending(
             f"not finished within the timeout: {', '.join(unfinished)}", "run the same command again to follow the jobs"
         )
-    reported = _list_reported_failures(run)
+    snapshot = run.read_snapshot()
+    # if no probe was measured, the error that follows reports the failures
+    reported = set() if snapshot.measured else {r.message for r in snapshot.results if isinstance(r, Failed)}
     for job in awaited_jobs:
         if job.state in FAILED_STATES and job.reason not in reported:
             yield WarningEvent(messages.job_ended(job=job.id, state=job.state, reason=words.get_first_line(job.reason)))
@@ -201,12 +203,6 @@ class _NewProbeResults:
         for result in new:
             self._finished.add(result.id)
             yield ProbeFinished(result, len(probes & self._finished), len(probes), remaining)
-
-
-def _list_reported_failures(run: RunDir) -> set[str]:
-    """Return the messages of failed probes if none was measured: the error that follows reports them."""
-    snapshot = run.read_snapshot()
-    return set() if snapshot.measured else {r.message for r in snapshot.results if isinstance(r, Failed)}
 
 
 @contextlib.contextmanager
@@ -287,7 +283,11 @@ def watch_jobs(
             return
         never_starts_polls = never_starts_polls + 1 if all(job.hopeless for job in waiting) else 0
         if never_starts_polls > 1:
-            raise _make_never_starts_error(waiting)
+            reasons = dict.fromkeys(job.reason for job in waiting)
+            raise SchedulerError(
+                f"{', '.join(job.id for job in waiting)} will not start: {'; '.join(reasons)}",
+                "remove queued jobs with tula cancel, correct section cluster, and run the same command again",
+            )
         if timeout is not None and now - started >= timeout:
             return
         remaining = pause if timeout is None else min(pause, max(0.0, started + timeout - now))
@@ -298,15 +298,6 @@ def watch_jobs(
             sleep(min(FILE_POLL_SECONDS, remaining))
             remaining -= FILE_POLL_SECONDS
         pause = min(longest, pause * 1.5)
-
-
-def _make_never_starts_error(jobs: Sequence[JobStatus]) -> SchedulerError:
-    reasons = dict.fromkeys(job.reason for job in jobs)
-    names = ", ".join(job.id for job in jobs)
-    return SchedulerError(
-        f"{names} will not start: {'; '.join(reasons)}",
-        "remove queued jobs with tula cancel, correct section cluster, and run the same command again",
-    )
 
 
 def _list_result_folders(run: RunDir) -> list[Path]:

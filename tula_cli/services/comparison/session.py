@@ -90,7 +90,7 @@ class ComparisonResult:
 
 
 def prepare_comparison(
-    runs: Sequence[Run], request: ComparisonRequest, inspect: Inspect, *, node_type: str | None = None
+    runs: Sequence[Run], request: ComparisonRequest, inspect: Inspect, *, node_type: str | None
 ) -> Work[PreparedComparison]:
     """Plan a comparison; nothing is written.
 
@@ -117,7 +117,7 @@ def prepare_comparison(
     return PreparedComparison(run, plan)
 
 
-def load_comparison(runs: Sequence[Run], *, node_type: str | None = None) -> tuple[Run, Comparison]:
+def load_comparison(runs: Sequence[Run], *, node_type: str | None) -> tuple[Run, Comparison]:
     """Return the stored comparison of a job, and its run.
 
     Raises:

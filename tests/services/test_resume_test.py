@@ -222,9 +222,9 @@ def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
         run_work(
             resume_test.run_resume_test([Run(run.path, job)], lambda _: FakeLauncher(), fresh=True), lambda _: None
         )
-    assert "a resume test may take 1.17" in resume_test.describe_cap_exceeded([Run(run.path, job)], nodes=2)
+    assert "a resume test may take 1.17" in resume_test.describe_test_over_cap([Run(run.path, job)], nodes=2)
     enough = job.model_copy(update={"search": job.search.model_copy(update={"max_node_hours": 9.0})})
-    assert resume_test.describe_cap_exceeded([Run(run.path, enough)]) == ""
+    assert resume_test.describe_test_over_cap([Run(run.path, enough)]) == ""
 
 
 def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run: RunDir) -> None:

@@ -132,7 +132,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
 
 
 def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> ComparePlan:
-    """Decide what is trained and in which order: the first seed of every row before any second seed.
+    """Return the plan of a comparison: its trainings, with the first seed of every row before any second seed.
 
     Args:
         inspect: returns the dataset's size if no probe has recorded it.

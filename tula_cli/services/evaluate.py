@@ -212,6 +212,7 @@ def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Wo
         OverBudget: the submission was not confirmed.
         Pending: the timeout has passed.
         Interruption: Ctrl-C; the job continues to run.
+        JobFailed: the job has ended without a result, or was cancelled.
         TulaError: the evaluation failed, as classified by the table of exit reasons.
         SchedulerError: the scheduler refused the job.
     """
@@ -239,20 +240,12 @@ def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Wo
                 run.get_training(task.signature).drop_evaluation(task.key)
                 submit_task(run, launcher, task)
         outcome = yield from submission.wait_or_detach(run, launcher, [task.job], unfinished)
-    return outcome if isinstance(outcome, DetachedJobs) else read_evaluation_result(run, task)
-
-
-def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:
-    """Return the result of an evaluation.
-
-    Raises:
-        JobFailed: the job has ended without a result, or was cancelled.
-        TulaError: the evaluation failed, as classified by the table of exit reasons.
-    """
-    evaluation = run.get_training(task.signature).read_evaluation(task.key)
-    if evaluation is not None:
-        return evaluation
-    raise make_error_of_job(run, task, "the evaluation")
+    if isinstance(outcome, DetachedJobs):
+        return outcome
+    record = run.get_training(task.signature).read_evaluation(task.key)
+    if record is None:
+        raise make_error_of_job(run, task, "the evaluation")
+    return record
 
 
 def make_error_of_job(run: RunDir, task: EvaluateTask | RateSearchTask, subject: str) -> TulaError:

@@ -1,4 +1,4 @@
-"""`tula profile --largest`: the search for the largest batch that fits into the memory."""
+"""`tula profile --largest`: the search for the largest batch that fits into the memory, on the fewest of search.nodes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +47,6 @@ class LargestBatch:
         return self.finished
 
 
-def get_search_nodes(spec: JobSpec) -> int:
-    """Return the number of nodes on which the largest batch is searched: the fewest of search.nodes."""
-    return min(spec.search.nodes)
-
-
 def make_largest_batch_bounds(spec: JobSpec, inspection: Inspection) -> BatchBounds:
     """Return the bounds of the search.
 
@@ -65,7 +60,7 @@ def make_largest_batch_bounds(spec: JobSpec, inspection: Inspection) -> BatchBou
             "the largest batch is unlimited: the job runs on CPUs, whose processes have no memory limit",
             "set cluster.memory_per_gpu, for example to 16GiB",
         )
-    ranks = get_search_nodes(spec) * cluster.gpus_per_node
+    ranks = min(spec.search.nodes) * cluster.gpus_per_node
     largest = min(inspection.dataset_size, spec.search.max_batch or inspection.dataset_size)
     limit = largest // (ranks * step) * step
     if not limit:
@@ -87,7 +82,7 @@ def plan_largest_batch_search(run: Run, inspection: Inspection) -> ProfilePlan:
     Raises:
         SpecError, Infeasible: as of `make_largest_batch_bounds`; or a file of the user's code cannot be read.
     """
-    spec, nodes, bounds = run.spec, get_search_nodes(run.spec), make_largest_batch_bounds(run.spec, inspection)
+    spec, nodes, bounds = run.spec, min(run.spec.search.nodes), make_largest_batch_bounds(run.spec, inspection)
     source = choose_code(run, spec, Path.cwd(), keep=True)
     done = [result for result in run.read_results() if result.nodes == nodes and not isinstance(result, Failed)]
     from tula_cli.models.largest_batch import BatchBracket  # numpy, which plans do without
@@ -124,7 +119,7 @@ def make_largest_batch(run: Run, inspection: Inspection, plan: ProfilePlan) -> L
         OutOfMemoryAtMinimum: not even the smallest batch fits.
         JobFailed, BadMeasurements: as of `make_profile_report`.
     """
-    spec, nodes = run.spec, get_search_nodes(run.spec)
+    spec, nodes = run.spec, min(run.spec.search.nodes)
     report = make_profile_report(run, plan)
     from tula_cli.models.largest_batch import BatchBracket
 

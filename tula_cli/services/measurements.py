@@ -73,7 +73,7 @@ class TypeMeasurements:
         return f"{self.type}: " * bool(self.type)
 
     def with_type(self, warning: Diagnostic) -> Diagnostic:
-        """Return a warning about these measurements with the node type in values and text, if the job names any."""
+        """Return a warning with this node type added to its values and text, if the job names node types."""
         if not self.type:
             return warning
         return Diagnostic(warning.code, {**warning.values, "node_type": self.type}, f"{self.prefix}{warning.text}")
@@ -577,7 +577,7 @@ def warn_failed_probes(results: Sequence[Result], nodes: Container[int]) -> list
 
 
 def list_measurement_warnings(measurements: TypeMeasurements) -> Iterator[Diagnostic]:
-    """Yield warnings on missing, failed and disturbed probes, on the fits, and on damaged files, of a node type."""
+    """Yield warnings about a node type: missing, failed and disturbed probes, the fits, and damaged files."""
     if measurements.pending:
         yield messages.probes_pending(probes=measurements.pending)
     yield from warn_failed_probes(measurements.results, measurements.run.spec.search.nodes)

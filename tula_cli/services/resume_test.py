@@ -141,7 +141,7 @@ def run_resume_test(
         )
         return earlier
     require_current_format(run.path)
-    if cap_message := describe_cap_exceeded(runs):
+    if cap_message := describe_test_over_cap(runs):
         raise OverBudget(
             cap_message, "raise the limit, for example --set search.max_node_hours=100, or lower search.max_minutes"
         )
@@ -199,8 +199,8 @@ def submit_resume_test(
     return task
 
 
-def describe_cap_exceeded(runs: Sequence[Run], *, nodes: int = 1) -> str:
-    """Return a message if a resume test on `nodes` nodes may exceed the remaining node-hours of the cap, or empty."""
+def describe_test_over_cap(runs: Sequence[Run], *, nodes: int = 1) -> str:
+    """Return a message that a resume test on `nodes` nodes may exceed the rest of the node-hour cap; empty if it fits."""
     spec = runs[0].spec
     used_hours = sum(count_measured_node_hours(run) for run in runs if run.exists)
     subject = (
@@ -292,7 +292,7 @@ class TrainingStart:
         """Return the start of a planned training in a run; `runs` are all runs of the job."""
         limit_text = ""
         if run.spec.script is not None:
-            limit_text = describe_cap_exceeded(runs, nodes=plan.task.resume_test_nodes)
+            limit_text = describe_test_over_cap(runs, nodes=plan.task.resume_test_nodes)
         return cls(run, plan.task, plan.code, plan.prediction, allow_resume_test, limit_text)
 
     @property

@@ -105,7 +105,7 @@ class SpentAndRemainingCost:
 def get_training_status(
     snapshot: Snapshot, tasks: Iterable[JobTask], states: Mapping[str, SchedulerState], *, now: float
 ) -> TrainingStatus | None:
-    """Return the status of the newest training among these tasks, if possible of the job itself; None without any."""
+    """Return the status of the newest of these trainings, if possible of one that belongs to no comparison, or None."""
     newest = _find_newest_train_task(snapshot, tasks)
     if newest is None:
         return None

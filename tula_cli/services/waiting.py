@@ -113,7 +113,7 @@ class DetachedJobs:
 
 
 def describe_exceeded_cap(subject: str, node_hours: float, cap: float | None) -> str:
-    """Return a message if something may use more node-hours than the cap; else, or without a cap, an empty string."""
+    """Return a message that `subject` may use more node-hours than the cap; empty if it fits, or without a cap."""
     if cap is None or node_hours <= cap:
         return ""
     return f"{subject} may take {words.format_number(node_hours)} node-hours, but search.max_node_hours is {cap:g}"
@@ -207,7 +207,7 @@ class _NewProbeResults:
 
 @contextlib.contextmanager
 def explain_interruption(runs: Sequence[Run]) -> Iterator[None]:
-    """Turn Ctrl-C while jobs of some runs are submitted or running into an error that states how to follow or stop them.
+    """Turn Ctrl-C into an error that states how to follow or stop the jobs of these runs.
 
     Raises:
         Interruption: Ctrl-C; submitted jobs continue to run.

@@ -256,14 +256,12 @@ class _NewBranches:
     def list_notes(self) -> Iterator[Note]:
         branches = _list_finished_branches(self._search.run, self._search.task)
         for number, branch in enumerate(branches[self._reported :], self._reported + 1):
-            yield Note(f"branch {number} of {self._search.plan.branches}: {describe_branch(branch)}")
+            result = "diverged" if branch.diverged else f"loss {format_number(branch.loss, 4)}"
+            yield Note(
+                f"branch {number} of {self._search.plan.branches}: batch {branch.batch},"
+                f" learning rate {format_number(branch.lr)}: {result}"
+            )
         self._reported = len(branches)
-
-
-def describe_branch(branch: RateBranch) -> str:
-    """Describe a branch and its result in one line."""
-    result = "diverged" if branch.diverged else f"loss {format_number(branch.loss, 4)}"
-    return f"batch {branch.batch}, learning rate {format_number(branch.lr)}: {result}"
 
 
 # --- The result

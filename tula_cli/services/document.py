@@ -11,7 +11,6 @@ from tula_cli.run.records.recommendations import Recommendation, TradeOff
 Cell = str | float | int | None
 """A cell of a table; None if the value is unknown."""
 Style = Literal["line", "points", "line+points", "stacked"]
-MarkKind = Literal["choice", "limit", "event"]
 Numbers = tuple[float, ...]
 Known = tuple[float | None, ...]
 
@@ -79,7 +78,7 @@ class Annotation:
     x: float | None
     y: float | None
     text: str
-    kind: MarkKind
+    kind: Literal["choice", "limit", "event"]
 
 
 @dataclass(frozen=True)

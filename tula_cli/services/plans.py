@@ -38,9 +38,9 @@ class ProfilePlan(MaxCost):
         return sum(len(task.local_batches) for task in self.tasks)
 
     @property
-    def jobs(self) -> dict[str, ProbeTask]:
-        """The task of each job."""
-        return {task.job: task for task in self.tasks}
+    def jobs(self) -> tuple[str, ...]:
+        """The names of the jobs."""
+        return tuple(task.job for task in self.tasks)
 
 
 @dataclass(frozen=True)

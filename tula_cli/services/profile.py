@@ -41,7 +41,7 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
     """
     with lock_submission(run):
         submit_missing(run, launcher, plan.tasks, plan.code)
-    return tuple(plan.jobs)
+    return plan.jobs
 
 
 def wait_for_exits(
@@ -55,7 +55,7 @@ def wait_for_exits(
     pause, remaining = plan.tasks[0].spec.cluster.backend.poll[0], MAX_EXIT_SECONDS
     while remaining > 0 and any(
         run.is_finished(task)
-        for id_ in list_unfinished_jobs(run, launcher, list(plan.jobs))
+        for id_ in list_unfinished_jobs(run, launcher, plan.jobs)
         for task in run.read_snapshot().list_tasks_of_job(id_)
     ):
         sleep(pause)
@@ -233,7 +233,7 @@ class _SubmittedRun:
     started: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.under_way = list_unfinished_jobs(self.run, self.launcher, list(self.plan.jobs))
+        self.under_way = list_unfinished_jobs(self.run, self.launcher, self.plan.jobs)
 
     @property
     def has_missing(self) -> bool:

@@ -26,9 +26,6 @@ from tula_cli.services.tracking import export_while_waiting
 from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 
-FAILED_STATES = ("lost", "held", "failed", "diverged", "cancelled")
-FIRST_JOB_DESCRIPTION = "the job that builds the model and the dataset"
-
 
 @dataclass(frozen=True)
 class Submission:
@@ -131,7 +128,9 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
         OverBudget: the total may exceed the cap.
     """
     types = f" of all {len(node_hours)} node types" if len(node_hours) > 1 else ""
-    subjects = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB_DESCRIPTION] if first_jobs else [])]
+    subjects = [f"the probes{types}"] if node_hours else []
+    if first_jobs:
+        subjects.append("the job that builds the model and the dataset")
     needed = sum(node_hours) + first_jobs
     if problem := describe_exceeded_cap(" and ".join(subjects), needed, cap):
         hint = f"raise the limit with --set search.max_node_hours={math.ceil(needed)}, lower search.max_minutes, or search fewer nodes"
@@ -172,7 +171,7 @@ def wait_for_jobs(
     # if no probe was measured, the error that follows reports the failures
     reported = set() if snapshot.measured else {r.message for r in snapshot.results if isinstance(r, Failed)}
     for job in awaited_jobs:
-        if job.state in FAILED_STATES and job.reason not in reported:
+        if job.state != "done" and job.reason not in reported:
             yield WarningEvent(messages.job_ended(job=job.id, state=job.state, reason=words.get_first_line(job.reason)))
     return run_status
 

@@ -79,7 +79,7 @@ def train_cells_one_by_one(
         finished = ended_before + len(attempted) - 1 - failed
         describe = _make_progress_factory(plan)
         for run_status in waiting.watch_jobs(run, launcher, [job]):
-            reasons = [status.reason for status in run_status.jobs if status.state == "queued"]
+            reasons = [job_status.reason for job_status in run_status.jobs if job_status.state == "queued"]
             waits = reasons[0] if reasons and clock() - submitted > START_SECONDS else ""
             remaining = _estimate_remaining_seconds(run_status, job, expected, other_hours)
             yield describe(finished, failed, cell, run_status.training, remaining, running=1, waits=waits)

@@ -88,11 +88,12 @@ class Grid:
         return list(dict.fromkeys(rows))
 
 
-def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
+def make_job_of_cell(spec: JobSpec, method: str, seed: int | None = None) -> JobSpec:
     """Return the job of one cell.
 
     Args:
         method: a value of train.method, a variant or a user-defined method; with settings, if any (`comparison.rows`).
+        seed: the seed; None for that of the job.
 
     Raises:
         SpecError: the job's other settings are not compatible with the method.
@@ -104,6 +105,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
         train.pop("lr_scaling", None)  # of the job's method; other methods have their own rule, and lbt has none
     if not variant.training_method.grows_batch:
         train.pop("ramp", None)  # methods without ramps train at one batch
+    seed = spec.train.seed if seed is None else seed
     content["train"] = {**train, "method": variant.method, "seed": seed, **variant.train}
     if spec.script is not None and not variant.training_method.uses_section("ags"):
         content.pop("ags", None)  # the section has no effect with this method
@@ -208,7 +210,7 @@ def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:
     if first_job.load_inspection(run, spec) is not None:
         return  # the inspection comes from a job on a node, because this machine cannot build the model
     for method in grid.methods:
-        cell_job = make_job_of_cell(spec, method, spec.train.seed)
+        cell_job = make_job_of_cell(spec, method)
         if set(list_import_strings(cell_job)) - known_imports:
             try:
                 inspect(cell_job)
@@ -223,7 +225,7 @@ def explain_unsupported_method(spec: JobSpec, method: str) -> str:
         SpecError: settings of tula's training loop are not compatible with the method.
     """
     try:
-        return describe_method_conflict(make_job_of_cell(spec, method, spec.train.seed))
+        return describe_method_conflict(make_job_of_cell(spec, method))
     except SpecError as error:
         if spec.script is None:
             raise
@@ -248,7 +250,7 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
         yield from warn_missing_controls(spec.script, controls=CONTROLS)
         return
     for method in grid.methods:
-        warmup = get_warmup_epochs(make_job_of_cell(spec, method, spec.train.seed))
+        warmup = get_warmup_epochs(make_job_of_cell(spec, method))
         if warmup >= spec.train.epochs:
             yield messages.only_warmup(method=method, warmup_epochs=warmup, epochs=spec.train.epochs)
 
@@ -291,7 +293,7 @@ def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, 
             if first_method != method and (parse_row(method).settings or parse_row(first_method).settings):
                 first_row_by_duplicate[method] = first_method
     job_rows = (
-        cells_by_signature.get(compute_signature(make_job_of_cell(spec, make_row_of_job(spec), spec.train.seed), batch))
+        cells_by_signature.get(compute_signature(make_job_of_cell(spec, make_row_of_job(spec)), batch))
         for batch in grid.batches
     )
     job_row = next((cell.method for cell in job_rows if cell is not None and not cell.reference), "")
@@ -346,7 +348,7 @@ def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
         return rows
 
     def lr(method: str, batch: int) -> tuple[int, str]:
-        return batch, f"{get_learning_rate(make_job_of_cell(spec, method, spec.train.seed), batch):.9g}"
+        return batch, f"{get_learning_rate(make_job_of_cell(spec, method), batch):.9g}"
 
     plain = {lr(method, batch) for method, batch in rows if method not in CONTROLS and not _scales_gradients(method)}
     return [row for row in rows if row[0] not in CONTROLS or lr(*row) not in plain]
@@ -439,11 +441,11 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
         for method in candidates
         if method != own_method and (why := _describe_why_not_default_row(spec, method))
     }
-    trained = make_job_of_cell(spec, own_method, spec.train.seed).model_dump()
+    trained = make_job_of_cell(spec, own_method).model_dump()
     rows = dict.fromkeys(
         method
         for method in (*candidates, own_method)
-        if method in (own_method, *refused) or make_job_of_cell(spec, method, spec.train.seed).model_dump() != trained
+        if method in (own_method, *refused) or make_job_of_cell(spec, method).model_dump() != trained
     )
     other_methods = (
         name
@@ -457,7 +459,7 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
 
 def _describe_why_not_default_row(spec: JobSpec, method: str) -> str:
     try:
-        cell_job = make_job_of_cell(spec, method, spec.train.seed)
+        cell_job = make_job_of_cell(spec, method)
     except SpecError as error:
         return "; ".join(problem.message for problem in error.problems) or error.message
     warmup = get_workload(cell_job).warmup_epochs

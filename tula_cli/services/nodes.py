@@ -118,11 +118,8 @@ def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[Diagn
         if abs(node.clock_offset) > MAX_CLOCK_OFFSET:
             first_host = report.nodes[0].host
             yield messages.clock_offset(host=node.host, seconds=node.clock_offset, first_host=first_host)
-    if (
-        task.spec.cluster.device == "auto"
-        and task.spec.cluster.kind != "local"
-        and not any(n.gpus for n in report.nodes)
-    ):
+    cluster = task.spec.cluster
+    if cluster.device == "auto" and cluster.kind != "local" and not any(node.gpus for node in report.nodes):
         yield messages.jobs_run_on_cpu()
     if _needs_download(task) and any(node.dataset is False for node in report.nodes):
         yield messages.dataset_not_downloaded(folder=str(_get_dataset_folder(task)))

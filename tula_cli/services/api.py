@@ -435,12 +435,6 @@ def make_inspector(root: str | Path, *, fresh: bool = False, report_event: OnEve
 
 
 def _find_measured_run(target: Target, root: str | Path) -> Run:
-    """Return the existing run of a target.
-
-    Raises:
-        SpecError: the job is invalid.
-        BadMeasurements: the job has no run yet.
-    """
     return Run.from_directories(ResolvedTarget.from_target(target, root=root).require_measured().runs)
 
 

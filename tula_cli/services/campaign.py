@@ -89,11 +89,7 @@ class _JobCandidates:
 def _find_usable_configurations(
     runs: Sequence[Run], query: Query, nodes: int, overrides: Sequence[str]
 ) -> _JobCandidates:
-    """Return the configurations of a job that are within the limits of one training.
-
-    Raises:
-        Pending, BadMeasurements, Infeasible: as in `plan_campaign`.
-    """
+    """Return the configurations of a job that are within the limits of one training."""
     query_of_training = replace(query, deadline_hours=None, budget=None)  # both limits apply to all trainings together
     answer = answer_query(runs, query_of_training, overrides=overrides, estimates_start=False)
     candidates = answer.candidates
@@ -299,11 +295,7 @@ def _list_job_names(jobs: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _list_common_node_types(names: Sequence[str], considered: Sequence[_JobCandidates]) -> list[str]:
-    """Return the node types on which all jobs were measured; the type of a job that names none is empty.
-
-    Raises:
-        SpecError: there is none.
-    """
+    """Return the node types on which all jobs were measured; the type of a job that names none is empty."""
     types = [sorted(set(job_candidates.candidates["type"])) for job_candidates in considered]
     if common := sorted(set(types[0]).intersection(*types[1:])):
         return common

@@ -185,11 +185,7 @@ def is_cell_ended(run: RunDir, cell: Cell) -> bool:
 
 
 def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
-    """Reject the methods that are incompatible with the job in one error, before they fail one by one in the queue.
-
-    Raises:
-        SpecError: with one problem per incompatible method.
-    """
+    """Reject the methods that are incompatible with the job in one error, before they fail one by one in the queue."""
     reasons = {method: explain_unsupported_method(spec, method) for method in grid.methods}
     problems = tuple(Problem(method, why) for method, why in reasons.items() if why)
     if problems:
@@ -201,14 +197,11 @@ def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:
     """Inspect the user code of each method that the job itself does not use: only building it shows whether it works.
 
     Skipped if the job's model was inspected in a job on a node, because then this machine cannot build it.
-
-    Raises:
-        SpecError: the user code of a method cannot be built.
     """
     spec = run.spec
     known_imports = set(list_import_strings(spec))
     if first_job.load_inspection(run, spec) is not None:
-        return  # the inspection comes from a job on a node, because this machine cannot build the model
+        return
     for method in grid.methods:
         cell_job = make_job_of_cell(spec, method)
         if set(list_import_strings(cell_job)) - known_imports:
@@ -386,14 +379,11 @@ def estimate_hours(
     The estimate is the mean of the row's trainings, else the prediction, else the mean of the rows at the same batch,
     else the mean of all rows.
     """
-    hours_at_batch = [hours for (_, batch), hours in mean_hours_by_row.items() if batch == row[1]] or list(
-        mean_hours_by_row.values()
-    )
-    return (
-        mean_hours_by_row.get(row)
-        or predicted.get(row)
-        or (statistics.fmean(hours_at_batch) if hours_at_batch else None)
-    )
+    if hours_of_row := mean_hours_by_row.get(row) or predicted.get(row):
+        return hours_of_row
+    hours_at_batch = [hours for (_, batch), hours in mean_hours_by_row.items() if batch == row[1]]
+    known_hours = hours_at_batch or list(mean_hours_by_row.values())
+    return statistics.fmean(known_hours) if known_hours else None
 
 
 def choose_default_nodes(run: Run) -> int:

@@ -3,7 +3,7 @@
 The estimate needs no GPU; probes of the job correct it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, inspect
@@ -112,7 +112,7 @@ def estimate_all_node_types(
 
 
 def estimate(
-    spec: JobSpec, *, capacity: int | None = None, results: Iterable[Result] = (), inspector: Inspect | None = None
+    spec: JobSpec, *, capacity: int | None = None, results: Sequence[Result] = (), inspector: Inspect | None = None
 ) -> EstimateReport:
     """Estimate the peak memory of one GPU; for a probed job, with the same model as `tula recommend`.
 
@@ -189,14 +189,13 @@ class _ProbedMemory:
     unusable: str  # why the existing probes cannot be used; else empty
 
     @classmethod
-    def from_results(cls, results: Iterable[Result], *, capacity: int | None) -> "_ProbedMemory":
+    def from_results(cls, results: Sequence[Result], *, capacity: int | None) -> "_ProbedMemory":
         """Sort results into probes that ran and those that were out of memory.
 
         `capacity` is the bytes of the requested GPU, if it is not the GPU of the probes.
         """
-        all_results = list(results)
-        probes = [result for result in all_results if isinstance(result, Measured)]
-        ooms = [result.local_batch for result in all_results if isinstance(result, OutOfMemory)]
+        probes = [result for result in results if isinstance(result, Measured)]
+        ooms = [result.local_batch for result in results if isinstance(result, OutOfMemory)]
         if unusable := describe_mixed_hardware(probes):
             return cls([], [], None, unusable)
         if capacity is not None and all(probe.capacity != capacity for probe in probes):

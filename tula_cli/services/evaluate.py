@@ -148,11 +148,7 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
 
 
 def _require_sound_checkpoint(files: TrainingRun, name: str, path: Path) -> None:
-    """Check the structure of a checkpoint of a training before a job is submitted that would fail on it.
-
-    Raises:
-        BadMeasurements: it is damaged; the hint names other weights that are not.
-    """
+    """Raise an error if a checkpoint is damaged, before a job that would fail on it is submitted."""
     why = describe_checkpoint_problem(path)
     if not why:
         return
@@ -167,11 +163,7 @@ def _require_sound_checkpoint(files: TrainingRun, name: str, path: Path) -> None
 
 
 def _require_weights(path: Path, requested: str | Path) -> None:
-    """Check that a file begins as those of torch.save do (zip or pickle), or has the name of a file of safetensors.
-
-    Raises:
-        SpecError: it does not, or cannot be read.
-    """
+    """Check that a file begins as those of torch.save do (zip or pickle), or has the name of a file of safetensors."""
     try:
         if path.is_file():  # opening a pipe would block until there is a writer
             with path.open("rb") as file:

@@ -409,12 +409,7 @@ def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[in
 
 
 def _list_machine_warnings(recognised: RecognisedCommand, cluster_site: Site | None, *, gpus: int) -> list[str]:
-    """Return warnings if the command does not match the machines.
-
-    Args:
-        cluster_site: the site's partitions as the scheduler reports them.
-        gpus: number of GPUs of this machine if the job is to run here; else 0.
-    """
+    """Return warnings if the command does not match the machines; `gpus` is 0 if the job is not to run here."""
     requested, partition = recognised.gpus_per_node, cluster_site.default if cluster_site is not None else None
     if requested is None:
         return []

@@ -115,11 +115,7 @@ def _drop_overrides(run: Run, file: JobFile | None) -> tuple[list[Run], JobFile 
 
 
 def _list_named_jobs(name: str) -> list[ObservedJob]:
-    """Return the observed jobs of a script, of a script's folder, or of a job's folder, oldest first.
-
-    Raises:
-        SpecError: there is none.
-    """
+    """Return the observed jobs of a script, of a script's folder, or of a job's folder, oldest first."""
     if not Path(name).is_dir():
         root = Path(DEFAULT_OBSERVATIONS_FOLDER)
         return list_jobs_of_script(list_observed_jobs(root), root, name)

@@ -37,12 +37,7 @@ def make_training_command(run: Run, choice: Prediction) -> str:
 
 
 def _write_answer(run: Run, answer: Answer, *, every: bool) -> None:
-    """Write the files of an answer; recommendation.json is written last, so that if it exists, the others do too.
-
-    Args:
-        run: the run to write to, with the job to train.
-        every: whether results.csv lists all configurations, not only the listed and measured ones.
-    """
+    """Write the files of an answer; recommendation.json is written last, so that if it exists, the others do too."""
     run.write_text("results.csv", _make_results_table(answer, every=every))
     run.write_text("recommended.yaml", _render_recommended_yaml(run, answer.recommendation))
     run.write_recommendation(answer.recommendation)
@@ -152,11 +147,8 @@ def _list_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the configurations of a node type that results.csv lists, with what their probes measured.
 
-    These are the probes and the listed configurations, and all candidates if there are few or `every` is set.
-
-    Args:
-        known: node type, nodes and batch of the configurations with a forecast.
-        every: whether all are listed.
+    These are the probes and the listed configurations, and all candidates if there are few or `every` is set. `known` has
+    the configurations with a forecast (node type, nodes and batch).
     """
     gpus, estimator = measurements.run.spec.cluster.gpus_per_node, measurements.estimator
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}

@@ -103,11 +103,6 @@ class SiteBilling(Protocol):
 
 
 def _load_site_billing() -> SiteBilling:
-    """Return package `slurm_site`.
-
-    Raises:
-        SpecError: it is not installed.
-    """
     return cast(SiteBilling, load_extra("slurm_site"))
 
 

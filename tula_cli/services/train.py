@@ -146,11 +146,7 @@ def plan_training(
 def _complete_configuration(
     run: Run, choice: Prediction | None, nodes: int | NodeRange | None, batch: int | None
 ) -> tuple[int | NodeRange, int]:
-    """Return the given nodes and batch, and the recommended ones instead of those that are not given.
-
-    Raises:
-        BadMeasurements: they are neither given nor recommended.
-    """
+    """Return the given nodes and batch; those not given are the recommended ones."""
     most = nodes.most if isinstance(nodes, NodeRange) else nodes
     require_positive(nodes=most)
     missing = [name for name, value in (("--nodes", most), ("--batch", batch)) if value is None]

@@ -215,11 +215,7 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
 
 
 def _require_within_budget(prepared: PreparedSeeds) -> None:
-    """Raise an error if what has been spent and what remains exceed the budget of the plan.
-
-    Raises:
-        OverBudget: they do.
-    """
+    """Raise an error if the finished trainings and those that remain exceed the budget of the plan."""
     plan = prepared.plan
     spent, missing = _sum_costs(prepared.trainings), prepared.missing
     if plan.budget is None or not missing or not spent:

@@ -150,9 +150,6 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
     """Check that a script can be branched; return the samples of an epoch, and those between two of its checkpoints.
 
     The second number is 0 if the script saves on request.
-
-    Raises:
-        SpecError: it cannot, or it is not known.
     """
     reference = script.reference.batch
     size = script.known_dataset_size or run.read_snapshot().measured_dataset_size

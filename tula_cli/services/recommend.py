@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     from tula_cli.models.summaries import RegressionSummary
 MAX_ROWS_LISTED = 40
 """Maximum number of configurations that are all listed by default."""
+_BLOCK = 1000
+"""Number of rows that are created at a time."""
+_MAX_ROWS_DRAWN = 400
+"""Maximum number of candidates that are all drawn in figures."""
+_MAX_FRONT_ROWS = 200
+"""Maximum number of rows of the Pareto front that are listed if there are many candidates."""
 
 
 def describe_prediction(row: Prediction, currency: str) -> str:
@@ -53,14 +59,6 @@ def describe_prediction(row: Prediction, currency: str) -> str:
         f"{format_count(row.nodes)}{row.kind_text}, batch {row.batch} (local batch {row.local_batch}):"
         f" {format_duration(3600 * row.hours)}, {row.cost:.4g} {currency}"
     )
-
-
-_BLOCK = 1000
-"""Number of rows that are created at a time."""
-_MAX_ROWS_DRAWN = 400
-"""Maximum number of candidates that are all drawn in figures."""
-_MAX_FRONT_ROWS = 200
-"""Maximum number of rows of the Pareto front that are listed if there are many candidates."""
 
 
 @dataclass(frozen=True)

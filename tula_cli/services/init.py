@@ -310,6 +310,11 @@ def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") ->
     return text[:position] + replaced
 
 
+def _replace_line(text: str, pattern: str, line: str) -> str:
+    """Return a job file with the first line that matches a pattern replaced; unchanged if none does."""
+    return re.sub(f"^{pattern}$", lambda _: line, text, count=1, flags=re.MULTILINE)
+
+
 def _set_machine_resources(text: str, *, per_node: int, gpus: int, cores: int | None) -> str:
     if gpus < 1:
         processes = format_count(per_node, "process")
@@ -322,19 +327,9 @@ def _set_machine_resources(text: str, *, per_node: int, gpus: int, cores: int | 
         nodes = _list_powers_of_two(max(1, gpus // per_node))
         node_comment = f"numbers of nodes to measure; here each node is {per_node} of the {format_count(gpus, 'GPU')} of this machine"
     text = _set_key(text, "nodes", str(nodes), node_comment)
-    text = re.sub(
-        r"^  max_seconds:.*$",
-        "  # max_seconds: 60 # maximum duration of the timed steps",
-        text,
-        count=1,
-        flags=re.MULTILINE,
-    )
-    text = _set_key(
-        text,
-        "max_minutes",
-        str(PROFILING_MINUTES),
-        "maximum minutes of one profiling job; it starts the script once per batch",
-    )
+    text = _replace_line(text, "  max_seconds:.*", "  # max_seconds: 60 # maximum duration of the timed steps")
+    minutes_comment = "maximum minutes of one profiling job; it starts the script once per batch"
+    text = _set_key(text, "max_minutes", str(PROFILING_MINUTES), minutes_comment)
     hours = sum(nodes) * PROFILING_MINUTES / 60
     cap = math.ceil(12 * hours) / 10
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
@@ -345,15 +340,13 @@ def _set_machine_resources(text: str, *, per_node: int, gpus: int, cores: int | 
 def _adapt_site_settings(text: str, recognised: RecognisedCommand, cluster_site: Site) -> str:
     """Correct the site's settings for the command's number of ranks, and workers if the command has no {workers}."""
     if "workers" not in find_placeholders(recognised.script["command"]):
-        text = re.sub(
-            r"^  workers: .*$", "  # workers: auto # needs {workers} in the command", text, count=1, flags=re.MULTILINE
-        )
+        text = _replace_line(text, "  workers: .*", "  # workers: auto # needs {workers} in the command")
     partition = cluster_site.default
     if recognised.gpus_per_node is None or partition is None or not partition.kinds:
         return text
     cpus = partition.kinds[0].cpus
     line = f"    cpus_per_task: {max(1, cpus // recognised.gpus_per_node)} # per rank; a node has {cpus}"
-    return re.sub(r"^    cpus_per_task: .*$", line, text, count=1, flags=re.MULTILINE)
+    return _replace_line(text, "    cpus_per_task: .*", line)
 
 
 def set_batch_range(text: str, recognised: RecognisedCommand) -> str:

@@ -41,11 +41,6 @@ class LargestBatch:
     out_of_memory: tuple[OutOfMemory, ...]
     failed: tuple[Failed, ...]
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the search is over."""
-        return self.finished
-
 
 def make_largest_batch_bounds(spec: JobSpec, inspection: Inspection) -> BatchBounds:
     """Return the bounds of the search.

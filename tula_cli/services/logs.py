@@ -54,6 +54,7 @@ class LogQuery:
     Args:
         job: only logs of this job; None for the job that wrote last.
         rank: only lines of this rank; None for the whole log that contains rank 0.
+        every: the logs of all attempts, not only of the newest.
         last: only the last so many existing lines.
     """
 

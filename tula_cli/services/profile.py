@@ -336,7 +336,7 @@ class _ProfilingSession:
                     yield WarningEvent(messages.part_failed(part=describe_node_type(run.type), reason=error.message))
         if not reports:
             raise errors[0]
-        return ProfileResult(reports, bool(errors) or any(not report.is_complete for report in reports.values()))
+        return ProfileResult(reports, bool(errors) or any(not report.finished for report in reports.values()))
 
     def _submit_round(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedRun]]:
         """Submit a round, after confirmation if there are jobs to submit."""

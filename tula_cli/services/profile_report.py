@@ -24,7 +24,7 @@ class ProfileReport:
     notes: tuple[str, ...] = ()  # quantities that the script's probes could not measure, and why
 
     @property
-    def is_complete(self) -> bool:
+    def finished(self) -> bool:
         """Whether no probe has failed or is missing."""
         return not self.failed and not self.missing
 

@@ -241,7 +241,7 @@ def _get_configuration(result: Result) -> tuple[int, int, int]:
 
 def _compare_results(before: Result, after: Result) -> StepDifference:
     probe_before, probe_after = (result if isinstance(result, Measured) else None for result in (before, after))
-    steps = _compare_steps(probe_before, probe_after)
+    steps = _compare_step_times(probe_before, probe_after)
     step_parts = [_list_step_parts(probe) for probe in (probe_before, probe_after)]
     is_beyond_noise = steps is not None and steps.is_beyond_noise
     causes = (
@@ -268,7 +268,7 @@ def _compare_results(before: Result, after: Result) -> StepDifference:
     )
 
 
-def _compare_steps(probe_before: Measured | None, probe_after: Measured | None) -> StepRatio | None:
+def _compare_step_times(probe_before: Measured | None, probe_after: Measured | None) -> StepRatio | None:
     """Return the comparison of the step times of two probes; None if either has no valid step time."""
     if (
         probe_before is None

@@ -325,14 +325,20 @@ def submit_training(
 
     Raises:
         DiskFull: the last attempt ended because the disk was full, and nothing has been freed.
-        SchedulerError: the job is still being cancelled, or was refused.
+        SchedulerError: the job is still being cancelled, or was refused; or the training is to resume on other nodes while
+            it is still running.
     """
     task = plan.task
     with lock_submission(run):
         release_held_jobs(run, task)
         waiting_task = task.model_copy(update={"after": after, "follows": tuple(follows)})
         if submit_missing(run, launcher, [waiting_task], plan.code):
-            require_not_running(run, task)
+            newest = run.get_training(task.signature).read_newest_task()
+            if newest is not None and task.attempt > newest.attempt:
+                raise SchedulerError(
+                    f"training {task.signature} is still running on {format_count(newest.nodes)}, so it cannot resume on other nodes",
+                    f"run tula cancel {quote_path(run.path)} to save a checkpoint and stop the training, then run the same command to resume it",
+                )
     return task.job
 
 
@@ -465,17 +471,3 @@ def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
 
 
 _SECTIONS_WITHOUT_EFFECT = ("name", "search", "pricing", "baseline", "cluster", "node_types")
-
-
-def require_not_running(run: RunDir, task: TrainTask) -> None:
-    """Raise an error if a training is to resume on other nodes while it is still running.
-
-    Raises:
-        SchedulerError: the task is not the one that is running.
-    """
-    newest = run.get_training(task.signature).read_newest_task()
-    if newest is not None and task.attempt > newest.attempt:
-        raise SchedulerError(
-            f"training {task.signature} is still running on {format_count(newest.nodes)}, so it cannot resume on other nodes",
-            f"run tula cancel {quote_path(run.path)} to save a checkpoint and stop the training, then run the same command to resume it",
-        )

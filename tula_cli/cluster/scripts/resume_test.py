@@ -48,10 +48,10 @@ def count_trained_steps(rows: Sequence[Mapping[str, Any]], local_batch: int) -> 
         if row["samples"] is None:
             samples += local_batch
             continue
-        delivered_ahead = prefetched + int(row["samples"]) - delivered
+        available = prefetched + int(row["samples"]) - delivered  # to this step
         delivered = int(row["samples"])
-        samples += min(delivered_ahead, local_batch)
-        prefetched = min(max(0, delivered_ahead - local_batch), local_batch)
+        samples += min(available, local_batch)
+        prefetched = min(max(0, available - local_batch), local_batch)
     return steps, samples
 
 

@@ -264,9 +264,9 @@ class _WatchedJob:
             Pending: the job is not over after `timeout`.
         """
         log, since = _get_log_path(self.run, self.id), time.monotonic()
-        started, over, pause, never_starts_polls = since - self.age, None, POLL_INTERVALS[0], 0
-        while over is None or time.monotonic() - over < LOG_LAG_SECONDS:
-            if over is not None and len(read_text(log).splitlines()) > 1:
+        started, ended, pause, never_starts_polls = since - self.age, None, POLL_INTERVALS[0], 0
+        while ended is None or time.monotonic() - ended < LOG_LAG_SECONDS:
+            if ended is not None and len(read_text(log).splitlines()) > 1:
                 break
             state = slurm_queue.query_states([self.id]).get(self.id)
             now = time.monotonic()
@@ -277,18 +277,17 @@ class _WatchedJob:
                 )
             if state is not None and state.state == "pending":
                 started, pause = now, min(1.5 * pause, POLL_INTERVALS[1])
-            elif over is None:
+            elif ended is None:
                 self.seconds, pause = min(now - started, 60.0 * INSPECTION_JOB_MINUTES), POLL_INTERVALS[0]
             is_just_submitted = now - since + self.age < YOUNG_SECONDS
-            if over is None and (
-                (state is None and not is_just_submitted) or (state is not None and state.state == "ended")
-            ):
-                over = now
-            if over is None and timeout is not None and now - since >= timeout:
+            has_ended = not is_just_submitted if state is None else state.state == "ended"
+            if ended is None and has_ended:
+                ended = now
+            if ended is None and timeout is not None and now - since >= timeout:
                 raise Pending(
                     f"the job that builds the model and the dataset did not finish within {timeout:g} s and was cancelled",
                     "run the same command again to start a new one, with a longer --timeout",
                 )
             remaining = float("inf") if timeout is None else max(0.0, since + timeout - now)
-            self.sleep(min(pause, remaining) if over is None else POLL_INTERVALS[0] / 4)
+            self.sleep(min(pause, remaining) if ended is None else POLL_INTERVALS[0] / 4)
         return log

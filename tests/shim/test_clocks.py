@@ -59,12 +59,12 @@ def test_a_gpu_that_the_script_leaves_alone_does_not_count(monkeypatch: pytest.M
 
 def test_a_peak_on_the_cpu_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    clocks.reset_peak()
+    clocks.reset_peak_memory()
     before = clocks.read_peak_memory()["allocated"]
     for kept in (b"x" * 200_000_000,):
         assert clocks.read_peak_memory()["allocated"] > max(len(kept), before + 150_000_000)
     del kept
-    clocks.reset_peak()
+    clocks.reset_peak_memory()
     assert 1_000_000 < clocks.read_peak_memory()["allocated"] < before + 50_000_000
 
 

@@ -17,7 +17,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
 
 from .failing import write_failure
-from .optimizers import count_elements, get_full_name, list_parameters
+from .optimizers import count_elements, get_full_name, get_scaler_class, list_parameters
 from .ranks import count_ranks
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class AgsHooks:
         modules = self.split.list_modules()
         if not modules:
             return None
-        model = max(modules, key=_count_elements)
+        model = max(modules, key=lambda module: sum(parameter.numel() for parameter in module.parameters()))
         ids = {id(parameter) for parameter in model.parameters()}
         optimizers = [
             optimizer
@@ -263,18 +263,14 @@ class AgsHooks:
                 self._step.__exit__(None, None, None)
         self._step, self.rounds = None, 0
         self._steps_taken += 1
-        refreshed = self.tula.factors.n_refresh > self._refresh_count or not self._refreshes_each_step
+        refreshes_each_step = self.tula.identity is None and self.settings["settings"]["refresh"] == {"every": 1}
+        refreshed = self.tula.factors.n_refresh > self._refresh_count or not refreshes_each_step
         self._refresh_count = self.tula.factors.n_refresh
         self._steps_without_ags = 0 if refreshed else self._steps_without_ags + 1
         if self._steps_without_ags > (MAX_STEPS_WITHOUT_AGS if self._refresh_count else MAX_INITIAL_STEPS_WITHOUT_AGS):
             self.fail(
                 f"no gradient came through the script's DistributedDataParallel in {self._steps_without_ags} steps: check whether the script calls the wrapped module directly or reduces gradients without DistributedDataParallel"
             )
-
-    @property
-    def _refreshes_each_step(self) -> bool:
-        assert self.tula is not None
-        return self.tula.identity is None and self.settings["settings"]["refresh"] == {"every": 1}
 
     def _unscale_gradients(self, optimizer: Any) -> None:
         if self.tula is None:
@@ -355,9 +351,9 @@ class AgsHooks:
             yield self.notes.pop(0)
 
     def report(self) -> dict[str, Any]:
-        """Return a row's fields: of the steps since the last row and, in "so_far", of all; waits for the device.
+        """Return the fields of a row for the steps since the last row and, in "so_far", for all steps.
 
-        If there were no steps since, the last row's fields are returned.
+        If there were no steps since, the fields of the last row are returned. Waits for the device.
         """
         if self.tula is None:
             return {}
@@ -402,10 +398,6 @@ def scales_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
     return not names & dividing and any("SGD" in name for name in names)
 
 
-def _count_elements(module: Any) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def evaluate_closure(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Evaluate the closure of an optimizer's step; return the step's new arguments, or None without a closure."""
     from torch import enable_grad
@@ -415,13 +407,9 @@ def evaluate_closure(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         return None
     with enable_grad():
         loss = closure()
-    return _replace_closure(lambda: loss, args, kwargs)
-
-
-def _replace_closure(closure: Callable[[], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure}
-    return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": lambda: loss}
+    return (args[0], lambda: loss, *args[2:]), kwargs
 
 
 # --- Hooks into torch
@@ -452,10 +440,8 @@ def hook_steps(ags: Callable[[], AgsHooks]) -> None:
 
 
 def _hook_skipped_steps(ags: Callable[[], AgsHooks]) -> None:
-    from torch.cuda.amp import GradScaler
-
-    scaler = next(base for base in GradScaler.__mro__[::-1] if "step" in vars(base))
-    step = scaler.step  # type: ignore[attr-defined]
+    scaler = get_scaler_class()
+    step = scaler.step
 
     @functools.wraps(step)
     def stepping(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
@@ -466,4 +452,4 @@ def _hook_skipped_steps(ags: Callable[[], AgsHooks]) -> None:
             hooks.discard_skipped_step()
         return done
 
-    scaler.step = stepping  # type: ignore[attr-defined]
+    scaler.step = stepping

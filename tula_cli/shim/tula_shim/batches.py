@@ -84,11 +84,8 @@ class DeliveredBatches:
         if newest.is_of(iterator):
             newest.batches += 1
             if not newest.trained:
-                newest.untrained = [
-                    newest.untrained[0] + samples,
-                    newest.untrained[1] + 1,
-                    newest.untrained[2] + waited,
-                ]
+                earlier_samples, batches, seconds = newest.untrained
+                newest.untrained = [earlier_samples + samples, batches + 1, seconds + waited]
 
     def add(self, key: int, batch: object, *, waited: float, size: int | None, iterator: Any = None) -> None:
         """Count a batch of the dataset `key`; `size` is the batch size that its sampler reports."""
@@ -96,12 +93,7 @@ class DeliveredBatches:
             samples = self._count_batch_samples(key, batch, size)
         except Exception:  # noqa: BLE001 - a type of the script that cannot be inspected; its batches are not counted
             samples = self._paths[key] = None
-        counts = self.pending.get(key)
-        if counts is None:
-            counts = self.pending[key] = [0, 0, 0.0]
-        counts[0] += samples or 0
-        counts[1] += 1
-        counts[2] += waited
+        self._add_counts(key, [samples or 0, 1, waited], 1)
         self._count_pass(key, iterator, samples or 0, waited)
 
     def _count_batch_samples(self, key: int, batch: object, size: int | None) -> int | None:
@@ -128,10 +120,10 @@ class DeliveredBatches:
         return taken
 
     def find_trained_dataset(self, counts: Mapping[int, list[float]]) -> int | None:
-        """Return the dataset of a step, given the batches delivered within it.
+        """Return the key of the dataset that a step trained on, given the batches delivered within it by key.
 
-        If `training` has delivered nothing, this is the last dataset that has: some scripts make a dataset for each
-        epoch, or part of an epoch.
+        None if there were none and `training` is unknown. If `training` has delivered nothing, this is the last dataset
+        that has: some scripts make a dataset for each epoch, or part of an epoch.
         """
         return self.training if self.training in counts or not counts else next(reversed(list(counts)))
 
@@ -237,29 +229,27 @@ def hook_loaders(delivered: Callable[[], DeliveredBatches | None], began: Callab
 def describe_loader(loader: Any) -> dict[str, Any]:
     """Return the properties of a loader, such as samples of its dataset, batches per epoch on this rank and batch
     size."""
-    size = loader.batch_size
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    size = loader.batch_size if loader.batch_size is not None else getattr(sampler, "batch_size", None)
+    drop_last = bool(loader.drop_last or getattr(sampler, "drop_last", False))
     return {
         "dataset": _get_length(loader.dataset),
         "batches": _get_length(loader),
         "batch_size": size if isinstance(size, int) else None,
         "workers": loader.num_workers,
         "sampler": type(loader.sampler).__name__,
-        "drop_last": bool(loader.drop_last or getattr(getattr(loader, "batch_sampler", None), "drop_last", False)),
-        "epoch_samples": count_epoch_samples(loader),
+        "drop_last": drop_last,
+        "epoch_samples": _count_epoch_samples(loader, size, drop_last=drop_last),
         "content": compute_content_digest(loader.dataset),
     }
 
 
-def count_epoch_samples(loader: Any) -> int | None:
+def _count_epoch_samples(loader: Any, size: Any, *, drop_last: bool) -> int | None:
     """Return the samples per epoch of a loader on this rank, without a dropped last batch, with repeated samples.
 
     None for streams, and for samplers that choose batches in their own way.
     """
     sampler = getattr(loader, "batch_sampler", None)
-    size = loader.batch_size if loader.batch_size is not None else getattr(sampler, "batch_size", None)
-    drop_last = loader.drop_last or getattr(sampler, "drop_last", False)
     order = getattr(sampler, "sampler", None) if sampler is not None else loader.sampler
     count = _get_length(order) if order is not None else None
     batches = _get_length(loader)

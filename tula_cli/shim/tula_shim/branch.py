@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from .optimizers import get_scaler_class
+
 
 class BranchSteps:
     """The steps of a branch, or of the training up to the checkpoint from which branches start.
@@ -56,8 +58,8 @@ class BranchSteps:
                 unscaled: Any = getattr(tensor, "_tula_unscaled", tensor)
                 self._losses.append(unscaled.detach().reshape(()))
 
-    def read_loss(self) -> Any:
-        """Return the loss of the step that has just ended; None if no backward pass of torch was seen."""
+    def pop_loss(self) -> Any:
+        """Return the sum of the losses recorded since the last call, and drop them; None without a backward pass."""
         losses, self._losses = self._losses, []
         return sum(losses[1:], losses[0]) if losses else None
 
@@ -68,7 +70,6 @@ def hook_branch(recorder: Any) -> None:
     Args:
         recorder: the recorder of this process, which follows a branch.
     """
-    import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(
@@ -77,7 +78,7 @@ def hook_branch(recorder: Any) -> None:
         )
     )
     register_optimizer_step_post_hook(lambda optimizer, *_: recorder.branch.restore(optimizer))
-    scaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+    scaler = get_scaler_class()
     scale = scaler.scale
 
     @functools.wraps(scale)
@@ -87,4 +88,4 @@ def hook_branch(recorder: Any) -> None:
             scaled._tula_unscaled = outputs
         return scaled
 
-    scaler.scale = scaling  # type: ignore[method-assign]
+    scaler.scale = scaling

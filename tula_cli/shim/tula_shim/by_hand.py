@@ -9,13 +9,12 @@ from .optimizers import get_full_name, get_learning_rate
 from .stopping import stop
 
 
-def wrap(optimizer: Any, model: Any = None) -> Any:
+def wrap(optimizer: Any, model: Any) -> Any:
     """Register an optimizer, of torch or not, and its model's parameters; return it. Methods ags and ortho act on
     it."""
-    counted = [parameter.numel() for parameter in model.parameters()] if hasattr(model, "parameters") else None
-    facts = {"name": get_full_name(optimizer), "elements": sum(counted) if counted is not None else None}
+    elements = sum(p.numel() for p in model.parameters()) if hasattr(model, "parameters") else None
     recorder = get_recorder()
-    recorder.optimizers.declared = facts
+    recorder.optimizers.declared = {"name": get_full_name(optimizer), "elements": elements}
     for steps in (recorder.ags, recorder.ortho):
         if steps is not None:
             steps.register_model(optimizer, model)
@@ -39,11 +38,6 @@ def step(samples: float | None, loss: Any, lr: Any) -> None:
     if lr is None:
         lr = get_learning_rate(recorder.optimizers.clock)
     count_step(recorder, lr=lr, samples=samples, loss=loss.detach() if hasattr(loss, "detach") else loss)
-    fulfil_requests(recorder)
-
-
-def fulfil_requests(recorder: Any) -> None:
-    """Save if requested, and stop afterwards if that is requested."""
     if recorder.asked_to and recorder.requests.save(recorder.step, recorder.count_samples(), recorder.rank):
         _stop_after_save(recorder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -54,20 +55,18 @@ def make_clock() -> HostClock:
     return CudaClock(device) if device is not None else HostClock()
 
 
-def reset_peak() -> None:
-    """Reset the peak. On the CPU it is the kernel's high-water mark, which some containers do not allow to be reset."""
+def reset_peak_memory() -> None:
+    """Reset the peak that `read_peak_memory` returns. Has no effect on the CPU in containers that do not allow it."""
     device = get_used_cuda()
     if device is not None:
         device.reset_peak_memory_stats()
         return
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return
 
 
 def read_peak_memory() -> dict[str, int]:
-    """Return the peak memory since `reset_peak` in bytes: allocated and reserved on a GPU, resident on the CPU."""
+    """Return the peak memory since `reset_peak_memory` in bytes: allocated and reserved on a GPU, resident on the CPU."""
     device = get_used_cuda()
     if device is not None:
         return {"allocated": int(device.max_memory_allocated()), "reserved": int(device.max_memory_reserved())}

@@ -10,6 +10,7 @@ import weakref
 from typing import Any, Callable
 
 from .clocks import Mark
+from .optimizers import get_scaler_class
 
 Inner = Callable[[Any, Any], Any]
 
@@ -181,12 +182,7 @@ def hook_ddp(split: Callable[[], DdpSplit]) -> None:
 
 
 def _hook_scalers(split: Callable[[], DdpSplit]) -> None:
-    from torch.cuda.amp import grad_scaler
-
-    scaler: Any = grad_scaler.GradScaler
-    for base in scaler.__mro__:  # since torch 2.3 the GradScaler of torch.amp, the base of that in torch.cuda.amp
-        if base.__name__ == "GradScaler" and "scale" in vars(base):
-            scaler = base
+    scaler = get_scaler_class()
     init = scaler.__init__
 
     @functools.wraps(init)

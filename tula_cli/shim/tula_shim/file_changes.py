@@ -44,7 +44,7 @@ class FileChangeRecorder:
         self._seen: dict[str, bool] = {}  # path -> whether its last record was after the first step
         self._here = threading.local()
         self._copied = 0  # bytes copied by this process
-        handlers: dict[str, Callable[..., None]] = {
+        self._handlers: dict[str, Callable[..., None]] = {
             "open": self._record_open,
             "os.rename": self._record_rename,
             "os.remove": lambda path, dir_fd=-1: self.record_change(path, dir_fd),
@@ -54,16 +54,14 @@ class FileChangeRecorder:
             "os.mkdir": lambda path, _mode=0, dir_fd=-1: self.record_change(path, dir_fd, folder=True),
             "sqlite3.connect": lambda path, *_: self.record_change(_find_database_file(path), resolve=True),
         }
-        self._handlers = handlers
 
     def record_writes(self) -> None:
         """Record all writes from now on until the process exits: audit hooks cannot be removed."""
-        handlers = self._handlers
 
         def handle_event(event: str, arguments: tuple[Any, ...]) -> None:
-            if event in handlers and not getattr(self._here, "busy", False):
+            if event in self._handlers and not getattr(self._here, "busy", False):
                 try:
-                    handlers[event](*arguments)
+                    self._handlers[event](*arguments)
                 except Exception:  # noqa: BLE001 - otherwise the script's own call would fail
                     return
 
@@ -130,14 +128,12 @@ class FileChangeRecorder:
 
     def _back_up(self, absolute_path: str) -> dict[str, Any]:
         """Return whether a path existed before this probe, its copy, and its modification time (ns)."""
-        try:
+        status = None
+        with contextlib.suppress(OSError):
             status = os.lstat(absolute_path)
-        except OSError:
-            return {"existed": False, "copy": None, "modified": None}
-        if stat.S_ISDIR(status.st_mode):
-            return {"existed": True, "copy": None, "modified": None}
-        if status.st_mtime >= self.since:
-            return {"existed": False, "copy": None, "modified": None}
+        is_folder = status is not None and stat.S_ISDIR(status.st_mode)
+        if status is None or is_folder or status.st_mtime >= self.since:
+            return {"existed": is_folder, "copy": None, "modified": None}
         copy = None
         with contextlib.suppress(OSError):  # no space, or not readable: the change is reported without a copy
             copy = self._copy(absolute_path, status.st_size)
@@ -178,7 +174,7 @@ class FileChangeRecorder:
             self._here.busy = busy
 
 
-def _make_absolute_path(path: Any, dir_fd: int | None = -1) -> Any:
+def _make_absolute_path(path: Any, dir_fd: int | None) -> Any:
     """Return an absolute path; a relative one starts at the folder of the descriptor, if there is one."""
     if isinstance(dir_fd, int) and dir_fd >= 0:
         path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))  # noqa: PTH118

@@ -159,7 +159,7 @@ def _hook_backward(recorder: Recorder) -> None:
         recorder.delivered.count_backward()
         if recorder.branch is not None:
             recorder.branch.record_backward(named["tensors"] if "tensors" in named else arguments[0])
-        recorder.split.after_backward(recorder.mark)
+        recorder.split.after_backward(recorder.clock.mark)
         return done
 
     torch.autograd.backward = backward

@@ -65,6 +65,13 @@ def get_full_name(obj: Any) -> str:
     return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
+def get_scaler_class() -> Any:
+    """Return torch's GradScaler: that of torch.amp since torch 2.3, the base of the one in torch.cuda.amp."""
+    import torch
+
+    return getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+
+
 def list_parameters(optimizer: Any) -> Iterable[Any]:
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
 from .ags import AGS_PACKAGE_NAME, OTHER_METHODS_HINT, evaluate_closure, explain_unsupported
 from .failing import write_failure
-from .optimizers import get_full_name, list_parameters
+from .optimizers import get_full_name, get_scaler_class, list_parameters
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -53,12 +53,11 @@ class OrthoHooks:
 
     def hook_steps(self) -> None:
         """Hook the steps of torch's optimizers. Must be called before the hooks that count steps."""
-        from torch.cuda.amp import GradScaler
         from torch.optim import optimizer as module
 
         module.register_optimizer_step_pre_hook(self.before_step)
         module.register_optimizer_step_post_hook(lambda optimizer, *_: self.after_step(optimizer))
-        scaler: Any = next(base for base in GradScaler.__mro__[::-1] if "step" in vars(base))
+        scaler = get_scaler_class()
         step = scaler.step
 
         @functools.wraps(step)

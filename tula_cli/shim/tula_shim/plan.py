@@ -125,11 +125,6 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
 
 
 def _read_part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[str]) -> dict[str, Any] | None:
-    """Return a section of the plan, which is null or has all required keys.
-
-    Raises:
-        PlanError: the section is neither.
-    """
     part = given.get(name)
     if part is not None and (not isinstance(part, dict) or needed - part.keys()):
         names = ", ".join(sorted(needed))

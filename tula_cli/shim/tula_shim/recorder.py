@@ -15,7 +15,7 @@ from . import clocks
 from .ags import AgsHooks
 from .batches import DeliveredBatches
 from .branch import BranchSteps
-from .clocks import HostClock, Mark, compute_process_age, make_clock, read_peak_memory, reset_peak
+from .clocks import HostClock, Mark, compute_process_age, make_clock, read_peak_memory, reset_peak_memory
 from .ddp_split import DdpSplit
 from .file_changes import FileChangeRecorder
 from .optimizers import Optimizers, ScheduleReporter, get_base_learning_rate
@@ -89,7 +89,7 @@ class Recorder:
         self.killing = StepKiller(self.plan)
         self._reported_samples: float | None = None
         self._trouble: OSError | None = None
-        self._clock: HostClock = HostClock()
+        self.clock: HostClock = HostClock()
         self._begin: Mark | None = None
         self._timed: int | None = None
         self._stepped: float | None = None  # perf_counter at the end of the last step of an observed job
@@ -126,16 +126,6 @@ class Recorder:
         real_path = os.path.realpath(path)
         with contextlib.suppress(OSError):  # the script's own call reports the error
             self.loads[real_path] = os.stat(real_path).st_mtime  # noqa: PTH116
-
-    def mark(self) -> Mark:
-        return self._clock.mark()
-
-    def measure_seconds(self, begin: Mark, end: Mark) -> float:
-        return self._clock.measure_seconds(begin, end)
-
-    @property
-    def device(self) -> str:
-        return self._clock.device
 
     def count_samples(self) -> float | None:
         """Return the samples of this rank so far; None if neither the loop nor a data loader reports them."""
@@ -180,25 +170,25 @@ class Recorder:
         if self.branch is None:
             return self.plan.mode == "probe" and self._enter_next_phase()
         if self.step <= self.branch.norms:
-            self._watch_branch_norms(self.branch.norms)
+            self._watch_branch_norms(self.branch)
         return self.branch.is_finished(self.step)
 
     def _record_training_step(
         self, counts: dict[int, list[float]], samples: float | None, *, lr: Any, loss: Any
     ) -> None:
         """Report a step of a training, and do what its supervisor has asked for."""
-        observed_loss = None if self.branch is None else self.branch.read_loss()
+        observed_loss = None if self.branch is None else self.branch.pop_loss()
         causes = [name for cause, name in GAP_CAUSES.items() if self.gap & cause]
         self.pulse.write_row_if_due(causes, lr=lr, loss=observed_loss if loss is None else loss, saved=self.saved)
         self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.get_dataset_size())
         self.asked_to = self.requests.poll(self.step, self.pulse, self.world)
         self._begin_training(counts, samples)
 
-    def _watch_branch_norms(self, steps: int) -> None:
-        """Record the gradient norms of the steps from the second to the last of `steps`, if DDP reduces gradients."""
+    def _watch_branch_norms(self, branch: BranchSteps) -> None:
+        """Record the gradient norms of the second to the last of the first steps, if DDP reduces gradients."""
         if self.step == 1 and self.world > 1 and self.ags is None and self.split.list_modules():
             self.split.watch_norms()
-        elif self.step == steps:
+        elif self.step == branch.norms:
             self.split.stop_watching()
 
     def _make_row_extras(self) -> dict[str, Any]:
@@ -208,19 +198,15 @@ class Recorder:
     def _start_training(self) -> None:
         self.rank, self.world = get_rank() or 0, count_ranks(by_hand=self.by_hand)
         if self.plan.observing:
-            self._set_folder()
+            folder = name_observed_folder(self.root, self.world)
+            self.plan = self.pulse.plan = dataclasses.replace(self.plan, folder=folder)
         self.startup = compute_process_age()
-        self._clock = make_clock()
+        self.clock = make_clock()
         if self.files is not None:
             self.files.mark_first_step()
         self.pulse.rank = self.rank
         for path, written in self.loads.items():
             self.pulse.load(path, written)
-
-    def _set_folder(self) -> None:
-        """Set the folder of this training, which is known at its first step."""
-        folder = name_observed_folder(self.root, self.world)
-        self.plan = self.pulse.plan = dataclasses.replace(self.plan, folder=folder)
 
     def _write_notes(self) -> None:
         notes = [text for steps in (self.ags, self.ortho) if steps is not None for text in steps.pop_notes()]
@@ -251,18 +237,20 @@ class Recorder:
         timed = self.step - self.plan.warmup
         if self.phase == WARMUP and timed == 0:
             self.phase = TIMED
-        elif self.phase == TIMED and timed >= self.plan.min_steps and self._has_observed_enough(timed):
+        elif self.phase == TIMED and self._has_timed_enough_steps(timed):
             if self._can_time_parts_of_step():
                 self.phase = SYNC
-                self.split.watch_sync(self.mark)
+                self.split.watch_sync(self.clock.mark)
             else:
                 self._end_observation()
         elif self.phase == SYNC and self._has_enough_steps():
             self.split.stop_watching()
             self._end_observation()
-        self._begin = self.mark()
+        self._begin = self.clock.mark()
 
-    def _has_observed_enough(self, timed: int) -> bool:
+    def _has_timed_enough_steps(self, timed: int) -> bool:
+        if timed < self.plan.min_steps:
+            return False
         return timed >= self.plan.max_steps or timed * self.pulse.median >= self.plan.seconds
 
     def _end_observation(self) -> None:
@@ -285,7 +273,7 @@ class Recorder:
         self._stepped = now
 
     def _store_step(self, counts: dict[int, list[float]], samples: float | None) -> None:
-        end = self.mark()
+        end = self.clock.mark()
         if self._begin is not None:
             interval = RecordedStep(self._begin, end, counts, samples, self.backwards, self.gap)
             self.intervals.setdefault(self.phase, []).append(interval)
@@ -296,14 +284,14 @@ class Recorder:
         done = self.step - self.plan.warmup
         if self.phase == WARMUP and done == 0:
             self.phase, self.peaks[WARMUP] = TIMED, read_peak_memory()
-            reset_peak()
+            reset_peak_memory()
         elif self.phase == TIMED and done == self._agree_on_timed_steps(done):
             self.peaks[TIMED] = read_peak_memory()
             self.optimizers.measure_bytes()
             if not self._can_time_parts_of_step():
                 return True
             self.phase = SYNC
-            self.split.watch_sync(self.mark)
+            self.split.watch_sync(self.clock.mark)
         elif self.phase == SYNC and self._has_enough_steps():
             self.phase = NORMS
             self.split.watch_norms()
@@ -312,7 +300,7 @@ class Recorder:
             self.split.skip_sync()
         else:
             return self.phase == LOCAL and self._has_enough_steps()
-        self._begin = self.mark()  # so that the next step excludes the work of this method
+        self._begin = self.clock.mark()  # so that the next step excludes the work of this method
         return False
 
     def _has_enough_steps(self) -> bool:
@@ -370,7 +358,7 @@ def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
         "expected": plan.expected,
         "python": platform.python_version(),
         "torch": str(getattr(torch, "__version__", "")),
-        "device": recorder.device,
+        "device": recorder.clock.device,
         "hardware": clocks.read_hardware_name(),
         "backend": get_backend_name(),
         "capacity": clocks.read_device_capacity(),
@@ -382,7 +370,7 @@ def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
         "bytes": optimizers.bytes or None,
         "peak": recorder.peaks,
         "lr": _list_learning_rates(recorder),
-        "warmup": [recorder.measure_seconds(i.begin, i.end) for i in recorder.intervals.get(WARMUP, ())],
+        "warmup": [recorder.clock.measure_seconds(i.begin, i.end) for i in recorder.intervals.get(WARMUP, ())],
         "timed": [_make_interval_row(recorder, interval) for interval in recorder.intervals.get(TIMED, ())],
         "split": _make_split_report(recorder),
         "loader": recorder.delivered.facts.get(recorder.delivered.training or 0),
@@ -406,7 +394,7 @@ def _make_interval_row(recorder: Recorder, interval: RecordedStep) -> dict[str, 
     samples, batches, waited = interval.counts.get(dataset or 0, (0, 0, 0.0))
     counted = delivered.can_count_samples(dataset)
     return {
-        "seconds": recorder.measure_seconds(interval.begin, interval.end),
+        "seconds": recorder.clock.measure_seconds(interval.begin, interval.end),
         "wait": waited if delivered.training is not None else None,
         "samples": interval.samples if interval.samples is not None else samples if counted else None,
         "batches": batches if delivered.training is not None else None,
@@ -423,7 +411,7 @@ def _make_split_report(recorder: Recorder) -> dict[str, Any] | None:
     return {
         "modules": len(split.list_modules()),
         "hook": split.hook,
-        "sync": [sum(recorder.measure_seconds(*pair) for pair in pairs) for pairs in split.exposed],
+        "sync": [sum(recorder.clock.measure_seconds(*pair) for pair in pairs) for pairs in split.exposed],
         "norms": [[float(local), float(reduced)] for local, reduced in split.norms],
         "local": [
             _make_interval_row(recorder, interval) for interval in recorder.intervals.get(LOCAL, ()) if split.local

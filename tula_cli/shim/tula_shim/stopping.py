@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Callable
 
 from .clocks import read_peak_memory
 from .plan import write_json
@@ -72,20 +71,20 @@ def terminate_children() -> None:
     """Terminate this process' descendants: first data loader workers, which torch would wait for, then all others."""
     for child in multiprocessing.active_children():
         child.terminate()
-    _terminate_processes(lambda: [pid for pid in list_descendants(os.getpid()) if not _is_cleanup_process(pid)])
-
-
-def _terminate_processes(list_remaining: Callable[[], list[int]]) -> None:
     for signal_sent in (signal.SIGTERM, signal.SIGKILL):
-        for pid in list_remaining():
+        for pid in _list_remaining_descendants():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal_sent)
         deadline = time.monotonic() + SIGKILL_DELAY_SECONDS
         while time.monotonic() < deadline:
             _reap_children()
-            if not list_remaining():
+            if not _list_remaining_descendants():
                 return
             time.sleep(0.01)
+
+
+def _list_remaining_descendants() -> list[int]:
+    return [pid for pid in list_descendants(os.getpid()) if not _is_cleanup_process(pid)]
 
 
 def _reap_children() -> None:

@@ -229,7 +229,8 @@ class StepKiller:
 
     def _kill(self) -> None:
         deadline, stable_seconds = time.time() + CHECKPOINT_TIMEOUT_SECONDS, float(self.wanted.get("settled", 2.0))
-        while time.time() - self._get_checkpoint_write_time() < stable_seconds and time.time() < deadline:
+        pattern = str(self.wanted["checkpoint"])
+        while time.time() - _find_newest_checkpoint(pattern).changed < stable_seconds and time.time() < deadline:
             time.sleep(stable_seconds / 20)
         assert self._checkpoint is not None
         self._checkpoint["killed"] = True
@@ -239,10 +240,6 @@ class StepKiller:
     def _write(self) -> None:
         assert self._checkpoint is not None
         write_json(self.plan.folder / "rehearsal.json", self._checkpoint)
-
-    def _get_checkpoint_write_time(self) -> float:
-        """Return the Unix time at which a checkpoint was last written; 0 if there is none."""
-        return _find_newest_checkpoint(str(self.wanted["checkpoint"])).changed
 
 
 class _NewestCheckpoint(NamedTuple):

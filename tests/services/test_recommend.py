@@ -745,7 +745,7 @@ def test_the_cost_of_an_interruption_of_a_script_is_reported(tmp_path: Path) -> 
     result = ask(run, "cost")
     assert result.interruption.startswith("saves every 100 steps (115 s), so") and "(SIGUSR1)" in result.interruption
     assert result.choice.market == "spot" and "no-spot-saves-unknown" not in codes(warnings_of(run, "cost"))
-    shown = "\n".join(str(part) for part in show_recommend._describe_sources(result))
+    shown = "\n".join(str(part) for part in show_recommend._explain_progress_stages_and_checkpoints(result))
     assert f"checkpoints: {result.interruption}" in shown
 
 

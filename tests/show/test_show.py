@@ -311,7 +311,6 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch, environment, options,
     shown = screen(Terminal() if terminal else io.StringIO(), **options)
     shown.answer(None, recommend.render_recommendation(make.recommendation()))
     assert ("\x1b[" in shown.out.getvalue()) == coloured
-    assert shown.colored == coloured
 
 
 def test_brackets_in_a_message_are_no_markup():

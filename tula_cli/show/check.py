@@ -57,10 +57,10 @@ def render_checks(
 def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
     """Yield the job, its search and the cost of the search, preceded by the origin of each job file value if given."""
     if origins:
-        job_proposal = make_table(("key", "value", "from"), left=range(3))
+        table = make_table(("key", "value", "from"), left=range(3))
         for key, origin in origins.items():
-            job_proposal.add_row(key, json.dumps(origin.value), origin.source)
-        yield job_proposal
+            table.add_row(key, json.dumps(origin.value), origin.source)
+        yield table
         yield ""
     if report.inspection is not None:
         yield from render_inspection(report.inspection)
@@ -96,12 +96,12 @@ def describe_expectation(expectation: "SearchEstimate", *, local: bool) -> str:
 
 
 def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
-    job_proposal = make_table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
+    table = make_table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
     for job in report.jobs:
-        job_proposal.add_row(
+        table.add_row(
             str(job.nodes), str(len(job.local_batches)), join_numbers(job.batches), join_numbers(job.local_batches)
         )
-    yield job_proposal
+    yield table
     yield ""
     yield f"{format_count(report.probes, 'probe')} in {format_count(len(report.jobs), 'job')}"
 
@@ -198,21 +198,21 @@ def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableT
     """Yield two tables with one row per node (equipment and connection), then the network measurements."""
     report = cluster_check.report
     names = _describe_node_names(report)
-    job_proposal = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs/\nrank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
+    table = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs/\nrank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
-        job_proposal.add_row(
+        table.add_row(
             name, str(node.ranks), _describe_gpus(node), node.driver or "-", node.torch, node.cuda or "-", node.nccl or "-",
             str(node.cpus), format_size(node.memory, 1024**3), format_size(node.shared, 1024**3),
         )  # fmt: skip
-    yield job_proposal
+    yield table
     yield ""
-    job_proposal = make_table(("node", "interface", "address", "clock\n(ms)", "folder", "dataset", "free disk\n(GiB)"), left=(0, 1, 2, 4, 5))  # fmt: skip
+    table = make_table(("node", "interface", "address", "clock\n(ms)", "folder", "dataset", "free disk\n(GiB)"), left=(0, 1, 2, 4, 5))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
-        job_proposal.add_row(
+        table.add_row(
             name, node.interface or "-", node.address, _describe_clock(node), "read only" if node.write_error else "shared",
             {True: "readable", False: "missing", None: "-"}[node.dataset], format_size(node.free_disk, 1024**3),
         )  # fmt: skip
-    yield job_proposal
+    yield table
     yield ""
     yield from _render_network(report, names)
 
@@ -239,14 +239,14 @@ def _describe_gpus(node: "NodeReport") -> str:
 def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["RenderableType"]:
     if report.transfers:
         largest = report.transfers[-1]  # small transfers may be bursts
-        job_proposal = make_table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
+        table = make_table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
         for transfer in report.transfers:
-            job_proposal.add_row(
+            table.add_row(
                 format_number(transfer.size / 1024),
                 format_number(1000 * transfer.seconds),
                 format_number(transfer.speed / 1e9),
             )
-        yield job_proposal
+        yield table
         yield ""
         yield f"network between {names[0]} and {names[1]}: {format_number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
     if report.inside:
@@ -277,18 +277,18 @@ def make_resume_test_data(resume_finding: "ResumeTestFinding") -> dict[str, Any]
 
 def render_resume_test(resume_finding: "ResumeTestFinding") -> Iterator["RenderableType"]:
     """Yield a table with one row per start of the script, followed by the conclusion of the resume test."""
-    job_proposal = make_table(
+    table = make_table(
         ("start", "batch", "steps", "samples", "samples\nleft", "first\nlr", "seconds", "ended"), left=(0, 7)
     )
     rows = resume_finding.rehearsal.starts
     saved = next((row.saved_samples for row in reversed(rows) if row.saved_samples is not None), 0)
     for row in rows:
         remaining = None if row.whole is None else row.whole - (saved if row.phase != "begin" else 0)
-        job_proposal.add_row(
+        table.add_row(
             _PHASE_NAMES[row.phase], str(row.batch), str(row.steps), str(row.samples), "-" if remaining is None else str(remaining),
             "-" if row.first_lr is None else format_number(row.first_lr, 4), format_number(row.seconds), row.ended,
         )  # fmt: skip
-    yield job_proposal
+    yield table
     yield "If the command has a placeholder for the length, the test trains fewer samples than a training."
     yield ""
     yield from resume_finding.rehearsal.told
@@ -365,16 +365,15 @@ def _make_components_table(report: "EstimateReport") -> "Table":
     byte, unit = choose_size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
     parts = [part for part in Components.model_fields if report.gpu or part not in GPU_MEMORY_COMPONENTS]
     headings = [f"{part}\n({unit})" for part in (*parts, *(["needed"] if report.gpu else []))]
-    job_proposal = make_table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
+    table = make_table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
     for row, needed in zip(report.rows, report.needed, strict=True):
         sizes = [getattr(row.memory, part) for part in parts] + ([needed] if report.gpu else [])
         fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
-        job_proposal.add_row(str(row.local_batch), *(format_size(value, byte) for value in sizes), fits)
-    return job_proposal
+        table.add_row(str(row.local_batch), *(format_size(value, byte) for value in sizes), fits)
+    return table
 
 
 def _describe_data_memory(report: "EstimateReport") -> Iterator[str]:
-    """Describe the host memory that data loading may use."""
     if report.data is None or not (report.data.shared or report.data.pinned):
         return
     pinned = f" and {format_bytes(report.data.pinned)} pinned" if report.data.pinned else ""

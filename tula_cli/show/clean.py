@@ -35,10 +35,8 @@ def render_spaces(run_spaces: "Sequence[RunDiskUsage]", *, width: int) -> "Itera
             )
         if run_space.compared:
             yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results are kept"
-    freed, in_use = (
-        sum(run_space.size for run_space in run_spaces),
-        sum(run_space.held for run_space in run_spaces),
-    )
+    freed = sum(run_space.size for run_space in run_spaces)
+    in_use = sum(run_space.held for run_space in run_spaces)
     yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {format_count(len(run_spaces), 'run')} can be freed; results and metrics are kept"
 
 
@@ -59,10 +57,10 @@ def _list_space_rows(run_space: "RunDiskUsage") -> list[list[str]]:
     return rows
 
 
-def describe_freed_space(done: "CleanResult") -> Iterator[str]:
+def describe_freed_space(result: "CleanResult") -> Iterator[str]:
     """Yield the disk space that was freed, and the problems."""
-    yield f"freed {format_bytes(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
-    yield from (f"not everything was deleted: {problem}" for problem in done.problems)
+    yield f"freed {format_bytes(result.size)} in {result.files} {'file or folder' if result.files == 1 else 'files or folders'}"
+    yield from (f"not everything was deleted: {problem}" for problem in result.problems)
 
 
 def make_clean_data(run_spaces: "Sequence[RunDiskUsage]", done: "CleanResult | None") -> dict[str, Any]:

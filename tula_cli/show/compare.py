@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import make_table
+from tula_cli.show.tables import make_table, render_scripts
 from tula_cli.words import choose_time_unit, describe_method_label, format_count, format_duration, format_number
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
     """Yield the grid in training order, with the expected time and cost."""
+    divisor, unit = choose_time_unit(
+        max((3600 * hours for hours in plan.hours.values() if hours is not None), default=0.0)
+    )
     todo = {cell.signature for cell in plan.missing}
     table = make_table(
         (
@@ -29,11 +32,10 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
             "seed",
             "epochs",
             "run",
-            f"expected\n({_choose_plan_unit(plan)[1]})",
+            f"expected\n({unit})",
         ),
         left=(1, 7),
     )
-    divisor = _choose_plan_unit(plan)[0]
     for index, cell in enumerate(plan.state.wanted, 1):
         hours = plan.hours.get((cell.method, cell.batch))
         local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
@@ -62,13 +64,7 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
             f" {format_number(epochs)} full trainings, instead of {sum(not cell.short for cell in plan.comparison.cells)} without rounds."
         )
     yield from _describe_costs(plan)
-    for script in scripts:
-        yield ""
-        yield script
-
-
-def _choose_plan_unit(plan: "ComparePlan") -> tuple[float, str]:
-    return choose_time_unit(max((3600 * hours for hours in plan.hours.values() if hours is not None), default=0.0))
+    yield from render_scripts(scripts)
 
 
 def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
@@ -205,9 +201,7 @@ def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[st
         whole = format_duration(3600 * search.training_hours)
         yield f"{share}, about {format_duration(3600 * search.hours)} (training: {whole}), {format_number(search.node_hours)} node-h"
         yield f"price: {search.price}"
-    for script in scripts:
-        yield ""
-        yield script
+    yield from render_scripts(scripts)
 
 
 def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableType"]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.services.diff import format_value
+from tula_cli.show.profile import format_milliseconds
 from tula_cli.show.tables import make_table, style_text
 from tula_cli.words import (
     choose_size_unit,
@@ -86,7 +87,13 @@ def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]
                 str(row.local_batch),
             ]
             ratio = "-" if row.ratio is None else format_number(row.ratio)
-            times.add_row(*cells, _format_ms(row.step.before), _format_ms(row.step.after), ratio, _describe_step(row))
+            times.add_row(
+                *cells,
+                format_milliseconds(row.step.before),
+                format_milliseconds(row.step.after),
+                ratio,
+                _describe_step(row),
+            )
             in_ms = [_format_pair(each, 1e-3) for each in (row.compute, row.sync, row.data_wait)]
             parts.add_row(*cells, *in_ms, _format_pair(row.memory, divisor))
         yield ""
@@ -97,10 +104,6 @@ def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]
     for run_label, count in zip("AB", steps.only, strict=True):
         if count:
             yield f"{format_count(count, 'configuration')} only in {run_label}"
-
-
-def _format_ms(value: float | None) -> str:
-    return "-" if value is None else format_number(1000 * value)
 
 
 def _format_pair(each: "ValuePair", divisor: float) -> str:

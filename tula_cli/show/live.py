@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from tula_cli.services.status import JobStatus, RunStatus
     from tula_cli.services.training_status import TrainingStatus
 
-# --- Progress while waiting
-
 
 @contextmanager
 def open_live_display(screen: Screen) -> Iterator["LiveDisplay"]:
@@ -86,7 +84,6 @@ class LineDisplay(LiveDisplay):
 
 
 def _describe_job(job: "JobStatus") -> str:
-    """Describe a job in one line."""
     parts = [f"{job.id}: {job.state}"]
     # The failure of a probe is reported by the line of its result.
     failed = job.kind == "probe" and job.state == "failed"
@@ -158,17 +155,14 @@ class ProgressBarDisplay(LiveDisplay):
         self._refresh(details)
 
     def _draw_training(self, key: str, status: "TrainingStatus") -> None:
-        done, total = (
-            (status.epoch, status.epochs) if status.epochs is not None else (status.samples, status.samples_asked)
-        )
-        unit = "epoch" if status.epochs is not None else "sample"
-        count = (
-            ""
-            if total is None
-            else f"{done:.1f} of {total} {unit}s"
-            if unit == "epoch"
-            else f"{done} of {total} samples"
-        )
+        done: float
+        total: float | None
+        if status.epochs is not None:
+            done, total = status.epoch, status.epochs
+            count = f"{done:.1f} of {total} epochs"
+        else:
+            done, total = status.samples, status.samples_asked
+            count = "" if total is None else f"{done} of {total} samples"
         rate = [f"{format_number(status.batch / status.step_time)} samples/s"] if status.step_time else []
         remaining = [f"{format_duration(status.eta)} left"] if status.eta is not None else []
         self._draw(
@@ -201,18 +195,13 @@ def _list_probe_progress(job: "JobStatus") -> Iterator[str]:
 
 def describe_comparison(progress: "ComparisonProgress") -> str:
     """Describe the progress of a comparison in one line."""
-    bound_text, round_text = (
-        "at most " if progress.undecided else "",
-        f"round {progress.round} of 2: " if progress.round else "",
-    )
+    bound_text = "at most " if progress.undecided else ""
+    round_text = f"round {progress.round} of 2: " if progress.round else ""
     parts = [f"{round_text}{progress.done} of {bound_text}{format_count(progress.total, 'training')} done"]
     parts += [f"{progress.failed} failed"] if progress.failed else []
     parts += [f"now: {progress.cell.description}"] if progress.cell is not None else []
     parts += [progress.waits] if progress.waits else []
     parts += [f"{progress.running} running"] if progress.cell is None and progress.running else []
-    parts += (
-        [f"about {format_duration(progress.left)} left"]
-        if progress.left is not None and progress.done + progress.failed < progress.total
-        else []
-    )
+    if progress.left is not None and progress.done + progress.failed < progress.total:
+        parts.append(f"about {format_duration(progress.left)} left")
     return ", ".join(parts)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from tula_cli.models.observed import AlternativeRequest, ObservedReport
+    from tula_cli.models.observed import ObservedReport
 
 _SHARE_LABELS = {"data": "waiting for data", "eval": "evaluation", "epoch": "starting epochs", "save": "checkpoints"}
 
@@ -109,14 +109,10 @@ def _make_requests_table(report: "ObservedReport") -> "Table":
     has_several_node_counts = any(request.nodes != report.nodes for request in report.other_requests)
     table = make_table(["nodes" if has_several_node_counts else "processes", "batch", "time", "node-hours"], left=())
     for request in report.other_requests:
-        table.add_row(*_make_request_row(request, has_several_node_counts=has_several_node_counts))
+        table.add_row(
+            str(request.nodes if has_several_node_counts else request.gpus_per_node),
+            "-" if request.batch is None else str(request.batch),
+            f"{request.time_ratio:.2f}x ({request.time_low:.2f} to {request.time_high:.2f})",
+            f"{request.node_hours_ratio:.2f}x ({request.node_hours_low:.2f} to {request.node_hours_high:.2f})",
+        )
     return table
-
-
-def _make_request_row(request: "AlternativeRequest", *, has_several_node_counts: bool) -> tuple[str, ...]:
-    return (
-        str(request.nodes if has_several_node_counts else request.gpus_per_node),
-        "-" if request.batch is None else str(request.batch),
-        f"{request.time_ratio:.2f}x ({request.time_low:.2f} to {request.time_high:.2f})",
-        f"{request.node_hours_ratio:.2f}x ({request.node_hours_low:.2f} to {request.node_hours_high:.2f})",
-    )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_by_type
+from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_by_type, render_scripts
 from tula_cli.words import (
     choose_size_unit,
     describe_configuration,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tula_cli.services.profile_report import ProfileReport
 
 
-def render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
+def _render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """Yield the upper bound of profiling all node types together, if there are several."""
     if len(plans) > 1:
         prices = [plan.price_at_most for plan in plans]
@@ -38,15 +38,13 @@ def render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterato
 def render_plans(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """Show the plan for each node type and its upper bound."""
     yield from render_by_type(plans_by_type, render_plan)
-    yield from render_all_types(list(plans_by_type.values()))
+    yield from _render_all_types(list(plans_by_type.values()))
 
 
 def render_dry_run(dry_runs: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
     """Show the plan for each node type with the scripts that would be submitted."""
-    yield from render_by_type(
-        dry_runs, lambda dry_run_of_type: render_plan(dry_run_of_type.plan, scripts=dry_run_of_type.scripts)
-    )
-    yield from render_all_types([dry_run_of_type.plan for dry_run_of_type in dry_runs.values()])
+    yield from render_by_type(dry_runs, lambda dry_run: render_plan(dry_run.plan, scripts=dry_run.scripts))
+    yield from _render_all_types([dry_run.plan for dry_run in dry_runs.values()])
 
 
 def render_plan(
@@ -60,9 +58,7 @@ def render_plan(
         if isinstance(profile_plan, ProfilePlan)
         else render_unsettled_plan(profile_plan)
     )
-    for script in scripts:
-        yield ""
-        yield script
+    yield from render_scripts(scripts)
 
 
 def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
@@ -78,7 +74,7 @@ def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
 
 
 def render_round(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
-    """Yield the probes and the cost that a further round of a search adds to the plan."""
+    """Yield, per node type, the probes of a further round of a search and the reason for each."""
     from tula_cli.services.plans import ProfilePlan
 
     unfinished = {
@@ -101,8 +97,7 @@ def _render_final_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
         return
     table = make_table(("job", "nodes", "probes", "batches", "batches per GPU"), left=(0, 3, 4))
     for task in plan.tasks:
-        world = task.ranks
-        batches = join_numbers(local * world for local in task.local_batches)
+        batches = join_numbers(local * task.ranks for local in task.local_batches)
         table.add_row(
             task.job, str(task.nodes), str(len(task.local_batches)), batches, join_numbers(task.local_batches)
         )
@@ -126,11 +121,13 @@ def render_report(report: "ProfileReport | LargestBatch") -> Iterator["Renderabl
 
 def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]:
     """Yield a table with one row per trial, then the largest batch, its headroom and the next step."""
-    yield _make_probe_table([*largest.measured, *largest.out_of_memory, *largest.failed])
-    yield from (f"{row.id} failed ({row.outcome}): {get_first_line(row.message)}" for row in largest.failed)
+    yield from _render_results(largest)
     yield ""
     configuration_text = describe_configuration(largest.nodes, largest.batch, largest.local_batch)
-    yield f"largest batch that fits: {configuration_text}{_describe_headroom(largest)}"
+    headroom_text = ""
+    if largest.headroom is not None and largest.capacity is not None:
+        headroom_text = f"; {100 * largest.headroom:.0f} % of {format_bytes(largest.capacity)} per GPU remains free"
+    yield f"largest batch that fits: {configuration_text}{headroom_text}"
     if largest.too_large is not None:
         yield f"local batch {largest.too_large} does not fit"
     elif largest.local_batch == largest.limit:
@@ -144,16 +141,9 @@ def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]
     yield "next: tula profile, then tula recommend"
 
 
-def _describe_headroom(largest: "LargestBatch") -> str:
-    if largest.headroom is None or largest.capacity is None:
-        return ""
-    return f"; {100 * largest.headroom:.0f} % of {format_bytes(largest.capacity)} per GPU remains free"
-
-
 def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
     """Yield a table with one row per probe, then failures, notes and the next step."""
-    yield _make_probe_table([*report.measured, *report.out_of_memory, *report.failed])
-    yield from (f"{row.id} failed ({row.outcome}): {get_first_line(row.message)}" for row in report.failed)
+    yield from _render_results(report)
     yield from (f"note: {note}" for note in report.notes)
     if report.missing:
         yield f"missing: {', '.join(report.missing)}; run tula profile again"
@@ -162,17 +152,18 @@ def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]
     yield "next: tula recommend"
 
 
-def _make_probe_table(rows: "Sequence[Result]") -> "RenderableType":
-    """Return a table with one row per probe."""
-    peaks = (row.memory.peak for row in rows if row.kind == "measured")
-    byte, memory = choose_size_unit(max(peaks, default=None))
+def _render_results(report: "ProfileReport | LargestBatch") -> Iterator["RenderableType"]:
+    """Yield a table with one row per probe, then the messages of failed probes."""
+    byte, memory = choose_size_unit(max((row.memory.peak for row in report.measured), default=None))
     table = make_table(
         ("nodes", "batch", "batch\n/GPU", "step\n(ms)", "exposed\ncomm (ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
         left=(8,),
     )  # fmt: skip
-    for row in sorted(rows, key=lambda row: (row.nodes, row.local_batch)):
+    results: list[Result] = [*report.measured, *report.out_of_memory, *report.failed]
+    for row in sorted(results, key=lambda row: (row.nodes, row.local_batch)):
         table.add_row(*_make_probe_row(row, byte))
-    return table
+    yield table
+    yield from (f"{row.id} failed ({row.outcome}): {get_first_line(row.message)}" for row in report.failed)
 
 
 def describe_probe(result: "Result") -> str:
@@ -186,7 +177,7 @@ def describe_probe(result: "Result") -> str:
             step = compute_trimmed_mean(result.step_times)
             memory = "" if result.memory.peak is None else f", {format_bytes(result.memory.peak)}/GPU"
             rate = f"{format_number(result.batch / step)} samples/s"
-            return f"{configuration_text}: {_format_milliseconds(step)} ms/step, {rate}{memory}"
+            return f"{configuration_text}: {format_milliseconds(step)} ms/step, {rate}{memory}"
         case "out_of_memory":
             return f"{configuration_text}: out of memory"
         case _:
@@ -200,7 +191,7 @@ def _make_probe_row(row: "Result", byte: float) -> tuple[str, ...]:
             from tula_cli.models.time.noise import split_step
 
             parts = split_step(row)
-            times = map(_format_milliseconds, (parts.step, parts.sync, parts.data))
+            times = map(format_milliseconds, (parts.step, parts.sync, parts.data))
             outcome = "oversubscribed" if row.oversubscribed else "measured"
             return (*where, *times, format_number(row.batch / parts.step), format_size(row.memory.peak, byte), outcome)
         case "out_of_memory":
@@ -210,5 +201,6 @@ def _make_probe_row(row: "Result", byte: float) -> tuple[str, ...]:
             return (*where, "-", "-", "-", "-", "-", "failed")
 
 
-def _format_milliseconds(seconds: float | None) -> str:
+def format_milliseconds(seconds: float | None) -> str:
+    """Format seconds as milliseconds without the unit; "-" if unknown."""
     return format_number(None if seconds is None else 1000 * seconds)

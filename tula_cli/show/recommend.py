@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import describe_measured_trainings, describe_row, get_configuration_key, make_table
+from tula_cli.show.tables import describe_measured_trainings, describe_row, make_table
 from tula_cli.words import (
     choose_size_unit,
     choose_time_unit,
@@ -102,7 +102,7 @@ def render_explanation(
     yield f"choice: {recommendation.reason}"
     yield from () if recommendation.objective == "accuracy-time" else _describe_same_progress(recommendation)
     yield from _describe_refreshes(recommendation)
-    yield from _describe_sources(recommendation)
+    yield from _explain_progress_stages_and_checkpoints(recommendation)
     yield ""
     yield from _render_with_signs(make_details_table(recommendation))
     yield ""
@@ -141,13 +141,13 @@ def _make_coefficients_table(regression: "RegressionSummary") -> "Table":
     return table
 
 
-def _describe_sources(recommendation: "Recommendation") -> Iterator[str]:
-    words_by_name = {
+def _explain_progress_stages_and_checkpoints(recommendation: "Recommendation") -> Iterator[str]:
+    explanations = {
         "same progress": recommendation.efficiency,
         "stages": recommendation.ramp,
         "checkpoints": recommendation.interruption,
     }
-    yield from (f"{name}: {words}" for name, words in words_by_name.items() if words)
+    yield from (f"{name}: {words}" for name, words in explanations.items() if words)
 
 
 def _describe_expected_start(recommendation: "Recommendation") -> Iterator[str]:
@@ -246,11 +246,8 @@ def _render_with_signs(table: "Table") -> "Iterator[RenderableType]":
 
     yield table
     cells = [str(cell) for column in table.columns for cell in column.cells]
-    signs = {
-        character
-        for cell in cells
-        for character in cell[: len(cell) - len(cell.lstrip("".join(CAVEAT_SIGNS.values())))]
-    }
+    all_signs = "".join(CAVEAT_SIGNS.values())
+    signs = {character for cell in cells for character in cell[: len(cell) - len(cell.lstrip(all_signs))]}
     if signs:
         yield "; ".join(f"{sign} {CAVEATS[name]}" for name, sign in CAVEAT_SIGNS.items() if sign in signs)
 
@@ -297,7 +294,7 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
 
     def rank(offers: Mapping[str, "Prediction"]) -> int:
         row = next(iter(offers.values()))
-        worth = [get_configuration_key(row) in marks, any(offer.pareto for offer in offers.values()), row.measured]
+        worth = [_get_configuration_key(row) in marks, any(offer.pareto for offer in offers.values()), row.measured]
         return worth.index(True) if any(worth) else len(worth)
 
     ranks = [rank(offers) for offers in configs]
@@ -307,7 +304,8 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
 
 def _describe_omitted_rows(recommendation: "Recommendation", hint: str) -> Iterator[str]:
     shown, total = len(_select_rows(recommendation)), _count_configurations(recommendation)
-    yield from [f"{shown} of {total} configurations; {hint}"] if shown < total else ()
+    if shown < total:
+        yield f"{shown} of {total} configurations; {hint}"
 
 
 def describe_saved_table(*, kept: bool) -> str:
@@ -316,10 +314,9 @@ def describe_saved_table(*, kept: bool) -> str:
 
 
 def _count_configurations(recommendation: "Recommendation") -> int:
-    """Return the total number of configurations."""
-    return (
-        len(_group_by_config(recommendation.rows)) if recommendation.candidates is None else recommendation.candidates
-    )
+    if recommendation.candidates is not None:
+        return recommendation.candidates
+    return len(_group_by_config(recommendation.rows))
 
 
 def make_predictions_table(recommendation: "Recommendation", *, every: bool = False) -> "Table":
@@ -331,7 +328,7 @@ def make_predictions_table(recommendation: "Recommendation", *, every: bool = Fa
     table = columns.make_table(spot)
     for offers in _group_by_config(recommendation.rows) if every else _select_rows(recommendation):
         row = next(iter(offers.values()))
-        mark = marks.get(get_configuration_key(row), "")
+        mark = marks.get(_get_configuration_key(row), "")
         table.add_row(
             f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
             *columns.format_configuration(row),
@@ -390,6 +387,7 @@ class _ColumnFormat:
         speed_up = self.baseline.compute_speed_up(row) if self.baseline and row is not None else None
         efficiency = None if row is None else row.scaling_efficiency
         caveats = () if row is None else self.recommendation.get_notes(row).caveats
+        energy = _list_caveat_signs(caveats, "energy_within_noise") + format_number(None if row is None else row.kwh)
         return [
             time,
             *([_format_ratio(speed_up)] if self.baseline else []),
@@ -399,7 +397,7 @@ class _ColumnFormat:
                 else []
             ),
             cost,
-            *([_format_kwh(row, caveats)] if self.has_energy else []),
+            *([energy] if self.has_energy else []),
         ]
 
     def format_time_and_cost(self, row: "Prediction | None") -> tuple[str, str]:
@@ -428,7 +426,7 @@ def make_details_table(recommendation: "Recommendation") -> "Table":
     marks = _list_row_marks(recommendation)
     for offers in _select_rows(recommendation):
         row = next(iter(offers.values()))
-        mark = marks.get(get_configuration_key(row), "")
+        mark = marks.get(_get_configuration_key(row), "")
         ends = (None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high))
         table.add_row(
             mark,
@@ -445,18 +443,22 @@ def make_details_table(recommendation: "Recommendation") -> "Table":
     return table
 
 
+def _get_configuration_key(row: "Prediction") -> tuple[str, int, int]:
+    return row.type, row.nodes, row.batch
+
+
 def _list_row_marks(recommendation: "Recommendation") -> dict[tuple[str, int, int], str]:
     runners_up = {
-        get_configuration_key(row): str(rank) for rank, row in reversed([*enumerate(recommendation.runners_up, 2)])
+        _get_configuration_key(row): str(rank) for rank, row in reversed([*enumerate(recommendation.runners_up, 2)])
     }
-    return {**runners_up, get_configuration_key(recommendation.choice): "*"}
+    return {**runners_up, _get_configuration_key(recommendation.choice): "*"}
 
 
 def _group_by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction"]]:
     """Group predictions by configuration and market, in the order of the rows."""
     offers_by_configuration: dict[tuple[str, int, int], dict[str, Prediction]] = {}
     for row in rows:
-        offers_by_configuration.setdefault(get_configuration_key(row), {})[row.market] = row
+        offers_by_configuration.setdefault(_get_configuration_key(row), {})[row.market] = row
     return list(offers_by_configuration.values())
 
 
@@ -469,7 +471,3 @@ def _format_interval(low: float | None, high: float | None) -> str:
     if low is None or high is None:
         return "-"
     return f"{CAVEAT_SIGNS['wide_interval'] * is_interval_too_wide(low, high)}{format_number(low)} .. {format_number(high)}"
-
-
-def _format_kwh(row: "Prediction | None", caveats: Sequence[str]) -> str:
-    return "-" if row is None else _list_caveat_signs(caveats, "energy_within_noise") + format_number(row.kwh)

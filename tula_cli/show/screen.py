@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -214,29 +214,13 @@ class Screen:
             "diagnostics": [_convert_diagnostic_to_data(diagnostic) for diagnostic in self.diagnostics],
             "error": None if error is None else _convert_error_to_data(error),
         }
-        later: list[Lines] = []
-
-        def token(value: Any) -> str:
-            later.append(value)
-            return _LINES_PLACEHOLDER
-
-        text = json.dumps(envelope, indent=1, allow_nan=False, default=token)
-        first, *rest = text.split(json.dumps(_LINES_PLACEHOLDER)) if later else [text]
-        self.out.write(first)
-        for lines, after in zip(later, rest, strict=True):
-            self.out.writelines(lines.yield_json_array())
-            self.out.write(after)
+        _write_json_with_lines(envelope, self.out)
         print(file=self.out, flush=True)
 
     @property
     def width(self) -> int:
         """Columns of stdout; 80 if stdout is not a terminal and COLUMNS is not set."""
         return self._make_console(self.out).width
-
-    @property
-    def colored(self) -> bool:
-        """Whether the answer may use colours."""
-        return self._make_console(self.out).color_system is not None
 
     def _make_console(self, file: TextIO) -> "Console":
         from rich.console import Console, ConsoleOptions, RenderableType
@@ -274,15 +258,26 @@ class Lines:
 
     items: Iterable[str]  # JSON texts of the items
 
-    def yield_json_array(self) -> Iterator[str]:
-        yield "["
-        for index, item in enumerate(self.items):
-            yield f"{',' * bool(index)}\n{item}"
-        yield "\n]"
-
 
 _LINES_PLACEHOLDER = "\0lines"
 """Placeholder for `Lines`; no other output contains it."""
+
+
+def _write_json_with_lines(envelope: dict[str, Any], out: TextIO) -> None:
+    """Write the JSON text around placeholders of `Lines`, and in their places the items one by one."""
+    arrays: list[Lines] = []
+
+    def store_array(value: Lines) -> str:
+        arrays.append(value)
+        return _LINES_PLACEHOLDER
+
+    text = json.dumps(envelope, indent=1, allow_nan=False, default=store_array)
+    first, *rest = text.split(json.dumps(_LINES_PLACEHOLDER)) if arrays else [text]
+    out.write(first)
+    for array, after in zip(arrays, rest, strict=True):
+        out.write("[")
+        out.writelines(f"{',' * bool(index)}\n{item}" for index, item in enumerate(array.items))
+        out.write(f"\n]{after}")
 
 
 def to_plain_data(value: Any) -> Any:

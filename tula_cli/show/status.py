@@ -8,7 +8,6 @@ from tula_cli.show.tables import (
     describe_cost,
     describe_metrics,
     describe_row,
-    format_or_dash,
     make_table,
     make_table_of_columns,
     measure_long_table,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from tula_cli.run.records.jobs import Attempt
     from tula_cli.run.records.recommendations import Recommendation
     from tula_cli.run.records.results import Branch, EvaluationRecord, StepChange
     from tula_cli.services.run_list import RunSummary
@@ -97,11 +95,11 @@ def render_status(status: "RunStatus") -> Iterator["RenderableType"]:
 def render_status_by_type(
     statuses: Mapping[str | None, "RunStatus"],
     chosen: "Recommendation | None",
-    charges: "Mapping[str | None, SiteCharge] | None" = None,
+    charges: "Mapping[str | None, SiteCharge]",
 ) -> Iterator["RenderableType"]:
     """Yield the status of each node type, and the recommendation over all node types."""
     yield from render_by_type(statuses, render_status)
-    for name, charge in (charges or {}).items():
+    for name, charge in charges.items():
         whole = (
             "" if charge.predicted is None else f" ({format_number(charge.predicted)} predicted for the whole training)"
         )
@@ -126,7 +124,12 @@ def make_attempts_table(status: "RunStatus") -> "Table":
     active = {id_ for id_, state in states.items() if state in ("running", "suspended")}
     # the last attempt of each job, because attempts are ordered oldest first
     newest = {row.job: row.attempt for row in status.attempts}
-    seconds = [_count_attempt_seconds(row.attempt, status.at if row.job in active else None) for row in status.attempts]
+    ends = [status.at if row.job in active else None for row in status.attempts]
+    # unknown for an attempt that is open although its job is over
+    seconds = [
+        row.attempt.count_seconds(end) if row.attempt.ended_at or end else None
+        for row, end in zip(status.attempts, ends, strict=True)
+    ]
     divisor, unit = choose_time_unit(max(elapsed or 0.0 for elapsed in seconds))
     outcomes = [
         row.attempt.outcome or _describe_open_attempt(states.get(row.job), newest=newest[row.job] is row.attempt)
@@ -156,11 +159,6 @@ def _describe_open_attempt(job: "JobState | None", *, newest: bool) -> str:
     if job in ("running", "suspended"):
         return job
     return "done" if job == "done" and newest else "lost"
-
-
-def _count_attempt_seconds(attempt: "Attempt", now: float | None) -> float | None:
-    """Return the seconds an attempt took, up to `now` if it is still open; None if it is open and `now` is None."""
-    return attempt.count_seconds(now) if attempt.ended_at or now else None
 
 
 def _render_causes(status: "RunStatus") -> Iterator["RenderableType"]:
@@ -269,7 +267,6 @@ def _list_training_measurements(status: "TrainingStatus") -> list[str]:
 
 
 def _describe_stage(status: "TrainingStatus") -> str:
-    """Describe the current stage of a growing batch."""
     stage = status.stage
     if stage is None:
         return ""
@@ -279,7 +276,6 @@ def _describe_stage(status: "TrainingStatus") -> str:
 
 
 def _describe_later_nodes(status: "TrainingStatus") -> str:
-    """Describe the node counts of later stages."""
     later = {count: stage.batch for stage in reversed(status.stages) if (count := stage.nodes or 0) > status.nodes}
     texts = [f"{nodes} from batch {batch} on" for nodes, batch in sorted(later.items())]
     return f" (then {', '.join(texts)})" if texts and not status.finished else ""
@@ -335,8 +331,8 @@ def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Ta
         table.add_row(
             branch.arm,
             format_number(branch.epochs),
-            format_or_dash(branch.loss),
-            format_or_dash(branch.top1),
+            format_number(branch.loss, 4),
+            format_number(branch.top1, 4),
             note,
         )
     return table

@@ -63,7 +63,7 @@ def measure_long_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def render_long_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,), width: int
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Iterable[int], width: int
 ) -> Iterator["RenderableType"]:
     """Yield a table in the style of `make_table` without its cost: rich needs a millisecond per row.
 
@@ -145,6 +145,13 @@ def style_text(text: str, style: str, *, until: int | None = None) -> "Renderabl
     return styled
 
 
+def render_scripts(scripts: Iterable[str]) -> Iterator[str]:
+    """Yield job scripts, with an empty line before each."""
+    for script in scripts:
+        yield ""
+        yield script
+
+
 def join_numbers(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
@@ -174,7 +181,7 @@ def render_by_type(
 
 
 def list_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
-    """Return the data of each node type for the envelope, with that of the `whole` job; only the data without node types."""
+    """Return the data of each node type and of the `whole` job for the envelope; without node types, only the run's data."""
     return {"types": dict(parts_by_name), **whole} if None not in parts_by_name else parts_by_name[None]
 
 
@@ -191,10 +198,6 @@ def describe_metrics(metrics: Mapping[str, float]) -> str:
 def select_shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics without a top-5 accuracy of 100 %, which five classes or fewer always have."""
     return {name: value for name, value in metrics.items() if (name, value) != ("top5", 100.0)}
-
-
-def format_or_dash(value: float | None) -> str:
-    return "-" if value is None else format_number(value, 4)
 
 
 def describe_measured_trainings(recommendation: "Recommendation") -> Iterator[str]:
@@ -214,7 +217,3 @@ def describe_measured_trainings(recommendation: "Recommendation") -> Iterator[st
             f" a standard deviation of {noise} %{changed}"
         )
     yield from (f"not used in the fit: {why}" for why in recommendation.trainings_left_out)
-
-
-def get_configuration_key(row: "Prediction") -> tuple[str, int, int]:
-    return row.type, row.nodes, row.batch

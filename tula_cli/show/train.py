@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.show.status import describe_changes, describe_scaling, make_branches_table
-from tula_cli.show.tables import describe_cost, describe_metrics, make_table, select_shown_metrics
+from tula_cli.show.tables import describe_cost, describe_metrics, make_table, render_scripts, select_shown_metrics
 from tula_cli.words import (
     choose_time_unit,
     compute_perplexity,
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from tula_cli.services.site_charges import SiteCharge
     from tula_cli.services.train_seeds import SeedsReport
 
-PERCENT_METRICS = ("top1", "top5")
-
 
 def render_train_plan(
     plan: "TrainPlan", *, chain_nodes: Sequence[int] = (), scripts: Sequence[str] = (), is_running: bool = False
@@ -49,9 +47,7 @@ def render_train_plan(
         yield f"a chain of {jobs_text}, which run one after the other; tula cancels jobs that are not needed"
     if plan.balance is not None:
         yield f"balance: {plan.balance.words}"
-    for script in scripts:
-        yield ""
-        yield script
+    yield from render_scripts(scripts)
 
 
 def render_seeds_plan(plan: "Campaign", missing: int, *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
@@ -61,9 +57,7 @@ def render_seeds_plan(plan: "Campaign", missing: int, *, scripts: Sequence[str] 
     yield from render_campaign(plan)
     yield ""
     yield f"{missing} of {format_count(plan.trainings, 'training')} to submit, each with a different seed"
-    for script in scripts:
-        yield ""
-        yield script
+    yield from render_scripts(scripts)
 
 
 def render_seeds(report: "SeedsReport") -> Iterator["RenderableType"]:
@@ -86,7 +80,6 @@ def render_seeds(report: "SeedsReport") -> Iterator["RenderableType"]:
 
 
 def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
-    """Describe the branches that a self-tuning training trains in addition."""
     from tula_cli.models import self_tuning
     from tula_cli.spec.ags import BRANCHING_EPOCH
 
@@ -125,7 +118,6 @@ def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") 
 
 
 def _describe_planned_nodes(task: "TrainTask") -> Iterator[str]:
-    """Describe which stages run on fewer nodes than the training."""
     texts = [f"{format_count(stage.nodes)} at batch {stage.batch}" for stage in task.stages if stage.nodes is not None]
     if texts:
         yield f"the number of nodes grows with the batch: {', '.join(texts)}"
@@ -210,6 +202,8 @@ def render_evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
 
 def render_evaluation(evaluated: "EvaluationRecord") -> Iterator[str]:
     """Yield the evaluation of weights on a set of samples."""
+    from tula_cli.models.choice.early_stopping import PERCENT_METRICS
+
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     on = f"{_describe_samples(evaluated.test)}, {evaluated.size} samples ({evaluated.dataset})"
     yield f"{_describe_weights(evaluated.weights)} of training {evaluated.signature}{at} on {on}"
@@ -265,9 +259,8 @@ def render_summary(
 ) -> Iterator["RenderableType"]:
     """Yield predicted and actual values, result metrics, the path of the best weights or of a script's files, and the gain."""
     changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"
-    at = f", {describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
-        summary.best_epoch
-    )  # 0 if unknown, as for scripts
+    # the best epoch is 0 if unknown, as for scripts
+    at = f", {describe_best_epoch(summary)} at epoch {summary.best_epoch}" if summary.best_epoch else ""
     yield f"trained on {format_count(summary.nodes)} at batch {summary.batch}{changed}{at}"
     if summary.metrics:
         values = describe_metrics(summary.metrics)
@@ -286,11 +279,9 @@ def render_summary(
         yield f"gradient scaling (of each {summary.scaled.apply_to}): {did}"
     if summary.tuning is not None and summary.tuning.chosen is not None:
         yield ""
-        branches_text = (
-            f"{summary.tuning.samples} samples in {len(summary.tuning.branches)} branches in addition to the training"
-        )
-        yield f"tuned: {summary.tuning.chosen.name}, {branches_text}"
-        yield make_branches_table(summary.tuning.branches, summary.tuning.chosen.name)
+        branches, chosen = summary.tuning.branches, summary.tuning.chosen.name
+        yield f"tuned: {chosen}, {summary.tuning.samples} samples in {len(branches)} branches in addition to the training"
+        yield make_branches_table(branches, chosen)
     if summary.attempts > 1:
         yield ""
         yield f"{format_count(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'unknown'}"
@@ -326,7 +317,6 @@ def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | Non
 
 
 def _describe_lost_samples(lost_samples: Sequence[int]) -> str:
-    """Describe the number of samples lost at each interruption."""
     if not sum(lost_samples):
         return "no sample was trained twice"
     each = f" ({', '.join(map(str, lost_samples))})" if len(lost_samples) > 1 else ""
@@ -354,12 +344,14 @@ def list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, flo
 
 def _compare_energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:
     """Return predicted and counted energy and the prediction error; no error if too little of the time was counted."""
-    predicted_text, here, error = _compare_values(predicted, actual, 1)
-    return predicted_text, here, error if counted >= MIN_COUNTED_SHARE else "-"
+    predicted_text, actual_text, error = _compare_values(predicted, actual, 1)
+    return predicted_text, actual_text, error if counted >= MIN_COUNTED_SHARE else "-"
 
 
 def _compare_values(predicted: float | None, actual: float | None, factor: float) -> tuple[str, str, str]:
     """Return predicted and actual value and the prediction error relative to the actual value."""
-    predicted_text, here = ("-" if value is None else format_number(value * factor) for value in (predicted, actual))
+    predicted_text, actual_text = (
+        "-" if value is None else format_number(value * factor) for value in (predicted, actual)
+    )
     error = f"{100 * (predicted - actual) / actual:+.1f}" if predicted is not None and actual else "-"
-    return predicted_text, here, error
+    return predicted_text, actual_text, error

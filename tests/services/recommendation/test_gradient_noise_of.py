@@ -22,7 +22,7 @@ from tula_cli.services.measurements import (
     make_noise_path,
 )
 from tula_cli.services.plans import TrainPlan
-from tula_cli.show.recommend import _describe_sources
+from tula_cli.show.recommend import _explain_progress_stages_and_checkpoints
 
 NOISES = {1: 100.0, 2: 300.0, 10: 900.0}
 
@@ -159,4 +159,4 @@ def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None
     assert [stage.batch for stage in recommendation.choice.stages] == [
         stage.batch for stage in recommendation.stages[:-1]
     ]
-    assert f"stages: {recommendation.ramp}" in list(_describe_sources(recommendation))
+    assert f"stages: {recommendation.ramp}" in list(_explain_progress_stages_and_checkpoints(recommendation))

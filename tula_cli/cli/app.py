@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_args
@@ -212,9 +212,6 @@ def _show_help(
         raise SpecError("no command given", "tula init writes a job file; tula --help lists the commands")
 
 
-# --- Conversion of errors to exit codes
-
-
 BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 """Exit code if the reader of the output is gone, as a shell reports it for other programs."""
 
@@ -270,18 +267,16 @@ def _show_old_keys(screen: Screen) -> Iterator[None]:
     """Show renamed keys of a job file as warnings of the command."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", OldKeyWarning)
-        warnings.showwarning = functools.partial(_show_warning, screen, warnings.showwarning)
+        show_other_warning = warnings.showwarning
+
+        def show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+            if isinstance(message, OldKeyWarning):
+                screen.warn(str(message))
+            else:
+                show_other_warning(message, *where, **more)
+
+        warnings.showwarning = show_warning
         yield
-
-
-def _show_warning(
-    screen: Screen, default: Callable[..., None], message: Warning | str, *where: Any, **more: Any
-) -> None:
-    """Show renamed keys as warnings of the command, and other Python warnings unchanged."""
-    if isinstance(message, OldKeyWarning):
-        screen.warn(str(message))
-    else:
-        default(message, *where, **more)
 
 
 def _report_error(screen: Screen, error: TulaError) -> int:
@@ -337,7 +332,6 @@ def _discard_unwritable() -> None:
 
 
 def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
-    """Convert click's usage error to a SpecError."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "tula"
     if path == "tula" and arguments and arguments[0] in COMMANDS:
@@ -405,16 +399,12 @@ def _exit_on_broken_pipe() -> int:
     return BROKEN_PIPE_EXIT_CODE
 
 
-_BUG_HINT = "this is a bug in tula; please report the lines above"
-
-
 def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Show an unexpected error of tula or of user code with its traceback, also in the envelope."""
     screen.print_traceback(error.with_traceback(trace))
-    user_line = _find_user_line(trace)
-    hint = (
-        f"the error was raised in {user_line}, which is not part of tula; correct this code" if user_line else _BUG_HINT
-    )
+    hint = "this is a bug in tula; please report the lines above"
+    if user_line := _find_user_line(trace):
+        hint = f"the error was raised in {user_line}, which is not part of tula; correct this code"
     _report_error(screen, TulaError(f"{kind.__name__}: {error}", hint))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tula_cli.cli.options import ADVANCED_PANEL
-from tula_cli.cli.runs import JobOrRun, find_runs, load_job_file, resolve_job_or_run
+from tula_cli.cli.runs import JobOrRun, find_runs, resolve_job_or_run
 from tula_cli.cli.waiting import follow_work, make_inspector, refuse_option
 from tula_cli.errors import SpecError
 from tula_cli.options import DEFAULT_RUNS_FOLDER, CheckedNodes, Fresh, NodeType, Overrides, Root, Timeout
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from tula_cli.run.directory import Run
     from tula_cli.services.init import JobFileProposal
     from tula_cli.spec.job import JobSpec
-
-# --- Commands
 
 
 def init(
@@ -229,51 +227,49 @@ def check(screen: Screen, options: CheckOptions) -> None:
 
     Only --on-cluster and --rehearse submit a job. Run the same command again to follow that job.
     """
-    mismatched_options = {"--show-origin": options.show_origin, "--offline": options.offline}
-    node_check_options = {"--nodes": options.nodes is not None, "--timeout": options.timeout is not None}
     job = options.job
     if job is None:
         raise SpecError("no job file was given", "for example tula check job.yaml")
+    given = {
+        "--on-cluster": options.on_cluster,
+        "--rehearse": options.rehearse,
+        "--show-origin": options.show_origin,
+        "--offline": options.offline,
+        "--nodes": options.nodes is not None,
+        "--timeout": options.timeout is not None,
+        "--fresh": options.fresh,
+    }
     if options.memory is not None:
-        _refuse_options(
-            {
-                "--on-cluster": options.on_cluster,
-                "--rehearse": options.rehearse,
-                **mismatched_options,
-                **node_check_options,
-            },
-            to="--memory",
-        )
-        return _check_memory(screen, job, options, capacity=options.memory)
+        unused = ("--on-cluster", "--rehearse", "--show-origin", "--offline", "--nodes", "--timeout")
+        _refuse_options(given, unused, to="--memory")
+        return _check_memory(screen, job, options, size=options.memory)
     if options.rehearse:
-        _refuse_options(
-            {"--on-cluster": options.on_cluster, "--nodes": options.nodes is not None, **mismatched_options},
-            to="--rehearse",
-        )
+        _refuse_options(given, ("--on-cluster", "--nodes", "--show-origin", "--offline"), to="--rehearse")
         return _test_resume(screen, job, options)
     if options.on_cluster:
-        _refuse_options({**mismatched_options, "--fresh": options.fresh}, to="--on-cluster")
+        _refuse_options(given, ("--show-origin", "--offline", "--fresh"), to="--on-cluster")
         return _check_on_cluster(screen, job, options)
     refuse_option(
-        options.nodes is not None,
+        given["--nodes"],
         "--nodes",
         "needs --on-cluster; to set the numbers of nodes of the probes, set search.nodes",
     )
-    refuse_option(options.timeout is not None, "--timeout", "needs --on-cluster or --rehearse")
+    refuse_option(given["--timeout"], "--timeout", "needs --on-cluster or --rehearse")
     return _check_job(screen, job, options)
 
 
 def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.services import check as services_check
 
-    online = not options.offline
     file, spec, runs = _load_job_or_run(screen, job, options)
     origins = _list_value_origins(file, spec, options.overrides) if options.show_origin else {}
     refuse_option(
         options.fresh and options.offline, "--fresh", "has no effect with --offline; remove one of the two options"
     )
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
-    checked = services_check.check_all_node_types(runs, node_type=options.node_type, online=online, inspector=inspect)
+    checked = services_check.check_all_node_types(
+        runs, node_type=options.node_type, online=not options.offline, inspector=inspect
+    )
     screen.answer(*show_check.render_checks(checked.reports, origins))
     for report in checked.reports.values():
         screen.warn_all(report.warnings)
@@ -285,19 +281,20 @@ def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple
     """Return the file and settings of a job or run, and its runs, which may not exist yet."""
     from tula_cli.run.code import make_runs_of_job
     from tula_cli.run.job_runs import make_runs
+    from tula_cli.spec.load import load_spec
 
     root = Path(options.root)
     job_file, named = resolve_job_or_run(job, (), root)
     if job_file is not None:
-        spec = load_job_file(job_file, options.overrides)
+        spec = load_spec(job_file, overrides=options.overrides)
         return job_file, spec, make_runs(root, spec) if options.offline else make_runs_of_job(root, spec)
     runs = find_runs(screen, named, root, options.overrides)
     return runs[0].path / "spec.yaml", runs[0].spec, runs
 
 
-def _refuse_options(used_options: dict[str, bool], *, to: str) -> None:
-    for option, was in used_options.items():
-        refuse_option(was, option, f"has no effect with {to}; remove one of the two options")
+def _refuse_options(given: dict[str, bool], unused: Sequence[str], *, to: str) -> None:
+    for option in unused:
+        refuse_option(given[option], option, f"has no effect with {to}; remove one of the two options")
 
 
 def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:
@@ -345,7 +342,6 @@ def _test_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
 
 
 def _list_value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str]) -> dict[str, show_screen.Origin]:
-    """Return each value of the spec with its source."""
     from tula_cli.spec.merge import flatten_mapping, merge_sources
 
     sources = merge_sources(job, overrides=overrides)[1]
@@ -360,12 +356,12 @@ def _find_origin_of_key(key: str, sources: dict[str, str]) -> str:
     return next((sources[prefix] for prefix in prefixes if prefix in sources), "default")
 
 
-def _check_memory(screen: Screen, job: Path, options: CheckOptions, *, capacity: str) -> None:
+def _check_memory(screen: Screen, job: Path, options: CheckOptions, *, size: str) -> None:
     """Show the estimated memory of one GPU by batch size, corrected by probes of the job if there are any."""
     from tula_cli.services import estimate as service
 
     runs = _load_job_or_run(screen, job, options)[2]
-    size = service.parse_capacity("--memory", capacity)
+    capacity = service.parse_capacity("--memory", size)
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
-    reports = service.estimate_all_node_types(runs, capacity=size, node_type=options.node_type, inspector=inspect)
+    reports = service.estimate_all_node_types(runs, capacity=capacity, node_type=options.node_type, inspector=inspect)
     screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_check.render_estimate))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tula_cli.cli.options import Yes
-from tula_cli.cli.runs import find_named_runs, format_run_ids
+from tula_cli.cli.runs import find_named_runs, format_run_ids, require_runs_folder
 from tula_cli.errors import BadMeasurements, Pending, SpecError
 from tula_cli.options import DEFAULT_RUNS_FOLDER, Root
 from tula_cli.show import clean as show_clean
@@ -58,38 +58,30 @@ def clean(
     """
     from tula_cli.services import clean as service
 
-    long = None if older is None else _parse_age(older, "--older")
+    min_age_seconds = None if older is None else _parse_age(older)
     run_spaces = service.measure_space_of_runs(
-        _find_runs(screen, named, Path(root)), keep_best=keep == "best", compared=compared, older=long
+        _find_runs(screen, named, Path(root)), keep_best=keep == "best", compared=compared, older=min_age_seconds
     )
     if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):
-        kept_words = f"{kept_run.id}: {kept_run.kept}; nothing was deleted"
-        raise (
-            Pending(
-                kept_words,
-                f"cancel the jobs of this run with tula cancel {kept_run.id}, or leave the run out of the command",
-            )
-            if kept_run.lives
-            else BadMeasurements(kept_words, "tula status names each damaged file and what to do about it")
-        )
+        message = f"{kept_run.id}: {kept_run.kept}; nothing was deleted"
+        if kept_run.lives:
+            hint = f"cancel the jobs of this run with tula cancel {kept_run.id}, or leave the run out of the command"
+            raise Pending(message, hint)
+        raise BadMeasurements(message, "tula status names each damaged file and what to do about it")
+    if not run_spaces:
+        reason = "no run is that old: files of all runs have changed since then"
+        lines = [reason if older else f"there are no runs in {root}"]
+        return screen.answer(show_clean.make_clean_data(run_spaces, None), lines)
     if dry_run or not any(run_space.holdings for run_space in run_spaces):
-        shown = (
-            show_clean.render_spaces(run_spaces, width=screen.width)
-            if run_spaces
-            else [
-                "no run is that old: files of all runs have changed since then"
-                if older
-                else f"there are no runs in {root}"
-            ]
-        )
+        shown = show_clean.render_spaces(run_spaces, width=screen.width)
         return screen.answer(show_clean.make_clean_data(run_spaces, None), shown)
     screen.print_aside(show_clean.render_spaces(run_spaces, width=screen.width))
     if not _confirm_deletion(screen, yes=yes):
         return screen.answer(show_clean.make_clean_data(run_spaces, None), ["nothing was deleted"])
-    done = service.remove_files(run_spaces)
-    for problem in done.problems:
+    result = service.remove_files(run_spaces)
+    for problem in result.problems:
         screen.warn(f"cannot delete all files of {problem}")
-    return screen.answer(show_clean.make_clean_data(run_spaces, done), show_clean.describe_freed_space(done))
+    return screen.answer(show_clean.make_clean_data(run_spaces, result), show_clean.describe_freed_space(result))
 
 
 def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
@@ -105,13 +97,13 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
     from tula_cli.run.directory import RunDir
 
     if not named:
-        if not root.is_dir() and (root != Path(DEFAULT_RUNS_FOLDER) or root.exists()):
-            problem = "this is a file" if root.exists() else "this folder does not exist"
-            raise SpecError(f"--run-dir {root}: {problem}", "name the folder that contains the runs")
-        every = RunDir.list_all(root.absolute())
-        owned_runs = [run for run in every if not owner.find_other_owner(run.path)]
-        if len(owned_runs) < len(every):
-            screen.note(f"{len(every) - len(owned_runs)} of {len(every)} runs belong to other users and are not shown")
+        require_runs_folder(root)
+        all_runs = RunDir.list_all(root.absolute())
+        owned_runs = [run for run in all_runs if not owner.find_other_owner(run.path)]
+        if len(owned_runs) < len(all_runs):
+            screen.note(
+                f"{len(all_runs) - len(owned_runs)} of {len(all_runs)} runs belong to other users and are not shown"
+            )
         return owned_runs
     runs = {run.path.resolve(): run for name in named for run in find_named_runs(name, root)}
     screen.run_id = format_run_ids([*runs.values()])
@@ -132,13 +124,13 @@ def _confirm_deletion(screen: Screen, *, yes: bool) -> bool:
     return screen.confirm("delete these files?")
 
 
-def _parse_age(text: str, option: str) -> float:
-    """Return the seconds of an age such as 90s, 30m, 2h or 30d.
+def _parse_age(text: str) -> float:
+    """Return the seconds of the value of --older, such as 90s, 30m, 2h or 30d.
 
     Raises:
         SpecError: the text is not an age.
     """
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text.strip())
     if match is None:
-        raise SpecError(f"{option} {text}: expected a number with a unit", "for example 90s, 30m, 2h, 30d or 4w")
+        raise SpecError(f"--older {text}: expected a number with a unit", "for example 90s, 30m, 2h, 30d or 4w")
     return float(match[1]) * SECONDS_PER_UNIT[match[2]]

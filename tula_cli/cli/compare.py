@@ -1,12 +1,11 @@
 """`tula compare`."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tula_cli.cli.options import DryRun, Yes
-from tula_cli.cli.runs import JobOrRun, print_node_type
+from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import answer_detached, follow_work, make_submission
 from tula_cli.errors import SpecError
 from tula_cli.options import ComparisonRequest, LearningRates, NearBatches, NodeType, Wait
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from tula_cli.run.directory import Run
     from tula_cli.services.comparison.learning_rates import LearningRateReport
     from tula_cli.services.comparison.session import ComparisonResult, PreparedComparison
+    from tula_cli.services.plans import LearningRateSearchPlan
     from tula_cli.services.waiting import Submission
 
 
@@ -47,12 +47,22 @@ def compare(
     it tries 1, sqrt(k) and k times the learning rate, in short trainings from one checkpoint.
     """
     from tula_cli.services.comparison import session
+    from tula_cli.services.comparison.learning_rates import prepare_rate_search
 
     runs = chosen.open_runs(screen)
     submission = make_submission(screen, chosen, runs, yes=yes, wait=wait, keep=not dry_run, refuses_edits=True)
     if learning_rates or near_batches:
-        options = _SearchOptions(request, node_type, near_batches, only_show=only_show, dry_run=dry_run)
-        return _search_learning_rate(screen, runs, options, submission)
+        work = prepare_rate_search(
+            runs,
+            submission.inspect,
+            batch=_get_searched_batch(request),
+            nodes=request.nodes,
+            node_type=node_type,
+            near_batches=near_batches,
+        )
+        return _search_learning_rate(
+            screen, follow_work(screen, work), submission, only_show=only_show, dry_run=dry_run
+        )
     if only_show:
         return _show_comparison(screen, runs, request, node_type=node_type)
     prepared = follow_work(screen, session.prepare_comparison(runs, request, submission.inspect, node_type=node_type))
@@ -63,58 +73,36 @@ def compare(
     return comparison.require_none_failed()
 
 
-@dataclass(frozen=True)
-class _SearchOptions:
-    """The options of a search for a learning rate."""
+def _get_searched_batch(request: ComparisonRequest) -> int | None:
+    """Return the batch to search a learning rate for; None for the recommended one.
 
-    request: ComparisonRequest
-    node_type: str | None
-    near_batches: bool
-    only_show: bool
-    dry_run: bool
-
-    @property
-    def batch(self) -> int | None:
-        """The batch to search for; None for the recommended one.
-
-        Raises:
-            SpecError: there are several, or options that only concern whole trainings.
-        """
-        batches = self.request.batches or ()
-        if self.request != ComparisonRequest(batches=self.request.batches, nodes=self.request.nodes):
-            raise SpecError(
-                "--methods, --seeds and --controls have no effect on a search for a learning rate",
-                "remove these options, or remove --learning-rates and --batches",
-            )
-        if len(batches) > 1:
-            raise SpecError(
-                "a learning rate can be searched for only one batch at a time", f"for example --batch {max(batches)}"
-            )
-        return batches[0] if batches else None
+    Raises:
+        SpecError: there are several, or options that only concern whole trainings.
+    """
+    batches = request.batches or ()
+    if request != ComparisonRequest(batches=request.batches, nodes=request.nodes):
+        raise SpecError(
+            "--methods, --seeds and --controls have no effect on a search for a learning rate",
+            "remove these options, or remove --learning-rates and --batches",
+        )
+    if len(batches) > 1:
+        raise SpecError(
+            "a learning rate can be searched for only one batch at a time", f"for example --batch {max(batches)}"
+        )
+    return batches[0] if batches else None
 
 
 def _search_learning_rate(
-    screen: Screen, runs: "Sequence[Run]", options: _SearchOptions, submission: "Submission"
+    screen: Screen, search: "LearningRateSearchPlan", submission: "Submission", *, only_show: bool, dry_run: bool
 ) -> None:
     """Find the learning rate of a batch, show the plan, or show what was found."""
     from tula_cli.services.comparison import learning_rates
     from tula_cli.services.waiting import DetachedJobs
 
-    search = follow_work(
-        screen,
-        learning_rates.prepare_rate_search(
-            runs,
-            submission.inspect,
-            batch=options.batch,
-            nodes=options.request.nodes,
-            node_type=options.node_type,
-            near_batches=options.near_batches,
-        ),
-    )
-    if options.only_show:
+    if only_show:
         report = learning_rates.read_report(search, submission.find_settings_origin(search.run))
         return _answer_with_learning_rate(screen, report)
-    if options.dry_run:
+    if dry_run:
         scripts = [submission.launcher_for(search.run.spec).render_script(search.run, search.task)]
         data = {
             "plan": search.plan,
@@ -138,7 +126,6 @@ def _answer_with_learning_rate(screen: Screen, report: "LearningRateReport") -> 
 def _show_comparison(
     screen: Screen, runs: "Sequence[Run]", request: ComparisonRequest, *, node_type: str | None
 ) -> None:
-    """Show the current comparison without starting anything."""
     from tula_cli.cluster import launcher
     from tula_cli.services.comparison import session
 
@@ -148,7 +135,8 @@ def _show_comparison(
             "remove these options, or remove --show",
         )
     run, comparison = session.load_comparison(runs, node_type=node_type)
-    print_node_type(screen, run)
+    if run.type is not None:
+        screen.note(f"node type {run.type}")
     read_only_launcher = launcher.make_launcher(run.spec, submits=False)
     _answer_with_table(screen, session.read_comparison_result(run, comparison, read_only_launcher))
 

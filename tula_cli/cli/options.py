@@ -95,12 +95,13 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
         function: implementation of the command; its docstring is the help text.
         example: example of a command line, shown at the end of the help text.
     """
+    name = function.__name__.rstrip("_")
     parameters = list(inspect.signature(function).parameters.values())[1:]
 
     @functools.wraps(function)
     def wrapper(ctx: typer.Context, **values: Any) -> None:
         screen = ctx.obj if isinstance(ctx.obj, Screen) else Screen()
-        screen.command = function.__name__.rstrip("_")
+        screen.command = name
         screen.as_json, screen.quiet, screen.verbose = values["as_json"], values["quiet"], values["verbose"]
         screen.color = False if values["no_color"] else None
         try:
@@ -119,19 +120,14 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
     context = inspect.Parameter("ctx", keyword, annotation=typer.Context)
     wrapper.__signature__ = inspect.Signature([context, *command_options, *common])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in [context, *command_options, *common]}
-    name = function.__name__.rstrip("_")
     app.command(name, cls=CommandWithPanels, epilog=f"Example: {example}")(wrapper)
 
 
 def _list_fields(parameter: inspect.Parameter) -> list[tuple[inspect.Parameter, Option | None]]:
     """Return the fields of a parameter if it is a class of options, else the parameter itself."""
-    if _is_class_of_options(parameter):
+    if dataclasses.is_dataclass(parameter.annotation):
         return list_fields(parameter.annotation)
     return [(parameter, find_option(parameter))]
-
-
-def _is_class_of_options(parameter: inspect.Parameter) -> bool:
-    return dataclasses.is_dataclass(parameter.annotation)
 
 
 def _make_argument(parameter: inspect.Parameter, values: Mapping[str, Any]) -> Any:
@@ -139,7 +135,8 @@ def _make_argument(parameter: inspect.Parameter, values: Mapping[str, Any]) -> A
     fields = {
         field.name: _convert_value(field, option, values[field.name]) for field, option in _list_fields(parameter)
     }
-    return parameter.annotation(**fields) if _is_class_of_options(parameter) else fields[parameter.name]
+    is_class_of_options = dataclasses.is_dataclass(parameter.annotation)
+    return parameter.annotation(**fields) if is_class_of_options else fields[parameter.name]
 
 
 def _convert_value(field: inspect.Parameter, option: Option | None, value: Any) -> Any:

@@ -33,8 +33,8 @@ def profile(
         screen, chosen, runs, yes=yes, wait=wait, timeout=timeout, keep=not dry_run, fresh=fresh
     )
     if dry_run:
-        would = follow_work(screen, profile.make_dry_run(runs, submission, largest=largest))
-        return screen.answer(tables.list_data_by_type(would), show_profile.render_dry_run(would))
+        dry_runs = follow_work(screen, profile.make_dry_run(runs, submission, largest=largest))
+        return screen.answer(tables.list_data_by_type(dry_runs), show_profile.render_dry_run(dry_runs))
     profiled = follow_work(screen, profile.run_profile(runs, submission, largest=largest))
     if isinstance(profiled, profile.SubmittedProbes):
         return answer_detached(screen, runs, profiled, {"plan": tables.list_data_by_type(profiled.plans)})

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tula_cli.run.job_runs import ConfigDrift
     from tula_cli.run.records.results import JobFile
     from tula_cli.services.events import Planned
-    from tula_cli.spec.job import JobSpec
 
 
 NamedRuns = Annotated[
@@ -39,7 +38,7 @@ NamedRuns = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class JobOrRun:
-    """The job, or the run of one, that a command is about, and the settings that override the job's."""
+    """The job or run that a command uses, and the settings that override the job's."""
 
     job: Annotated[
         Path | None,
@@ -72,8 +71,9 @@ class JobOrRun:
             self._warn_config_drift(screen, runs)
             return runs
         from tula_cli.run.code import get_user_code, list_runs_with_other_code, make_runs_of_job
+        from tula_cli.spec.load import load_spec
 
-        runs = make_runs_of_job(Path(self.root), load_job_file(job, self.overrides))
+        runs = make_runs_of_job(Path(self.root), load_spec(job, overrides=self.overrides))
         screen.overrides = tuple(self.overrides)
         first = runs[0]
         if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):
@@ -115,7 +115,7 @@ class JobOrRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ExistingRun:
-    """The run that a command is about, or all runs of a job."""
+    """The run that a command uses, or all runs of a job."""
 
     target: Annotated[
         Path | None,
@@ -174,14 +174,14 @@ def _find_run_directories(
 
 
 def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
-    """Return the existing run of a name or folder, or all of a job file.
+    """Return the existing run with a name or folder, or all runs of a job file.
 
     Raises:
         SpecError: there is none, or the name is that of several.
     """
     from tula_cli.run.directory import RunDir
 
-    if (folder := _find_folder_of_newest(named, root)) is not None:
+    if (folder := _find_runs_folder_of_latest(named, root)) is not None:
         return [RunDir.find_newest(folder)]
     # os.path, because Path raises PermissionError in another user's folder.
     if os.path.isfile(named):  # noqa: PTH113
@@ -207,13 +207,15 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
     )
 
 
-def _find_folder_of_newest(named: Path, root: Path) -> Path | None:
-    """Return the folder of runs of which `latest`, or the path of that file, names the newest; None for other names."""
+def _find_runs_folder_of_latest(named: Path, root: Path) -> Path | None:
+    """Return the folder of runs if `named` is `latest`, or the path of such a file; None for any other name."""
     from tula_cli.run.directory import LATEST_FILE
 
-    folder = named.absolute().parent if os.path.exists(named) else root  # noqa: PTH110
-    is_file = named.name == LATEST_FILE and os.path.isfile(folder / LATEST_FILE)  # noqa: PTH113
-    return folder if is_file and (len(named.parts) == 1 or os.path.exists(named)) else None  # noqa: PTH110
+    if named.name != LATEST_FILE:
+        return None
+    if os.path.exists(named):  # noqa: PTH110
+        return named.absolute().parent if os.path.isfile(named) else None  # noqa: PTH113
+    return root if len(named.parts) == 1 and os.path.isfile(root / named) else None  # noqa: PTH113
 
 
 def _suggest_runs(named: Path, root: Path) -> str:
@@ -245,8 +247,9 @@ def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
     from tula_cli.run.code import make_runs_of_job
     from tula_cli.run.directory import RunDir
     from tula_cli.run.job_runs import list_siblings
+    from tula_cli.spec.load import load_spec
 
-    if runs := [run for run in make_runs_of_job(root, load_job_file(job)) if run.exists]:
+    if runs := [run for run in make_runs_of_job(root, load_spec(job)) if run.exists]:
         return [*runs]
     for other in RunDir.list_all(root):
         file = other.read_job_file()
@@ -294,7 +297,7 @@ def resolve_job_or_run(job: Path | None, named: Sequence[Path], root: Path) -> t
         return None, named
     if named:
         raise _make_two_runs_error(job, named)
-    if _find_folder_of_newest(job, root) is not None:
+    if _find_runs_folder_of_latest(job, root) is not None:
         return None, [job]
     if os.path.exists(job):  # noqa: PTH110
         is_run = os.path.isfile(job / "spec.yaml")  # noqa: PTH113
@@ -307,12 +310,6 @@ def resolve_job_or_run(job: Path | None, named: Sequence[Path], root: Path) -> t
 
 def _make_two_runs_error(target: Path, named: Sequence[Path]) -> SpecError:
     return SpecError(f"{target} and --run {named[0]} both name a run", "remove one of them")
-
-
-def load_job_file(path: Path, overrides: Sequence[str] = ()) -> "JobSpec":
-    from tula_cli.spec.load import load_spec
-
-    return load_spec(path, overrides=overrides)
 
 
 def make_edit_check(
@@ -341,18 +338,20 @@ def make_edit_check(
 def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift") -> SpecError:
     from tula_cli.show import check
 
-    name, run_path = (
-        words.make_relative_path(Path(config_drift.file.path)),
-        shlex.quote(words.make_relative_path(run.path)),
-    )
+    name = words.make_relative_path(Path(config_drift.file.path))
     what = "cannot be used" if config_drift.problem else f"differs from the run ({', '.join(config_drift.changes)})"
     return SpecError(
         f"{name} {what}, so the settings of the training are ambiguous; nothing was started",
-        f"to use the file: {check.describe_file_use(config_drift, screen.command)}; to use the run: tula {screen.command} --run {run_path}",
+        f"to use the file: {check.describe_file_use(config_drift, screen.command)}; to use the run: tula {screen.command} --run {words.quote_path(run.path)}",
     )
 
 
-def print_node_type(screen: Screen, run: "Run") -> None:
-    """Print the node type that a command is about, if the job has node types."""
-    if run.type is not None:
-        screen.note(f"node type {run.type}")
+def require_runs_folder(root: Path) -> None:
+    """Check the folder of --run-dir; only the default one may be missing.
+
+    Raises:
+        SpecError: it does not exist, or is a file.
+    """
+    if not root.is_dir() and (root != Path(DEFAULT_RUNS_FOLDER) or root.exists()):
+        problem = "this is a file" if root.exists() else "this folder does not exist"
+        raise SpecError(f"--run-dir {root}: {problem}", "name the folder that contains the runs")

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from tula_cli.cli.options import ADVANCED_PANEL
-from tula_cli.cli.runs import ExistingRun
-from tula_cli.errors import SpecError
+from tula_cli.cli.runs import ExistingRun, require_runs_folder
 from tula_cli.options import DEFAULT_RUNS_FOLDER, NodeType, Root
 from tula_cli.show import status as show_status
 from tula_cli.show import tables
@@ -54,9 +53,7 @@ def list_(screen: Screen, root: Root = DEFAULT_RUNS_FOLDER) -> None:
     from tula_cli.services import run_list
 
     root = Path(root)
-    if not root.is_dir() and (root != Path(DEFAULT_RUNS_FOLDER) or root.exists()):
-        problem = "this is a file" if root.exists() else "this folder does not exist"
-        raise SpecError(f"--run-dir {root}: {problem}", "name the folder that contains the runs")
+    require_runs_folder(root)
     if left_out := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(left_out)
     run_summaries = run_list.list_runs(root.absolute())

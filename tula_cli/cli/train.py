@@ -54,7 +54,6 @@ def train(
 def _train_seeds(
     screen: Screen, runs: "Sequence[Run]", request: TrainRequest, submission: "Submission", *, dry_run: bool
 ) -> None:
-    """Run the trainings of a plan, or show it."""
     from tula_cli.services import train_seeds as service
 
     prepared = follow_work(screen, service.prepare_seeds(runs, request, submission.inspect))

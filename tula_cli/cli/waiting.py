@@ -31,8 +31,7 @@ def follow_work(screen: Screen, work: "Work[T]") -> T:
     from tula_cli.services import events
 
     with ExitStack() as drawn:
-        shown = _EventDisplay(screen, drawn)
-        return events.run_work(work, shown.show)
+        return events.run_work(work, _EventDisplay(screen, drawn).show)
 
 
 class _EventDisplay:
@@ -118,7 +117,7 @@ def make_submission(
     return Submission(launcher.make_launcher, inspect, confirm, wait, timeout, chosen.job_file, tuple(chosen.overrides))
 
 
-def make_inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "CachedInspection":
+def make_inspector(screen: Screen, root: Path, *, fresh: bool, keep: bool = True) -> "CachedInspection":
     """Return the inspector of jobs, which caches its findings under `root`."""
     from tula_cli.cluster import inspection
     from tula_cli.cluster.inspection import CachedInspection

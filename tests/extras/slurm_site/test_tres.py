@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.extras.slurm_site.tres import compute_billing, parse_flags, parse_tres, parse_weights, truncate_billing
+from tula_cli.extras.slurm_site.tres import (
+    compute_billing,
+    parse_billing_rule,
+    parse_tres,
+    parse_weights,
+    truncate_billing,
+)
 
 NAMES = ("cpu", "mem", "node", "gres/gpu", "gres/gpu:a100", "license/x", "bb/scratch")
 AMOUNTS = st.floats(0, 1e6, allow_nan=False)
@@ -46,7 +52,7 @@ def test_a_suffix_of_a_weight_is_the_unit_that_it_is_of():
     ],
 )
 def test_priority_flags_say_how_it_is_added_up(flags, count):
-    assert parse_flags(flags) == count
+    assert parse_billing_rule(flags) == count
 
 
 @pytest.mark.parametrize(("count", "told"), [("sum", 4 + 3 + 10 + 7), ("max", 10 + 7), ("max_gres", 4 + 10 + 7)])

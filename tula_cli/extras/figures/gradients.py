@@ -19,8 +19,6 @@ from tula_cli.extras.report.values import (
 from tula_cli.run.step_series import StepSeries
 from tula_cli.services.document import Density, Figure, Series
 
-# --- Figures of gradients
-
 
 @dataclass(frozen=True)
 class Quantity:
@@ -119,9 +117,8 @@ def _build_factor_density(curve: TrainingCurve, *, key: str) -> Iterator[Figure]
         for row in curve.epochs
         if has_position(row) and (bin_counts := _read_bin_counts(row))
     ]
-    logged = [
-        entry for entry in logged if entry[1][0] == logged[0][1][0]
-    ]  # rows with other bin edges cannot be drawn in the same figure
+    # rows with other bin edges cannot be drawn in the same figure
+    logged = [entry for entry in logged if entry[1][0] == logged[0][1][0]]
     filled = {bin_index for _, (_, counts) in logged for bin_index, count in enumerate(counts) if count}
     if not filled:
         return
@@ -177,7 +174,10 @@ def _build_step_figures(steps: StepSeries, name: str) -> Iterator[Figure]:
             if mean is not None and low is not None and high is not None
         ]
         if rows:
-            yield _build_step_figure(key, title, label, paper, name, join_adjacent_rows(rows))
+            xs, mean, low, high = zip(*join_adjacent_rows(rows), strict=True)
+            series = Series(name, xs, mean, low, high, style="line")
+            scale = choose_scale(low, span=1)
+            yield Figure(key, title, CAPTION, "samples seen", label, (series,), y_scale=scale, paper=paper)
 
 
 def join_adjacent_rows(rows: Spreads) -> Spreads:
@@ -188,9 +188,3 @@ def join_adjacent_rows(rows: Spreads) -> Spreads:
     size = -(-len(rows) // MAX_POINTS)
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
     return [(group[-1][0], fmean(row[1] for row in group), min(row[2] for row in group), max(row[3] for row in group)) for group in groups]  # fmt: skip
-
-
-def _build_step_figure(key: str, title: str, label: str, paper: str, name: str, rows: Spreads) -> Figure:
-    xs, mean, low, high = (tuple(column) for column in zip(*rows, strict=True))
-    series = Series(name, xs, mean, low, high, style="line")
-    return Figure(key, title, CAPTION, "samples seen", label, (series,), y_scale=choose_scale(low, span=1), paper=paper)

@@ -6,32 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tula_cli import words
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.errors import SpecError
 from tula_cli.show.screen import Screen
 from tula_cli.show.tables import make_table
-from tula_cli.words import format_count
+from tula_cli.words import format_count, make_relative_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tula_cli.services.document import Document, Section, TextForm
-
-
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the report as Markdown.")]
-Latex = Annotated[bool, typer.Option("--latex", help="Print the report as LaTeX (class article, without packages).")]
-Csv = Annotated[
-    Path | None,
-    typer.Option(
-        "--csv",
-        metavar="DIR_OR_FILE",
-        readable=False,
-        help="Write tables and data of figures as CSV: to a folder (one file each), to one .csv file, or to stdout"
-        " (-).",
-    ),
-]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FOLDER", readable=False, help="Write each figure as SVG.")]
+    from tula_cli.services.document import Document, TextForm
 
 
 def report(
@@ -40,10 +24,22 @@ def report(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page with tables and figures.")
     ] = None,
-    svg: Svg = None,
-    csv: Csv = None,
-    markdown: Markdown = False,
-    latex: Latex = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", readable=False, help="Write each figure as SVG.")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR_OR_FILE",
+            readable=False,
+            help="Write tables and data of figures as CSV: to a folder (one file each), to one .csv file, or to stdout"
+            " (-).",
+        ),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the report as Markdown.")] = False,
+    latex: Annotated[
+        bool, typer.Option("--latex", help="Print the report as LaTeX (class article, without packages).")
+    ] = False,
 ) -> None:
     """Write a report of a run as HTML, Markdown, LaTeX or CSV.
 
@@ -76,11 +72,6 @@ def report(
 
 
 def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) -> "TextForm | None":
-    """Return the format to print on stdout, or None.
-
-    Raises:
-        SpecError: more than one format is requested.
-    """
     options: dict[TextForm, tuple[str, bool]] = {
         "markdown": ("--markdown", markdown),
         "latex": ("--latex", latex),
@@ -95,7 +86,8 @@ def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) ->
 
 def _check_output_paths(html: Path | None, svg: Path | None, csv: Path | None) -> None:
     """Reject files that cannot be written, before anything is read for them."""
-    _check_page_path(html)
+    if html is not None:
+        _check_page_path(html)
     for option, path in (("--svg", svg), ("--csv", csv)):
         if path is None or path == Path("-"):
             continue
@@ -127,10 +119,7 @@ def _write_files(document: "Document", html: Path | None, svg: Path | None, csv:
     for path, text in texts.items():
         write_atomic(path, text, mode=MODE_FOR_ALL)
     given_paths = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
-    return [words.make_relative_path(path.absolute()) for path in given_paths]
-
-
-# --- The output without a format: existing and missing sections
+    return [make_relative_path(path.absolute()) for path in given_paths]
 
 
 def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator["RenderableType"]:
@@ -151,34 +140,18 @@ def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator
     if written:
         yield from (f"wrote {path}" for path in written)
         return
-    yield f"{_count_sections(document.sections)}. To write them: --html FILE, --markdown, --latex, --csv DIR or --svg DIR"
+    tables = format_count(sum(len(section.tables) for section in document.sections), "table")
+    figures = format_count(sum(len(section.figures) for section in document.sections), "figure")
+    yield f"{tables} and {figures}. To write them: --html FILE, --markdown, --latex, --csv DIR or --svg DIR"
 
 
-def _count_sections(sections: Sequence["Section"]) -> str:
-    tables, figures = (sum(len(getattr(section, name)) for section in sections) for name in ("tables", "figures"))
-    return f"{format_count(tables, 'table')} and {format_count(figures, 'figure')}"
-
-
-def _check_page_path(html: Path | None) -> None:
-    """Reject a page that cannot be written, before any work is done for it.
-
-    A page replaces the file at its path, so the path must not be a device (such as /dev/stdout).
-
-    Args:
-        html: path of the page; None for no page.
-
-    Raises:
-        SpecError: the path is a folder or not a regular file, or its folder does not exist.
-    """
-    if html is None:
-        return
+def _check_page_path(html: Path) -> None:
     if html.is_dir():
         raise SpecError(f"--html {html} is a folder", f"name a file, for example --html {html / 'report.html'}")
-    if not html.absolute().parent.is_dir():
-        raise SpecError(
-            f"--html {html}: the folder {html.absolute().parent} does not exist", "create it, or name another folder"
-        )
-    if html == Path("-") or html.absolute().parent == Path("/dev") or (html.exists() and not html.is_file()):
+    if not (folder := html.absolute().parent).is_dir():
+        raise SpecError(f"--html {html}: the folder {folder} does not exist", "create it, or name another folder")
+    # A page replaces the file at its path, so the path must not be a device such as /dev/stdout.
+    if html == Path("-") or folder == Path("/dev") or (html.exists() and not html.is_file()):
         raise SpecError(
             f"--html {html}: the page can only be written to a regular file", "name one, for example --html report.html"
         )

@@ -98,7 +98,6 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
 
 
 def _make_metric_columns(metric: str) -> Iterator[tuple[Column, Callable[[ComparisonRow], Cell]]]:
-    """Yield the columns of a metric's mean and standard deviation over the seeds."""
     titles = {"top1": ("top-1", "%"), "top5": ("top-5", "%")}
     title, unit = titles.get(metric, (metric.replace("_", " "), ""))
     yield Column(title, unit, digits=4), lambda row: None if (stat := row.get_statistics(metric)) is None else stat.mean

@@ -251,7 +251,6 @@ class Latex:
         return "\n".join([*begin, r"\hline", first, r"\hline", *others, r"\hline", *end])
 
     def _wrap_column_title(self, title: str, character: str) -> str:
-        """Return the title of a column, broken into short lines."""
         lines = textwrap.wrap(title, 10, break_long_words=False, break_on_hyphens=False)
         text = r"\\".join(map(self.escape, lines))
         return rf"\begin{{tabular}}[b]{{@{{}}{character}@{{}}}}{text}\end{{tabular}}" if len(lines) > 1 else text

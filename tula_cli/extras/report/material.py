@@ -43,11 +43,6 @@ class RunReportData:
         """Node type of the run; empty if the job names none."""
         return self.run.type or ""
 
-    @property
-    def measured(self) -> list[Measured]:
-        """The successful probes of the run."""
-        return self.snapshot.measured
-
     def name_key(self, key: str) -> str:
         """Return the key of a table, figure or section on this run, unique in the report."""
         return f"{key}_{self.name}" if self.name else key
@@ -79,7 +74,7 @@ class ReportData:
 
     @property
     def measured(self) -> list[Measured]:
-        return [probe for run_material in self.parts for probe in run_material.measured]
+        return [probe for part in self.parts for probe in part.snapshot.measured]
 
     @cached_property
     def choice(self) -> Prediction | None:
@@ -259,28 +254,28 @@ class TrainingReportData:
 
 
 def list_newest_trainings(material: ReportData) -> list[TrainingReportData]:
-    """Return the newest training of each run; one of a comparison only if it trains the job unchanged and no other is there.
+    """Return one training per run: the newest that is active or finished, otherwise the newest.
 
-    It is the newest that is active or finished; without any, the newest.
+    A training of a comparison is used only if it trains the job unchanged and the run has no other trainings.
     """
-    return [training for run_material in material.parts for training in _find_newest_training(run_material)]
+    return [training for part in material.parts for training in _find_newest_training(part)]
 
 
-def _find_newest_training(run_material: RunReportData) -> Iterator[TrainingReportData]:
-    comparison = run_material.snapshot.comparison
+def _find_newest_training(part: RunReportData) -> Iterator[TrainingReportData]:
+    comparison = part.snapshot.comparison
     compared = frozenset[str]() if comparison is None else comparison.signatures
-    tasks = run_material.snapshot.train_tasks
+    tasks = part.snapshot.train_tasks
     unchanged = frozenset[str]() if comparison is None else comparison.signatures_of_job
     shown_tasks = [task for task in tasks if task.signature not in compared]
     shown_tasks = shown_tasks or [task for task in tasks if task.signature in unchanged]
-    submitted = {job.id: job.submitted_at for job in run_material.snapshot.jobs}
+    submitted = {job.id: job.submitted_at for job in part.snapshot.jobs}
     newest_by_signature = {
         task.signature: task
         for task in sorted(shown_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt))
     }
     count = len(newest_by_signature)
     trainings = [
-        TrainingReportData(run_material, run_material.snapshot.get_training(task.signature), task, count)
+        TrainingReportData(part, part.snapshot.get_training(task.signature), task, count)
         for task in sorted(newest_by_signature.values(), key=lambda task: submitted.get(task.job, 0.0), reverse=True)
     ]
     shown = next((training for training in trainings if training.state in ("done", *status.ACTIVE_STATES)), None)

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from operator import itemgetter
 
-from tula_cli.extras.report import formats, svg
-from tula_cli.extras.report.formats import list_figure_rows
-from tula_cli.extras.report.svg import render_svg, replace_invalid_xml_characters, require_matplotlib
+from tula_cli.extras.report.formats import format_cell, format_column_title, list_figure_rows
+from tula_cli.extras.report.svg import COLORS, render_svg, replace_invalid_xml_characters, require_matplotlib
 from tula_cli.extras.report.values import build_table
 from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Section, Table
 from tula_cli.words import format_count
@@ -93,7 +92,7 @@ a{color:inherit;text-decoration:none}
 }
 """
 # The shade at the edge of a table indicates that it can be scrolled.
-_COLORS = {**svg.COLORS, "link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
+_COLORS = {**COLORS, "link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
 _CSS_VARIABLES = "".join(f"--{role}:{color};" for role, color in _COLORS.items())
 _CSS = f":root{{{_CSS_VARIABLES}}}{_SCREEN_CSS}{_PRINT_CSS}"
 
@@ -210,14 +209,12 @@ def _render_figure(figure: Figure, number: int, style_indices: Mapping[str, int]
 def make_figure_numbers(figure: Figure) -> Table:
     """Return the data of a figure as a table, without empty columns."""
     header, *rows = list_figure_rows(figure)
-    is_text = [any(isinstance(row[column_index], str) for row in rows) for column_index in range(len(header))]
-    fields = [
-        (
-            Column(str(title), align="left" if is_text[column_index] else "right", digits=_SIGNIFICANT_DIGITS),
-            itemgetter(column_index),
-        )
-        for column_index, title in enumerate(header)
+    is_text = [any(isinstance(row[index], str) for row in rows) for index in range(len(header))]
+    columns = [
+        Column(str(title), align="left" if has_words else "right", digits=_SIGNIFICANT_DIGITS)
+        for title, has_words in zip(header, is_text, strict=True)
     ]
+    fields = [(column, itemgetter(index)) for index, column in enumerate(columns)]
     return build_table(f"{figure.key}-numbers", f"{figure.title}: numbers", rows, fields)
 
 
@@ -254,19 +251,12 @@ def _render_head_cell(column: Column) -> str:
 def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool, cards: bool) -> str:
     sign, words = _MARKS.get(mark, ("", ""))
     first = f'<td class="mark"><span role="img" aria-label="{words}">{sign}</span></td>' if sign else "<td></td>"
-    row_cells = [
-        f"<td{_get_cell_class(column, text)}{_make_label(column) * cards}>{escape_text(text)}</td>"
-        for column, text in (
-            (column, formats.format_cell(cell, column)) for column, cell in zip(table.columns, row, strict=True)
-        )
-    ]
+    row_cells = []
+    for column, cell in zip(table.columns, row, strict=True):
+        text = format_cell(cell, column)
+        label = f' data-label="{escape_text(format_column_title(column))}"' if cards else ""
+        row_cells.append(f"<td{_get_cell_class(column, text)}{label}>{escape_text(text)}</td>")
     return f"<tr{' class=chosen' * (mark == 'chosen')}>{first * marked}{''.join(row_cells)}</tr>"
-
-
-def _make_label(column: Column) -> str:
-    """Return the attribute with the heading of a cell, which a card shows."""
-    unit = f" ({column.unit})" if column.unit else ""
-    return f' data-label="{escape_text(column.title + unit)}"'
 
 
 def _get_cell_class(column: Column, text: str) -> str:

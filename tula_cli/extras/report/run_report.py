@@ -46,11 +46,10 @@ def build_document(material: ReportData) -> Document:
 
 
 def _describe_question(material: ReportData) -> str:
-    """Return the question that the run answers, in one line."""
     spec, recommendation = material.spec, material.shown_recommendation
-    nodes = sorted({count for run_material in material.parts for count in run_material.run.spec.search.nodes})
+    nodes = sorted({count for part in material.parts for count in part.run.spec.search.nodes})
     counts = ", ".join(map(str, nodes)) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
-    types = sorted({run_material.run.type for run_material in material.parts if run_material.run.type is not None})
+    types = sorted({part.run.type for part in material.parts if part.run.type is not None})
     of_types = f" of types {', '.join(types)}" if types else ""
     asked_at = "" if material.kept is None else f", {format_local_time(material.kept.created_at)}"
     by = "" if recommendation is None else f" (objective {recommendation.criteria}{asked_at})"
@@ -98,20 +97,20 @@ def _list_facts(material: ReportData) -> Iterator[Fact]:
     yield from _list_job_facts(spec)
     yield Fact("method", spec.train.method)
     yield Fact("length", describe_train_length(spec))
-    for run_material in material.parts:
-        prefix = f"{run_material.name}: " if run_material.name else ""
-        probes = run_material.measured
+    for part in material.parts:
+        prefix = f"{part.name}: " if part.name else ""
+        probes = part.snapshot.measured
         environments = [probe.environment.model_dump() for probe in probes]
-        yield Fact(f"{prefix}hardware", _describe_hardware(environments, run_material.run.spec))
+        yield Fact(f"{prefix}hardware", _describe_hardware(environments, part.run.spec))
         if probes:
             yield Fact(f"{prefix}software", describe_software(environments[-1]))
             yield Fact(f"{prefix}data set", f"{probes[0].dataset_size} training samples")
             dates = sorted(probe.measured_at for probe in probes)
             days = " to ".join(dict.fromkeys((format_local_time(dates[0]), format_local_time(dates[-1]))))
             yield Fact(f"{prefix}measured", f"{days}, {format_count(len(probes), 'probe')}")
-        yield Fact(f"{prefix}price", describe_price(run_material.run.spec.pricing))
+        yield Fact(f"{prefix}price", describe_price(part.run.spec.pricing))
     yield from _list_code_facts(material)
-    yield Fact("run", ", ".join(run_material.run.id for run_material in material.parts))
+    yield Fact("run", ", ".join(part.run.id for part in material.parts))
 
 
 def _list_code_facts(material: ReportData) -> Iterator[Fact]:

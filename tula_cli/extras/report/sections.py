@@ -61,8 +61,8 @@ def _describe_choice(material: ReportData, recommendation: Recommendation) -> It
         cost = f"{format_number(other.cost)} {recommendation.currency}"
         yield f"The same {market}: {format_duration(3600 * other.hours)}, {cost}."
     now = None if material.answer is None else material.answer.recommendation
-    if (found_accuracy := (now and now.accuracy) or recommendation.accuracy) is not None:
-        yield f"Accuracy {found_accuracy.words}."
+    if (accuracy := (now and now.accuracy) or recommendation.accuracy) is not None:
+        yield f"Accuracy {accuracy.words}."
     if (other_choice := material.changed_choice) is not None:
         words = describe_configuration(other_choice.nodes, other_choice.batch, other_choice.local_batch)
         yield f"A new recommendation would choose {words}. Run tula recommend to update it."
@@ -321,7 +321,6 @@ def build_scaling_section(material: ReportData) -> Section:
 
 
 def _build_scaling_table(study: Sequence[ScalingPoint], key: str, title: str, material: ReportData, gpus: int) -> Table:
-    """Build the table of a scaling study, with one row per node count."""
     rows = [point.row for point in study]
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
     priced, choice = is_priced(rows, material.currency), material.choice
@@ -385,7 +384,7 @@ MAX_BARS = 24
 def build_measured_section(material: ReportData) -> Section:
     """Build the tables of all probes, including failed ones, and the step time of those measured by component."""
     section = Section("measured", "Measurements")
-    parts = [run_material for run_material in material.parts if run_material.snapshot.results]
+    parts = [part for part in material.parts if part.snapshot.results]
     if not parts:
         return replace(section, missing="no probe has a result. Run tula profile.")
     jobs = [job for part in material.parts for job in part.status.jobs if job.kind == "probe"]
@@ -402,8 +401,8 @@ def build_measured_section(material: ReportData) -> Section:
     return replace(section, text=tuple(text), tables=tuple(map(_build_probe_table, parts)), figures=figures)
 
 
-def _build_probe_table(run_material: RunReportData) -> Table:
-    to_size, size = choose_bytes_unit(probe.memory.peak for probe in run_material.measured)
+def _build_probe_table(part: RunReportData) -> Table:
+    to_size, size = choose_bytes_unit(probe.memory.peak for probe in part.snapshot.measured)
 
     def of_measured(get_cell: Callable[[Measured], float | None]) -> Callable[[Result], Cell]:
         return lambda result: get_cell(result) if isinstance(result, Measured) else None
@@ -412,9 +411,9 @@ def _build_probe_table(run_material: RunReportData) -> Table:
         return of_measured(lambda probe: convert_unit(_list_step_parts(probe)[index], 1000))
 
     return build_table(
-        run_material.name_key("probes"),
-        run_material.name_title("Probes"),
-        sorted(run_material.snapshot.results, key=lambda result: (result.nodes, result.local_batch)),
+        part.name_key("probes"),
+        part.name_title("Probes"),
+        sorted(part.snapshot.results, key=lambda result: (result.nodes, result.local_batch)),
         (
             (Column("nodes"), lambda result: result.nodes),
             (Column("batch"), lambda result: result.nodes * result.gpus_per_node * result.local_batch),
@@ -459,9 +458,9 @@ def _list_step_parts(probe: Measured) -> tuple[float | None, float | None, float
     return parts.compute, parts.sync, parts.data
 
 
-def _build_parts_figure(run_material: RunReportData) -> Iterator[Figure]:
+def _build_parts_figure(part: RunReportData) -> Iterator[Figure]:
     """Yield the figure of step times by component; nothing if no probe measured all components."""
-    probes = [probe for probe in run_material.measured if None not in _list_step_parts(probe)]
+    probes = [probe for probe in part.snapshot.measured if None not in _list_step_parts(probe)]
     shown = probes[:MAX_BARS]
     if not shown:
         return
@@ -469,8 +468,8 @@ def _build_parts_figure(run_material: RunReportData) -> Iterator[Figure]:
     components = zip(*map(_list_step_parts, shown), strict=True)
     names = ("compute", "exposed communication", "data-loader wait")
     yield Figure(
-        run_material.name_key("step_parts"),
-        run_material.name_title("Step time by component"),
+        part.name_key("step_parts"),
+        part.name_title("Step time by component"),
         "Measured step time by nodes and batch per GPU."
         + f" Shown: the first {len(shown)} of {len(probes)} probes." * (len(shown) < len(probes)),
         "nodes x batch per GPU",

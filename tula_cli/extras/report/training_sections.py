@@ -1,12 +1,11 @@
 """The sections of a report about trainings: their course, their gradients, and the comparison of methods."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tula_cli.extras.report import comparison_document
 from tula_cli.extras.report.material import ReportData, TrainingReportData, list_newest_trainings
 from tula_cli.extras.report.values import (
-    WITHOUT_FIGURES,
     Row,
     TrainingCurve,
     build_table,
@@ -37,6 +36,9 @@ METRIC_NAMES = {
     "eval_loss": "evaluation loss, last epoch",
 }
 METRIC_TITLES = {"top1": "Top-1 accuracy", "perplexity": "Perplexity"}
+FIGURES_NOT_INSTALLED = (
+    "tula's optional package figures, which draws them, is not installed. Run pip install 'tula-cli[figures]'"
+)
 HOW_TO_TRAIN = "nothing has been trained yet. Run tula train."
 
 
@@ -59,12 +61,9 @@ def _describe_training(training: TrainingReportData) -> Iterator[str]:
     others_text = f", the newest of {training.count}" if training.count > 1 and not training.newer else ""
     where = f" on {format_count(task.training_nodes)}{f' of type {training.part.name}' if training.part.name else ''}"
     if end is None:
-        known = now is not None and now.signature == task.signature
-        words = (
-            describe_training(now)
-            if now is not None and known
-            else f"training {task.signature}{where}, batch {task.batch}"
-        )
+        words = f"training {task.signature}{where}, batch {task.batch}"
+        if now is not None and now.signature == task.signature:
+            words = describe_training(now)
         yield f"{start_sentence(words)}: {training.state}{others_text}."
         return
     changed = f" (started with {end.start_batch})" if end.batch != end.start_batch else ""
@@ -84,10 +83,9 @@ def _list_training_facts(training: TrainingReportData) -> Iterator[Fact]:
         yield Fact("samples", f"{result.samples} in {result.steps} steps")
     if end is not None:
         at = f" at epoch {end.best_epoch}" if end.best_epoch else ""
-        names: Mapping[str, str] = METRIC_NAMES
-        if task.spec.script is not None:  # a script's metrics have no known unit and include the best value
-            names = {}
-        else:
+        # a script's metrics have no known unit and include the best value
+        names = METRIC_NAMES if task.spec.script is None else {}
+        if task.spec.script is None:
             yield Fact("result", f"{describe_best_epoch(end)}{at}")
         yield from (Fact(names.get(name, name), format_number(value, 4)) for name, value in end.metrics.items())
     yield from (Fact("weights", describe_evaluation(evaluation)) for evaluation in training.files.read_evaluations())
@@ -171,7 +169,7 @@ def _build_training_figures(training: TrainingReportData) -> Iterator[Figure]:
     yield from _build_step_time_figure(training, events)
 
 
-def _build_loss_figure(training: TrainingReportData, events: Sequence[Annotation]) -> Iterator[Figure]:
+def _build_loss_figure(training: TrainingReportData, events: tuple[Annotation, ...]) -> Iterator[Figure]:
     steps, epochs = training.rows_of_kind("step"), training.rows_of_kind("epoch")
     losses = (
         *_make_metric_series("training", steps or epochs, "loss"),
@@ -186,12 +184,12 @@ def _build_loss_figure(training: TrainingReportData, events: Sequence[Annotation
             "samples seen",
             "loss",
             losses,
-            marks=tuple(events),
+            marks=events,
             y_scale="log" if is_positive else "linear",
         )
 
 
-def _build_metric_figure(training: TrainingReportData, events: Sequence[Annotation]) -> Iterator[Figure]:
+def _build_metric_figure(training: TrainingReportData, events: tuple[Annotation, ...]) -> Iterator[Figure]:
     """Yield the figure of the metric of the job; nothing if that is eval_loss, which is in the figure of the loss."""
     epochs, name = training.rows_of_kind("epoch"), training.metric
     if name == "eval_loss":
@@ -206,10 +204,10 @@ def _build_metric_figure(training: TrainingReportData, events: Sequence[Annotati
     if values:
         caption = "On the evaluation set, at the end of each epoch."
         key = training.part.name_key("metric_by_samples")
-        yield Figure(key, f"{title} over samples", caption, "samples seen", label, values, marks=tuple(events))
+        yield Figure(key, f"{title} over samples", caption, "samples seen", label, values, marks=events)
 
 
-def _build_step_time_figure(training: TrainingReportData, events: Sequence[Annotation]) -> Iterator[Figure]:
+def _build_step_time_figure(training: TrainingReportData, events: tuple[Annotation, ...]) -> Iterator[Figure]:
     """Yield the figure of the step time with its prediction; its changes are events too."""
     steps, epochs = training.rows_of_kind("step"), training.rows_of_kind("epoch")
     times = [*_make_metric_series("logged", steps, "step_time", factor=1000)]
@@ -254,7 +252,7 @@ def build_gradients_section(material: ReportData) -> Section:
         return replace(section, missing=HOW_TO_TRAIN)
     paper_figures = find_paper_figures()
     if paper_figures is None:
-        return replace(section, missing=WITHOUT_FIGURES)
+        return replace(section, missing=FIGURES_NOT_INSTALLED)
     figures = tuple(
         replace(figure, key=training.part.name_key(figure.key))
         for training in trainings

@@ -185,10 +185,6 @@ def make_mean_series(
 
 # --- Figures of the paper
 
-WITHOUT_FIGURES = (
-    "tula's optional package figures, which draws them, is not installed. Run pip install 'tula-cli[figures]'"
-)
-
 
 class PaperFigures(Protocol):
     """The figures that the optional package `figures` adds to a report."""

@@ -6,7 +6,7 @@ import os
 import pwd
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,14 @@ from pydantic import TypeAdapter
 from tula_cli.cluster.slurm.command import call_slurm, parse_record
 from tula_cli.cluster.slurm.site import COMMAND_TIMEOUT
 from tula_cli.errors import SchedulerError, SpecError, TulaError
-from tula_cli.extras.slurm_site.tres import compute_billing, parse_count, parse_flags, parse_tres, parse_weights
+from tula_cli.extras.slurm_site.tres import (
+    BillingRule,
+    compute_billing,
+    parse_billing_rule,
+    parse_count,
+    parse_tres,
+    parse_weights,
+)
 from tula_cli.models.cost import compute_hourly_charge
 from tula_cli.run.files import make_folder, read_record, write_record
 from tula_cli.run.records.base import Record
@@ -31,8 +38,6 @@ from tula_cli.words import format_count, format_local_time, format_number
 #
 # As observed with SLURM 22.05 and documented for 24.11: a job with exclusive nodes is allocated all their CPUs and GPUs,
 # but only the memory that it requests; without a request, the default of the partition or cluster, or else all memory.
-
-_NUMBER_PATTERN = re.compile(r"^\d+$")
 
 
 def parse_config(text: str) -> dict[str, str]:
@@ -56,7 +61,7 @@ class Node:
         """Return the node from a record of `scontrol show node`."""
         tres = parse_tres(record.get("CfgTRES", ""))
         cpus = record.get("CPUEfctv") or record.get("CPUTot", "0")
-        tres.setdefault("cpu", float(cpus) if _NUMBER_PATTERN.match(cpus) else 0.0)
+        tres.setdefault("cpu", float(cpus) if cpus.isdecimal() else 0.0)
         tres.setdefault("mem", parse_count("mem", record.get("RealMemory", "0")) or 0.0)
         threads = record.get("ThreadsPerCore", "1")
         return cls(
@@ -64,7 +69,7 @@ class Node:
             partitions=tuple(filter(None, record.get("Partitions", "").split(","))),
             features=tuple(filter(None, record.get("AvailableFeatures", "").split(","))),
             gres=record.get("Gres", ""),
-            threads=int(threads) if _NUMBER_PATTERN.match(threads) else 1,
+            threads=int(threads) if threads.isdecimal() else 1,
         )
 
     def can_run(self, spec: JobSpec, partition: str) -> bool:
@@ -248,7 +253,6 @@ def run_slurm_command(*command: str) -> str:
 class _BillOption:
     """The billing of a job on one kind of node of a partition."""
 
-    partition: str
     node: float
     job: float
     tres: dict[str, float]
@@ -270,15 +274,12 @@ def query_slurm_bill(spec: JobSpec, ask: CommandRunner) -> tuple[SiteBill, str]:
     """
     config = parse_config(ask("scontrol", "show", "config"))
     records = [parse_record(line) for line in ask("scontrol", "--oneliner", "show", "partition").splitlines() if line]
-    nodes = [
-        Node.from_record(parse_record(line))
-        for line in ask("scontrol", "--oneliner", "show", "node").splitlines()
-        if line
-    ]
+    node_lines = ask("scontrol", "--oneliner", "show", "node").splitlines()
+    nodes = _list_distinct_kinds([Node.from_record(parse_record(line)) for line in node_lines if line])
     offers = [
         offer
         for record in _list_partitions_of_job(spec, records)
-        for offer in _list_bill_options(spec, record, _list_distinct_kinds(nodes), config)
+        for offer in _list_bill_options(spec, record, nodes, config)
     ]
     if not offers:
         slurm = spec.cluster.slurm or Slurm()
@@ -320,28 +321,28 @@ def _list_distinct_kinds(nodes: Sequence[Node]) -> list[Node]:
     return list(kinds.values())
 
 
+_RULE_DESCRIPTIONS: Mapping[BillingRule, str] = {
+    "sum": "summed",
+    "max": "the largest (MAX_TRES)",
+    "max_gres": "the largest, and GRES (MAX_TRES_GRES)",
+}
+
+
 def _list_bill_options(
     spec: JobSpec, partition: dict[str, str], nodes: Sequence[Node], config: dict[str, str]
-) -> list[_BillOption]:
+) -> Iterator[_BillOption]:
     name, text = partition["PartitionName"], partition.get("TRESBillingWeights", "")
-    weights, count = parse_weights(text), parse_flags(config.get("PriorityFlags", ""))
-    requested_licenses = list_requested_licenses(spec)
-    options = []
+    weights = parse_weights(text)
+    rule = parse_billing_rule(config.get("PriorityFlags", ""))
+    by = f"{text}, {_RULE_DESCRIPTIONS[rule]}" if weights else "no TRESBillingWeights, so CPUs are billed"
+    licenses = list_requested_licenses(spec)
     for node in nodes:
         if node.can_run(spec, name):
             tres = compute_allocated_tres(spec, node, partition, config)
-            weighted_billing = compute_billing(tres, weights, count)
-            job = compute_billing({**tres, **requested_licenses}, weights, count) - weighted_billing
-            how = {
-                "sum": "summed",
-                "max": "the largest (MAX_TRES)",
-                "max_gres": "the largest, and GRES (MAX_TRES_GRES)",
-            }
-            by = f"{text}, {how[count]}" if weights else "no TRESBillingWeights, so CPUs are billed"
-            options.append(
-                _BillOption(name, weighted_billing, job, tres, f"{name}: {by}; per node: {_describe_tres(tres)}")
-            )
-    return options
+            node_billing = compute_billing(tres, weights, rule)
+            license_billing = compute_billing({**tres, **licenses}, weights, rule) - node_billing
+            words = f"{name}: {by}; per node: {_describe_tres(tres)}"
+            yield _BillOption(node_billing, license_billing, tres, words)
 
 
 def _describe_tres(tres: dict[str, float]) -> str:
@@ -354,7 +355,10 @@ def _describe_tres(tres: dict[str, float]) -> str:
 
 
 def find_usage_factor(spec: JobSpec, ask: CommandRunner, config: Mapping[str, str]) -> tuple[str, float, str]:
-    """Return the QOS of a job, its UsageFactor (1 if unknown or without accounting), and why it is unknown or empty."""
+    """Return the QOS of a job, its UsageFactor, and the reason if that is unknown (empty if it is known).
+
+    The factor is 1 if it is unknown, or if there is no accounting.
+    """
     if config.get("AccountingStorageType", "").endswith(("/none", "(null)")):
         return "", 1.0, ""
     named = (spec.cluster.slurm or Slurm()).qos or ""

@@ -62,26 +62,26 @@ def _has_memory_unit(name: str) -> bool:
     return name == "mem" or name.startswith("bb/")
 
 
-def parse_flags(flags: str) -> BillingRule:
+def parse_billing_rule(flags: str) -> BillingRule:
     """Return the billing rule that PriorityFlags selects."""
     words = re.split(r"[,\s]+", flags.upper())
     return "max" if "MAX_TRES" in words else "max_gres" if "MAX_TRES_GRES" in words else "sum"
 
 
-def compute_billing(tres: Tres, weights: Tres | None, count: BillingRule) -> float:
+def compute_billing(tres: Tres, weights: Tres | None, rule: BillingRule) -> float:
     """Return the billing of an allocation, before SLURM truncates it to a whole number.
 
     Args:
         tres: allocated resources.
         weights: as returned by `parse_weights`; None if the partition has none, so that CPUs are counted.
-        count: how the products are combined.
+        rule: how the products are combined.
     """
     if not weights:
         return tres.get("cpu", 0.0)
     products = {name: weight * tres.get(name, 0.0) for name, weight in weights.items() if name != "billing"}
-    if count == "sum":
+    if rule == "sum":
         return sum(products.values())
-    alternatives = {name for name in products if name in _NODE_TRES or (count == "max" and name.startswith("gres/"))}
+    alternatives = {name for name in products if name in _NODE_TRES or (rule == "max" and name.startswith("gres/"))}
     max_product = max((products[name] for name in alternatives), default=0.0)
     return max(0.0, max_product) + sum(value for name, value in products.items() if name not in alternatives)
 

@@ -20,10 +20,7 @@ class Trackers:
         return export
 
     def export(
-        self,
-        runs: "Sequence[Run]",
-        to: Sequence[str],
-        request: "ExportRequest",
+        self, runs: "Sequence[Run]", to: Sequence[str], request: "ExportRequest"
     ) -> "Work[tuple[ExportResult, ...]]":
         from tula_cli.extras.trackers.export import export_requested, require_all_sent
 

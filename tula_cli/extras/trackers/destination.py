@@ -162,7 +162,7 @@ class Destination:
             ) from error
 
 
-def resolve_destination(export: Export, run: Run, *, environ: Mapping[str, str] = os.environ) -> Destination:
+def resolve_destination(export: Export, run: Run) -> Destination:
     """Return the destination to send a run to; by default a folder or database in the run, under the job's name.
 
     Raises:
@@ -170,15 +170,15 @@ def resolve_destination(export: Export, run: Run, *, environ: Mapping[str, str] 
     """
     folder = run.path.absolute() / FOLDER
     try:
-        uri = strip_password(export.uri) if export.uri else _get_default_place(export.to, folder, environ)
+        uri = strip_password(export.uri) if export.uri else _get_default_place(export.to, folder)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
     return Destination(export.to, _make_absolute(export.to, uri), export.project or run.job_name, folder)
 
 
-def _get_default_place(to: str, folder: Path, environ: Mapping[str, str]) -> str:
+def _get_default_place(to: str, folder: Path) -> str:
     if to == "mlflow":
-        return strip_password(environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
+        return strip_password(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
     return str(folder / to) if to in TRACKERS else ""
 
 

@@ -5,11 +5,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from tula_cli import words
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.cli.waiting import follow_work
 from tula_cli.cluster import launcher
@@ -34,10 +32,8 @@ from tula_cli.services.tracking import FOLDER, ExportResult
 from tula_cli.show.screen import Screen
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Export
-from tula_cli.words import format_count
+from tula_cli.words import compute_seconds_to_next_progress_line, format_count
 
-if TYPE_CHECKING:
-    from tula_cli.services.tracking import ExportResult
 # --- Files to send
 
 SENT_FILES = ("recommended.yaml", "results.csv")
@@ -350,7 +346,7 @@ def export_run(
                 yield from session.update(active=is_active(session.run))
             if last:
                 break
-            if (now := time.monotonic()) - last_note >= words.compute_seconds_to_next_progress_line(now - began):
+            if (now := time.monotonic()) - last_note >= compute_seconds_to_next_progress_line(now - began):
                 last_note = now
                 yield Note("; ".join(map(_describe_count, sessions)))
             sleep(interval)
@@ -404,35 +400,26 @@ def _make_warning(error: TulaError) -> WarningEvent:
 
 def _describe_count(session: Session) -> str:
     verb = "written for" if session.destination.offline else "sent to"
-    return f"{words.format_count(session.new_points, 'point')} {verb} {session.destination.to}"
+    return f"{format_count(session.new_points, 'point')} {verb} {session.destination.to}"
 
 
 def _has_active_jobs(run: Run) -> bool:
-    """Return whether a job of a run is queued or running, as the scheduler reports it."""
     return status.get_run_status(
         run, launcher.make_launcher(run.spec, submits=False), now=time.time()
     ).has_active_jobs()
 
 
-def export(
-    screen: Screen,
-    chosen: ExistingRun,
-    to: Trackers = (),
-    *,
-    request: ExportRequest,
-) -> None:
+def export(screen: Screen, chosen: ExistingRun, to: Trackers = (), *, request: ExportRequest) -> None:
     """Send results to MLflow, Weights & Biases or TensorBoard.
 
     Sends parameters, probes, the recommendation and trainings. Data that were sent before are not sent again.
     """
-
-    runs = chosen.find_runs(screen)
-    results = follow_work(screen, export_requested(runs, list(to), request))
+    results = follow_work(screen, export_requested(chosen.find_runs(screen), to, request))
     screen.answer(results, describe_exports(results))
     require_all_sent(results)
 
 
-def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":
+def describe_exports(results: Sequence[ExportResult]) -> Iterator[str]:
     """Yield two lines per tracker: what was sent, and where it can be viewed."""
     for result in results:
         counts = ((result.new_runs, "run"), (result.new_points, "point"), (result.files, "file"))
@@ -447,7 +434,7 @@ def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":
         yield f"  {_describe_destination(result)}"
 
 
-def _describe_destination(result: "ExportResult") -> str:
+def _describe_destination(result: ExportResult) -> str:
     """Return the command or address for viewing the exported data."""
     if result.to == "tensorboard":
         return f"tensorboard --logdir {shlex.quote(result.uri)}"

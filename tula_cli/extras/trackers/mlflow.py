@@ -41,16 +41,16 @@ class MlflowRun:
 
     def params(self, values: Mapping[str, Scalar]) -> None:
         params = [Param(_make_key(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
-        for some in _split_into_chunks(
+        for chunk in _split_into_chunks(
             [param for param in params if param.key not in self.given], _MAX_PARAMS_PER_CALL
         ):
-            self.client.log_batch(self.id, params=some)
+            self.client.log_batch(self.id, params=chunk)
         self.given |= {param.key for param in params}
 
     def tags(self, values: Mapping[str, str]) -> None:
         tags = [RunTag(_make_key(name), value[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
-        for some in _split_into_chunks(tags, _MAX_PARAMS_PER_CALL):
-            self.client.log_batch(self.id, tags=some)
+        for chunk in _split_into_chunks(tags, _MAX_PARAMS_PER_CALL):
+            self.client.log_batch(self.id, tags=chunk)
 
     def points(self, points: Sequence[Point]) -> None:
         self._log_metrics(
@@ -66,8 +66,8 @@ class MlflowRun:
         self._log_metrics([Metric(_make_key(name), value, now, samples) for name, value in values.items()])
 
     def _log_metrics(self, metrics: Sequence[Metric]) -> None:
-        for some in _split_into_chunks(metrics, _MAX_METRICS_PER_CALL):
-            self.client.log_batch(self.id, metrics=some)
+        for chunk in _split_into_chunks(metrics, _MAX_METRICS_PER_CALL):
+            self.client.log_batch(self.id, metrics=chunk)
 
     def artifact(self, path: Path) -> None:
         self.client.log_artifact(self.id, str(path))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -33,9 +33,9 @@ class RunPayload:
     run: TrackerRun
     state: State
     ended: float  # Unix time of the end, or of the newest value if it is running
-    params: Mapping[str, Scalar] = field(default_factory=dict)
-    tags: Mapping[str, str] = field(default_factory=dict)
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    params: Mapping[str, Scalar]
+    tags: Mapping[str, str]
+    numbers: Mapping[str, float]
     artifacts: tuple[Path, ...] = ()
     points: Sequence[Point] = ()  # points of the curves
 

@@ -15,19 +15,13 @@ from tula_cli.show.screen import Screen
 
 def status(screen: Screen, chosen: ExistingRun) -> None:
     """Show the jobs, the training and the recommendation of a run."""
-    import time
-
-    from tula_cli.cluster import launcher
     from tula_cli.run.directory import RunDir
     from tula_cli.run.job_runs import find_chosen_run
-    from tula_cli.services import status as services_status
     from tula_cli.services.site_charges import find_site_charge
+    from tula_cli.services.status import query_run_status
 
     runs = chosen.find_runs(screen)
-    statuses = {
-        run.type: services_status.get_run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time())
-        for run in runs
-    }
+    statuses = {run.type: query_run_status(run) for run in runs}
     screen.status = "pending" if any(now.has_active_jobs() for now in statuses.values()) else "done"
     snapshot = (find_chosen_run(runs) or runs[0]).read_snapshot()
     recommendation = snapshot.recommendation
@@ -87,12 +81,9 @@ def logs(
     Shows the log of rank 0 of the newest attempt. If an attempt failed, its error is shown first, with the log of the
     rank that failed. With --json, each line is one JSON object.
     """
-    import time
-
-    from tula_cli.cluster import launcher
     from tula_cli.run.job_runs import select_runs
     from tula_cli.services import logs as services_logs
-    from tula_cli.services import status as services_status
+    from tula_cli.services.status import query_run_status
 
     runs = chosen.find_runs(screen)
     if node_type is not None:
@@ -100,9 +91,7 @@ def logs(
     run = services_logs.find_run_written_last(runs, job) or runs[0]
 
     def active() -> bool:
-        return services_status.get_run_status(
-            run, launcher.make_launcher(run.spec, submits=False), now=time.time()
-        ).has_active_jobs(job and [job])
+        return query_run_status(run).has_active_jobs(job and [job])
 
     pause = run.spec.cluster.backend.poll[0] if follow else 0.0
     query = services_logs.LogQuery(job=job, rank=rank, every=every, last=last)

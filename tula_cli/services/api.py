@@ -244,14 +244,7 @@ class Run:
 
     def status(self) -> Status:
         """Return the status of the run's jobs and of its newest training; queries the scheduler."""
-        return Status(
-            {
-                run.type: status_service.get_run_status(
-                    run, launcher.make_launcher(run.spec, submits=False), now=time.time()
-                )
-                for run in self._runs
-            }
-        )
+        return Status({run.type: status_service.query_run_status(run) for run in self._runs})
 
 
 RESULT_COLUMNS = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from tula_cli.cluster.launcher import Launcher
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.host.failures import describe_advice
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.recommendations import Recommendation
@@ -330,6 +331,13 @@ class RunStatus:
 
 
 # --- The status at one moment
+
+
+def query_run_status(run: Run) -> RunStatus:
+    """Return the current status of a run; queries the scheduler, but cannot submit jobs."""
+    from tula_cli.cluster import launcher
+
+    return get_run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time())
 
 
 def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:

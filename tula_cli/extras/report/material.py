@@ -154,11 +154,6 @@ class ReportData:
         return self.spec.pricing.currency
 
 
-def get_configuration(row: Prediction) -> tuple[str, int, int, str]:
-    """Return the values that identify the configuration of a prediction."""
-    return row.type, row.nodes, row.batch, row.market
-
-
 _make_launcher = partial(launcher.make_launcher, submits=False)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tula_cli.extras.report.material import ReportData, RunReportData, get_configuration
+from tula_cli.extras.report.material import ReportData, RunReportData
 from tula_cli.extras.report.values import (
     build_table,
     choose_bytes_unit,
@@ -91,13 +91,13 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
     """Build the table of configurations: the choice first, the others in the order of `rows`."""
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
     to_size, size = choose_bytes_unit(row.peak_memory for row in rows)
-    chosen, priced = get_configuration(choice), is_priced(rows, currency)
+    chosen, priced = choice.configuration, is_priced(rows, currency)
     has_spot = any(row.market == "spot" for row in rows)
 
     def list_notes(row: Prediction) -> list[str]:
         return [*list_caveats(row, choice), *["interval_unknown"] * (row.hours_low is None)]
 
-    rows = sorted(rows, key=lambda row: get_configuration(row) != chosen)
+    rows = sorted(rows, key=lambda row: row.configuration != chosen)
     return build_table(
         "configurations",
         "Configurations",
@@ -123,7 +123,7 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
         caption=f"{'Time, node-hours and cost' if priced else 'Time and node-hours'} of the whole training, the chosen"
         " configuration first; low and high: 90 % interval of the time. Also marked: the Pareto front (no"
         f" configuration is both faster and cheaper).{explain_notes(map(list_notes, rows))}",
-        marks=["chosen" if get_configuration(row) == chosen else "front" if row.pareto else "" for row in rows],
+        marks=["chosen" if row.configuration == chosen else "front" if row.pareto else "" for row in rows],
     )
 
 
@@ -349,7 +349,7 @@ def _build_scaling_table(study: Sequence[ScalingPoint], key: str, title: str, ma
         caption=f"Speed-up and efficiency are relative to {fewest}; low and high: 90 % interval of the step time; "
         f"{'time, node-hours and cost' if priced else 'time and node-hours'} are those of the whole training."
         f"{explain_notes(point.caveats for point in study)}",
-        marks=["chosen" if get_configuration(row) == (choice and get_configuration(choice)) else "" for row in rows],
+        marks=["chosen" if row.configuration == (choice and choice.configuration) else "" for row in rows],
     )
 
 

@@ -10,7 +10,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.cli.waiting import follow_work
-from tula_cli.cluster import launcher
 from tula_cli.cluster.decisions import is_resumed_by_next_job
 from tula_cli.entry_points import find_extra
 from tula_cli.errors import Interruption, SpecError, TrackerError, TulaError
@@ -25,9 +24,9 @@ from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.services import status
 from tula_cli.services.document import ReportPackage
 from tula_cli.services.events import Event, Note, WarningEvent, Work
+from tula_cli.services.status import query_run_status
 from tula_cli.services.tracking import FOLDER, ExportResult
 from tula_cli.show.screen import Screen
 from tula_cli.spec.job import JobSpec
@@ -404,9 +403,7 @@ def _describe_count(session: Session) -> str:
 
 
 def _has_active_jobs(run: Run) -> bool:
-    return status.get_run_status(
-        run, launcher.make_launcher(run.spec, submits=False), now=time.time()
-    ).has_active_jobs()
+    return query_run_status(run).has_active_jobs()
 
 
 def export(screen: Screen, chosen: ExistingRun, to: Trackers = (), *, request: ExportRequest) -> None:

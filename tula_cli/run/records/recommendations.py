@@ -148,6 +148,11 @@ class Prediction(Record):
     )
 
     @property
+    def configuration(self) -> tuple[str, int, int, str]:
+        """The values that identify the configuration: node type, nodes, batch and market."""
+        return self.type, self.nodes, self.batch, self.market
+
+    @property
     def kind_text(self) -> str:
         """The node type and market, to follow a number of nodes; empty if neither matters."""
         return f" of type {self.type}" * bool(self.type) + " on spot" * (self.market == "spot")
@@ -190,7 +195,7 @@ def list_caveats(row: Prediction, choice: Prediction) -> tuple[str, ...]:
         choice: the configuration with which the others are compared.
     """
     names = ["wide_interval"] * is_interval_too_wide(row.hours_low, row.hours_high)
-    if _list_configuration_fields(row) != _list_configuration_fields(choice):
+    if row.configuration != choice.configuration:
         intervals, intervals_of_choice = _list_quantity_intervals(row), _list_quantity_intervals(choice)
         names += [
             f"{name}_within_noise"
@@ -234,10 +239,6 @@ def _intervals_overlap(a: Interval, b: Interval) -> bool:
     if a[0] is None or a[1] is None or b[0] is None or b[1] is None:
         return False
     return a[0] <= b[1] and b[0] <= a[1]
-
-
-def _list_configuration_fields(row: Prediction) -> tuple[str, int, int, str]:
-    return row.type, row.nodes, row.batch, row.market
 
 
 class TrainedSteps(Record):

@@ -125,9 +125,13 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
 
 def _list_fields(parameter: inspect.Parameter) -> list[tuple[inspect.Parameter, Option | None]]:
     """Return the fields of a parameter if it is a class of options, else the parameter itself."""
-    if dataclasses.is_dataclass(parameter.annotation):
+    if _is_class_of_options(parameter):
         return list_fields(parameter.annotation)
     return [(parameter, find_option(parameter))]
+
+
+def _is_class_of_options(parameter: inspect.Parameter) -> bool:
+    return dataclasses.is_dataclass(parameter.annotation)
 
 
 def _make_argument(parameter: inspect.Parameter, values: Mapping[str, Any]) -> Any:
@@ -135,8 +139,7 @@ def _make_argument(parameter: inspect.Parameter, values: Mapping[str, Any]) -> A
     fields = {
         field.name: _convert_value(field, option, values[field.name]) for field, option in _list_fields(parameter)
     }
-    is_class_of_options = dataclasses.is_dataclass(parameter.annotation)
-    return parameter.annotation(**fields) if is_class_of_options else fields[parameter.name]
+    return parameter.annotation(**fields) if _is_class_of_options(parameter) else fields[parameter.name]
 
 
 def _convert_value(field: inspect.Parameter, option: Option | None, value: Any) -> Any:

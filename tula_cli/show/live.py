@@ -69,7 +69,8 @@ class LineDisplay(LiveDisplay):
             self._note_change("training", state, describe_training(train))
 
     def add_probe(self, event: "ProbeFinished") -> None:
-        self.screen.note(_describe_finished_probe(event))
+        remaining = f", about {format_duration(event.left)} left" if event.left and event.number < event.total else ""
+        self.screen.note(f"[{event.number}/{event.total}] {describe_probe(event.result)}{remaining}")
 
     def update_comparison(self, progress: "ComparisonProgress") -> None:
         super().update_comparison(progress)
@@ -91,11 +92,6 @@ def _describe_job(job: "JobStatus") -> str:
     if job.kind == "probe" and job.state in ("queued", "running"):
         parts.append(f"{job.done} of {format_count(job.total, 'probe')} done")
     return ", ".join(parts)
-
-
-def _describe_finished_probe(event: "ProbeFinished") -> str:
-    remaining = f", about {format_duration(event.left)} left" if event.left and event.number < event.total else ""
-    return f"[{event.number}/{event.total}] {describe_probe(event.result)}{remaining}"
 
 
 class ProgressBarDisplay(LiveDisplay):

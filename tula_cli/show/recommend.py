@@ -54,7 +54,9 @@ def render_recommendation(
         yield ""
         yield "With the job's number of epochs at every batch:"
     yield from _render_with_signs(make_predictions_table(recommendation, every=every))
-    yield from () if every else _describe_omitted_rows(recommendation, more)
+    if not every:
+        shown, total = len(_select_rows(recommendation)), _count_configurations(recommendation)
+        yield from [f"{shown} of {total} configurations; {more}"] if shown < total else ()
     yield ""
     marks = ["* chosen", *(["2, 3 ... runners-up"] if recommendation.runners_up else [])]
     yield "; ".join([*marks, f"P: nothing is {_describe_pareto_dominance(recommendation.rows)}"])
@@ -300,12 +302,6 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
     ranks = [rank(offers) for offers in configs]
     best = sorted((worth, index) for index, worth in enumerate(ranks) if worth < 3)[:MAX_ROWS_LISTED]
     return [configs[index] for index in sorted(index for _, index in best)]
-
-
-def _describe_omitted_rows(recommendation: "Recommendation", hint: str) -> Iterator[str]:
-    shown, total = len(_select_rows(recommendation)), _count_configurations(recommendation)
-    if shown < total:
-        yield f"{shown} of {total} configurations; {hint}"
 
 
 def describe_saved_table(*, kept: bool) -> str:

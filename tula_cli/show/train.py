@@ -307,12 +307,10 @@ def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | Non
     table.add_row(f"cost ({summary.currency})", *_compare_values(summary.predicted_cost, summary.actual_cost, 1))
     if charge is not None:
         table.add_row(f"SLURM's bill ({charge.currency})", *_compare_values(charge.predicted, charge.cost, 1))
-    if summary.actual_kwh is not None:
-        table.add_row(
-            "energy (kWh)", *_compare_energy(summary.predicted_kwh, summary.actual_kwh, summary.counted or 0.0)
-        )
-    elif summary.predicted_kwh is not None:
-        table.add_row("energy (kWh)", format_number(summary.predicted_kwh), "-", "-")
+    if summary.actual_kwh is not None or summary.predicted_kwh is not None:
+        *energy, error = _compare_values(summary.predicted_kwh, summary.actual_kwh, 1)
+        has_counted_enough = (summary.counted or 0.0) >= MIN_COUNTED_SHARE
+        table.add_row("energy (kWh)", *energy, error if has_counted_enough else "-")
     return table
 
 
@@ -340,12 +338,6 @@ def list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, flo
         here, predicted_part = getattr(actual, part), getattr(predicted, part, None)
         if here or predicted_part:
             yield name, predicted_part, here
-
-
-def _compare_energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:
-    """Return predicted and counted energy and the prediction error; no error if too little of the time was counted."""
-    predicted_text, actual_text, error = _compare_values(predicted, actual, 1)
-    return predicted_text, actual_text, error if counted >= MIN_COUNTED_SHARE else "-"
 
 
 def _compare_values(predicted: float | None, actual: float | None, factor: float) -> tuple[str, str, str]:

@@ -210,7 +210,12 @@ class Latex:
         Letters missing in its standard fonts lose their accents; other unsupported characters become a question mark.
         """
         line = " ".join(text.split()).replace('"', "''")
-        return "".join(LATEX_ESCAPES.get(character) or _make_ascii(character) for character in line)
+        return "".join(
+            LATEX_ESCAPES.get(character)
+            or unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+            or "?"
+            for character in line
+        )
 
     def render_header(self, document: Document) -> str:
         title, made, question, answer = map(
@@ -257,14 +262,6 @@ class Latex:
 
     def render_figure_caption(self, figure: Figure) -> str:
         return rf"\noindent Figure \texttt{{{self.escape(figure.key)}}}"
-
-
-def _make_ascii(character: str) -> str:
-    return (
-        character
-        if character.isascii()
-        else unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode() or "?"
-    )
 
 
 RENDERERS: Mapping[TextForm, Callable[[Document], str]] = {

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 Mark = Any
 """A point in time: seconds on the host, or an event in the stream of a GPU."""
@@ -70,16 +70,16 @@ def read_peak_memory() -> dict[str, int]:
     device = get_used_cuda()
     if device is not None:
         return {"allocated": int(device.max_memory_allocated()), "reserved": int(device.max_memory_reserved())}
-    resident = _read_status_field("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident = _read_peak_resident_bytes() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"allocated": resident, "reserved": resident}
 
 
-def _read_status_field(name: str) -> int | None:
+def _read_peak_resident_bytes() -> int | None:
     try:
-        lines: Iterable[str] = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def read_hardware_name() -> str:

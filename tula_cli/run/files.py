@@ -429,12 +429,10 @@ def read_json_lines(
             file.seek(0)
         for line in read_lines(file):
             # A lost node may leave a line with unwritten blocks, so lines that are not JSON objects are skipped.
-            if (
-                line.endswith(b"\n")
-                and (is_wanted is None or is_wanted(line))
-                and (row := parse_json_object(line)) is not None
-            ):
-                yield row
+            if line.endswith(b"\n") and (is_wanted is None or is_wanted(line)):
+                row = parse_json_object(line)
+                if row is not None:
+                    yield row
 
 
 def read_lines(file: BinaryIO, *, longest: int = MAX_LINE_BYTES) -> Iterator[bytes]:

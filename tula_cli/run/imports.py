@@ -184,13 +184,9 @@ def list_import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:
         if any(folder.is_relative_to(prefix) for prefix in python):
             continue  # standard library or packages of an interpreter that lies in the working directory
         if folder.is_relative_to(real) and folder.is_dir():
-            below = folder.relative_to(real)
-            if not any(
-                is_foreign_folder(real / folder_name)
-                for folder_name in [*below.parents, below]
-                if folder_name != Path()
-            ):
-                roots[workdir / below] = None
+            between = [above for above in (folder, *folder.parents) if above.is_relative_to(real) and above != real]
+            if not any(map(is_foreign_folder, between)):
+                roots[workdir / folder.relative_to(real)] = None
     return list(roots)
 
 

@@ -44,19 +44,16 @@ def require_run(path: Path) -> None:
         SpecError: there is no such folder, it is not a run directory, or it is not readable.
         NotYours: it belongs to another user and is not readable.
     """
-    readable = os.R_OK | os.X_OK
+    spec_file = path / _SPEC_FILE
     try:
-        file_statistics = path.stat()
-        is_run = stat.S_ISDIR(file_statistics.st_mode) and stat.S_ISREG((path / _SPEC_FILE).stat().st_mode)
-        refused = is_run and not all(
-            _has_access(entry, how) for entry, how in ((path, readable), (path / _SPEC_FILE, os.R_OK))
-        )
+        is_run = stat.S_ISDIR(path.stat().st_mode) and stat.S_ISREG(spec_file.stat().st_mode)
+        refused = is_run and not (_has_access(path, os.R_OK | os.X_OK) and _has_access(spec_file, os.R_OK))
     except PermissionError:
         is_run = refused = True
     except OSError:
         is_run = refused = False
     if refused:
-        raise make_ownership_error(path / _SPEC_FILE) or SpecError(
+        raise make_ownership_error(spec_file) or SpecError(
             f"no permission to read {path}", f"chmod -R u+rwX {shlex.quote(str(path))}"
         )
     if not path.exists():

@@ -190,10 +190,8 @@ class Snapshot:
         for attempt in attempts:
             record = self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json"
             written = None if attempt.ended_at is not None else _read_modification_time(record)
-            if (
-                written is not None
-                and MAX_CLOCK_NOISE_SECONDS < abs(written - attempt.started_at) < COPIED_FILE_SECONDS
-            ):
+            offset = 0.0 if written is None else abs(written - attempt.started_at)
+            if MAX_CLOCK_NOISE_SECONDS < offset < COPIED_FILE_SECONDS:
                 attempt = attempt.model_copy(update={"started_at": written})
             adjusted.append(attempt)
         return adjusted

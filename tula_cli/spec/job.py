@@ -171,12 +171,8 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _default_scaling_to_updates(self) -> "JobSpec":
         """Scale updates by default if the optimizer divides by the gradient's magnitude, cancelling its factors."""
-        if (
-            self.script is None
-            and self.train.training_method.scales_gradients
-            and self.ags.apply_to is None
-            and self.optimizer.name in NORMALISING_OPTIMIZERS
-        ):
+        is_unset = self.script is None and self.ags.apply_to is None
+        if is_unset and self.train.training_method.scales_gradients and self.optimizer.name in NORMALISING_OPTIMIZERS:
             object.__setattr__(self, "ags", self.ags.model_copy(update={"apply_to": "update"}))  # the model is frozen
         return self
 
@@ -199,12 +195,8 @@ class JobSpec(Section):
         if has_adam_defaults(self) and "kind" not in self.schedule.model_fields_set:
             # The model is frozen.
             object.__setattr__(self, "schedule", _set_defaults(self.schedule, LATE_DECAY_SCHEDULE))
-        if (
-            max_grad_norm is not None
-            and self.optimizer.name in SGD_LIKE_OPTIMIZERS
-            and self.loss.name in CROSS_ENTROPIES
-            and "max_grad_norm" not in self.train.model_fields_set
-        ):
+        is_clipped = self.optimizer.name in SGD_LIKE_OPTIMIZERS and self.loss.name in CROSS_ENTROPIES
+        if is_clipped and max_grad_norm is not None and "max_grad_norm" not in self.train.model_fields_set:
             object.__setattr__(self, "train", _set_defaults(self.train, {"max_grad_norm": max_grad_norm}))
         return self
 

@@ -268,14 +268,10 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _check_duplicate_values(self) -> "Optimizer":
         for key in ("momentum", "weight_decay"):
-            if (
-                key in self.args
-                and getattr(self, key)
-                and key in self.model_fields_set
-                and self.args[key] != getattr(self, key)
-            ):
+            value = getattr(self, key)
+            if value and key in self.model_fields_set and self.args.get(key, value) != value:
                 raise ValueError(
-                    f"{key}: is {getattr(self, key):g}, but optimizer.args.{key} is {self.args[key]}; remove one of the two keys"
+                    f"{key}: is {value:g}, but optimizer.args.{key} is {self.args[key]}; remove one of the two keys"
                 )
         return self
 

@@ -53,11 +53,12 @@ def _check_option_name(name: str) -> str:
 
 
 def _check_sbatch_option(name: str) -> str:
-    if setting := _SBATCH_SETTINGS.get(normalize_option_name(_check_option_name(name))):
+    option = normalize_option_name(_check_option_name(name))
+    if setting := _SBATCH_SETTINGS.get(option):
         raise ValueError(f"remove this option, and set {setting}")
-    if normalize_option_name(name) in _RESERVED_SBATCH_OPTIONS:
+    if option in _RESERVED_SBATCH_OPTIONS:
         raise ValueError("tula sets this itself; remove the key")
-    if normalize_option_name(name) == "clusters":
+    if option == "clusters":
         raise ValueError(
             f"{name!r} selects another cluster than the one that tula queries; remove the key, and run tula on a login node of that cluster"
         )
@@ -65,9 +66,10 @@ def _check_sbatch_option(name: str) -> str:
 
 
 def _check_srun_option(name: str) -> str:
-    if normalize_option_name(_check_option_name(name)) == "cpus-per-task":
+    option = normalize_option_name(_check_option_name(name))
+    if option == "cpus-per-task":
         raise ValueError("remove this option, and set cluster.slurm.cpus_per_task")
-    if normalize_option_name(name) in _RESERVED_SRUN_OPTIONS:
+    if option in _RESERVED_SRUN_OPTIONS:
         raise ValueError("tula sets this itself; remove the key")
     return name
 
@@ -185,12 +187,10 @@ def _list_gpu_problems(slurm: Slurm) -> _OptionProblems:
             )
         return
     for name, value in slurm.extra.items():
+        option = normalize_option_name(name)
         # gres may request other resources than GPUs, for which there is no other key.
-        if (
-            normalize_option_name(name) in _GPU_OPTIONS
-            and value not in (*_OMITTED_VALUES, "0")
-            and (normalize_option_name(name) != "gres" or "gpu" in str(value))
-        ):
+        requests_gpus = option in _GPU_OPTIONS and (option != "gres" or "gpu" in str(value))
+        if requests_gpus and value not in (*_OMITTED_VALUES, "0"):
             yield (
                 ("extra", name),
                 "requests GPUs in addition to cluster.slurm.gpus; remove the option and set cluster.slurm.gpus and cluster.slurm.gpu_type, or set cluster.slurm.gpus: none",

@@ -290,11 +290,8 @@ def parse_count_option(option: Option | None, key: str, known_facts: KnownFacts,
         return number
     if (answer := known_facts.parse_answer(key)) is not None:
         return answer
-    if (
-        key == PROCESSES_QUESTION
-        and known_facts.gpus
-        and (option is None or option.value.text in ("gpu", "cuda", "auto", "-1"))
-    ):
+    means_all_gpus = option is None or option.value.text in ("gpu", "cuda", "auto", "-1")
+    if key == PROCESSES_QUESTION and known_facts.gpus and means_all_gpus:
         return known_facts.gpus
     written = option.written if option else missing
     flag = re.split(r"[ =]", written.removeprefix("srun's "))[0]
@@ -436,13 +433,8 @@ def _split_launcher_options(words: Sequence[ShellWord], *, attached: str = "") -
         if match and (match[2][0].isdigit() or match[1][1] in attached):
             flag, separator, value = match[1], "=", match[2]
         name = flag.lstrip("-").replace("-", "_")
-        if (
-            not separator
-            and behind
-            and name not in _VALUELESS_FLAGS
-            and not is_option(behind[0].text)
-            and not _starts_program(behind[0])
-        ):
+        may_have_value = not separator and name not in _VALUELESS_FLAGS
+        if may_have_value and behind and not (is_option(behind[0].text) or _starts_program(behind[0])):
             size, value = 2, behind[0].text
         given = behind[0] if size == 2 else replace(word, text=value)
         options.append(Option(tuple(words[index : index + size]), f"{flag}{separator or ' '}", given, index, name))

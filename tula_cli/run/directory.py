@@ -28,7 +28,7 @@ from tula_cli.run.lock import FolderLock
 from tula_cli.run.owner import find_other_owner, require_ownership, require_run
 from tula_cli.run.parsed_spec import (
     find_newest_run,
-    get_change_time,
+    get_job_change_time,
     list_run_folders,
     read_stored_spec,
     write_parsed_spec,
@@ -213,7 +213,7 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        return get_change_time(self.path) is not None
+        return get_job_change_time(self.path) is not None
 
     def read_spec(self) -> JobSpec:
         """Return the stored job; raises as `read_stored_spec` does."""

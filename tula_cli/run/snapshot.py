@@ -13,7 +13,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.run import messages
 from tula_cli.run.damage import list_curve_warnings, warn_damaged_record
-from tula_cli.run.files import list_files, list_names, read_record, read_records, read_text
+from tula_cli.run.files import get_change_time, list_files, list_names, read_record, read_records, read_text
 from tula_cli.run.parsed_spec import find_spec_damage
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, Job
@@ -173,7 +173,7 @@ class Snapshot:
 
     def get_last_log_time(self, attempt: Attempt) -> float | None:
         """Return when an attempt last wrote to its log (Unix time of the file system); None if it has no log yet."""
-        return _read_modification_time(self.path / f"logs/{attempt.task}.{attempt.number:03d}.log")
+        return get_change_time(self.path / f"logs/{attempt.task}.{attempt.number:03d}.log") or None
 
     def end_lost_attempts(self, attempts: Iterable[Attempt]) -> list[Attempt]:
         """Return attempts of jobs that no longer run; one left open by a killed supervisor ends when its log was last written."""
@@ -189,8 +189,8 @@ class Snapshot:
         adjusted = []
         for attempt in attempts:
             record = self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json"
-            written = None if attempt.ended_at is not None else _read_modification_time(record)
-            offset = 0.0 if written is None else abs(written - attempt.started_at)
+            written = 0.0 if attempt.ended_at is not None else get_change_time(record)
+            offset = abs(written - attempt.started_at) if written else 0.0
             if MAX_CLOCK_NOISE_SECONDS < offset < COPIED_FILE_SECONDS:
                 attempt = attempt.model_copy(update={"started_at": written})
             adjusted.append(attempt)
@@ -356,13 +356,6 @@ class Snapshot:
                 self._errors[path] = error
         record: T | None = self._records[path]
         return record
-
-
-def _read_modification_time(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
 
 
 def _group_records(items: Iterable[T], *, by: Callable[[T], str]) -> dict[str, list[T]]:

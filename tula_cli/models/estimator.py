@@ -394,8 +394,8 @@ class Estimator:
 
     def _find_probes(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
         """Return the probes of the given configurations by index; configurations without one are left out."""
-        places_by_index = map_indices_to_probes(self.probes, nodes, local_batch)
-        return {index: self.probes[probe] for index, probe in places_by_index.items()}
+        indices = map_indices_to_probes(self.probes, nodes, local_batch)
+        return {index: self.probes[probe] for index, probe in indices.items()}
 
     def _estimate_step_times(self, nodes: Ints, batch: Ints) -> Estimates:
         """Return the step times, measured ones if available."""

@@ -253,8 +253,7 @@ def _make_point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
     # without a limit, the libraries of the process do not count
     if probe.capacity is None and probe.environment.device == "cpu":
         memory = memory.model_copy(update={"libraries": 0})
-    on_heap = probe.environment.device == "cpu"
-    return _Point(probe.local_batch / probe.accumulate, memory, room=None, on_heap=on_heap)
+    return _Point(probe.local_batch / probe.accumulate, memory, room=None, on_heap=probe.environment.device == "cpu")
 
 
 def _move_heap_growth_to_peaks(points: list[_Point]) -> list[_Point]:
@@ -390,8 +389,9 @@ def _fit_reserved_ratio(measured: Sequence[_Point], estimated: Sequence[_Point])
     ratios = sorted((point.micro_batch, point.reserved_ratio) for point in estimated)
     xs, ys = zip(*ratios, strict=True) if ratios else ((0.0,), (1.0,))
     curve = PiecewiseLinear((*xs, 2 * xs[-1] + 1), (*ys, ys[-1]))  # constant beyond the last point
-    errors = [point.reserved_ratio - curve(point.micro_batch) for point in measured] or [0.0]
-    return PiecewiseLinear(curve.xs, tuple(max(1.0, y + float(np.median(errors))) for y in curve.ys))
+    errors = [point.reserved_ratio - curve(point.micro_batch) for point in measured]
+    shift = float(np.median(errors or [0.0]))
+    return PiecewiseLinear(curve.xs, tuple(max(1.0, y + shift) for y in curve.ys))
 
 
 def _fit_min_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> float:

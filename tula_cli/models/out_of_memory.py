@@ -144,8 +144,7 @@ def find_smallest_ruled_out(
         sharded: whether the GPUs share the model, so that more nodes may leave more memory per GPU, but fewer nodes
             never do.
     """
-    sizes = [oom[1] for oom in ooms if is_ruled_out_by(oom, nodes, local_batch, sharded=sharded)]
-    return min(sizes, default=None)
+    return min((oom[1] for oom in ooms if is_ruled_out_by(oom, nodes, local_batch, sharded=sharded)), default=None)
 
 
 def is_ruled_out_by(oom: tuple[int, int], nodes: Number, local_batch: Number, *, sharded: bool) -> Number:

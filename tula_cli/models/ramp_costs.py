@@ -64,7 +64,7 @@ class StageTimes:
             stages = self.list_stages(config)
             assign_nodes_to_stages(stages, list_nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes)
         except SpecError as error:
-            return describe_error(error)
+            return _describe_error(error)
         return ""
 
     def describe_why_not_startable(self, config: Config) -> str:
@@ -466,12 +466,11 @@ def describe_why_stages_rejected(spec: JobSpec, *, batch: int, nodes: int, datas
     try:
         check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
     except SpecError as error:
-        return describe_error(error)
+        return _describe_error(error)
     return ""
 
 
-def describe_error(error: SpecError) -> str:
-    """Return an error and its hint in one line."""
+def _describe_error(error: SpecError) -> str:
     return f"{error.message} ({error.hint})" if error.hint else error.message
 
 

@@ -148,9 +148,9 @@ def _judge_resumed(begin: ObservedStart, start: ObservedStart, *, lr_ratio: floa
     lr = _judge_learning_rate(begin, start, lr_ratio) or (
         _find_lost_schedule(begin, start) if start.batch == begin.batch else ""
     )
-    faults = (*([lr] if lr else []), *counted.faults)
-    messages = (*([lr] if lr else []), *counted.reasons)
-    return _ResumedStart(counted.exact and not faults, counted.lost_progress, messages, faults)
+    lr_faults = (lr,) if lr else ()
+    faults, reasons = (*lr_faults, *counted.faults), (*lr_faults, *counted.reasons)
+    return _ResumedStart(counted.exact and not faults, counted.lost_progress, reasons, faults)
 
 
 def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
@@ -190,8 +190,8 @@ def _compute_sample_tolerance(begin: ObservedStart, start: ObservedStart, remain
 
     Each epoch may drop its last batch, and one batch is counted ahead of the checkpoint.
     """
-    epochs = math.ceil(remaining / begin.dataset_size) if begin.dataset_size else 1
-    return max(1, epochs) * start.batch + begin.batch
+    epochs = max(1, math.ceil(remaining / begin.dataset_size)) if begin.dataset_size else 1
+    return epochs * start.batch + begin.batch
 
 
 def _judge_learning_rate(begin: ObservedStart, start: ObservedStart, ratio: float | None) -> str:

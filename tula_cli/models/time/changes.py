@@ -12,7 +12,13 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import messages
 from tula_cli.models.cost import compute_cost
-from tula_cli.models.time.noise import SETTLING_SAMPLES, Floats, compute_standard_error, compute_trimmed_mean
+from tula_cli.models.time.noise import (
+    SETTLING_SAMPLES,
+    Floats,
+    compute_known_median,
+    compute_standard_error,
+    compute_trimmed_mean,
+)
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepChange, StepPart, StepParts
 from tula_cli.run.records.scripts import Heartbeat
@@ -302,16 +308,11 @@ _FASTER_CAUSES: dict[StepPart, str] = {"compute": "the nodes compute faster", "n
 
 def compute_median_step_parts(samples: Sequence[StepParts]) -> StepParts:
     """Return the median of each part over samples, of which there must be at least one."""
-
-    def compute_median_part(name: str) -> float | None:
-        values = [value for sample in samples if (value := getattr(sample, name)) is not None]
-        return statistics.median(values) if values else None
-
     return StepParts(
         step=statistics.median(sample.step for sample in samples),
-        data=compute_median_part("data"),
-        compute=compute_median_part("compute"),
-        sync=compute_median_part("sync"),
+        data=compute_known_median(sample.data for sample in samples),
+        compute=compute_known_median(sample.compute for sample in samples),
+        sync=compute_known_median(sample.sync for sample in samples),
     )
 
 

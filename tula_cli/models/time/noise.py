@@ -1,7 +1,8 @@
 """Mean, parts and noise of repeated step times; without statsmodels, so that training processes can import it cheaply."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,12 @@ def compute_trimmed_mean(step_times: Sequence[float]) -> float:
     few steps (a refilled loader queue). Among a few dozen steps a single stall would move a plain mean too far.
     """
     return float(np.mean(_clip_outliers(step_times)))
+
+
+def compute_known_median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are not None; None if there are none."""
+    known_values = [value for value in values if value is not None]
+    return statistics.median(known_values) if known_values else None
 
 
 def split_step(probe: Measured) -> StepParts:

@@ -6,7 +6,6 @@ jobs, and the change of its pace during the training.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from tula_cli.models.time.noise import (
     SETTLING_SAMPLES,
     Z90,
     compute_block_deviation,
+    compute_known_median,
     compute_standard_error,
     compute_trimmed_mean,
 )
@@ -206,7 +206,8 @@ def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | N
     changed = max(start.changed for _, start in starts)
     # The next training may have the step time before or after a change, so the 90 % interval includes both.
     noise = math.hypot(compute_standard_error(times) / compute_trimmed_mean(times), DEFAULT_REPEAT_SD, changed / Z90)
-    medians = {name: _compute_median(timed, name) for name in ("compute", "sync", "data_wait")}
+    names = ("compute", "sync", "data_wait")
+    medians = {name: compute_known_median(step.row.get(name) for step in timed) for name in names}
     # as for a probe, compute includes data waits; their maxima may be of different ranks
     if medians["compute"] is not None:
         medians["compute"] = min(compute_trimmed_mean(times), medians["compute"] + (medians["data_wait"] or 0.0))
@@ -255,8 +256,3 @@ def _compute_stretch_means(timed: Sequence[_TimedSteps]) -> tuple[float, ...]:
     total_seconds = np.bincount(stretch, weights=counts * [step.seconds for step in timed])
     steps = np.bincount(stretch, weights=counts)
     return tuple(float(seconds) for seconds in total_seconds[steps > 0] / steps[steps > 0])
-
-
-def _compute_median(timed: Iterable[_TimedSteps], name: str) -> float | None:
-    values = [value for step in timed if (value := step.row.get(name)) is not None]
-    return statistics.median(values) if values else None

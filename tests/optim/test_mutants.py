@@ -135,7 +135,7 @@ MUTANTS = {
     "static: factor 1": ("ags", "torch.full((), self._constant_factor, device", "torch.full((), 1.0, device"),
     "static: the cap without its root": (
         "ags",
-        "max(1.0, self.setup.limit)",
+        "max(1.0, self.setup.max_factor)",
         "max(1.0, self.setup.b_large / self.setup.small_batch_size)",
     ),
     "the gate counts without factors": ("ags", "should_scale if has_factors", "should_scale if True"),
@@ -179,7 +179,7 @@ MUTANTS = {
     "factors of another batch are used": ("ags", 'void = ags["meaning"] != self._get_state_settings()', "void = False"),
     "factors of another cap are used": (
         "ags",
-        'return {"kind": self.kind, "s_max": self.limit}',
+        'return {"kind": self.kind, "s_max": self.max_factor}',
         'return {"kind": self.kind}',
     ),
     "factors of another target are used": ("ags", '            "apply_to": self.apply_to,\n', ""),

@@ -100,7 +100,7 @@ class Gate:
         self.scaled: Tensor | None = None
         self._world: int | None = None
         self._counts = torch.zeros(3, dtype=torch.int64)  # numbers of scaled steps, rises and falls of |G|^2
-        self._mark = (0, 0, 0, 0)  # steps and counts at the previous report
+        self._mark: tuple[int, ...] = (0, 0, 0, 0)  # steps and counts at the previous report
 
     def bind(self, world: int) -> None:
         """Attach the gate to an optimizer on `world` ranks.
@@ -142,13 +142,11 @@ class Gate:
         """Return the gate's part of `TulaOptimizer.report` after a number of steps; waits for the device."""
         counts = (steps, *(int(n) for n in self._counts.tolist()))
         steps_taken, scaled, up, down = (a - b for a, b in zip(counts, self._mark, strict=True))
-        self._mark = (counts[0], counts[1], counts[2], counts[3])
+        self._mark = counts
         shares = {"scaled": scaled, "jumps_up": up, "jumps_down": down}
         change = math.inf if self.change is None else float(self.change)
-        return {name: n / max(1, steps_taken) for name, n in shares.items()} | {
-            "steps": float(steps_taken),
-            "delta": change,
-        }
+        report = {name: n / max(1, steps_taken) for name, n in shares.items()}
+        return report | {"steps": float(steps_taken), "delta": change}
 
     def reset(self) -> None:
         """Forget the norms so far, since those of another batch size are not comparable."""
@@ -205,11 +203,6 @@ class RefreshSchedule:
         if not isinstance(refresh, Integral) or isinstance(refresh, bool) or refresh < 1:
             raise ValueError(f'refresh must be "epoch" or an integer of at least 1 (steps), got {refresh!r}')
         return cls(every=int(refresh), steps=int(refresh), usual=int(refresh))
-
-    @property
-    def has_known_length(self) -> bool:
-        """Whether the number of steps of this epoch is known."""
-        return self.steps is not None
 
     @property
     def is_due(self) -> bool:
@@ -328,11 +321,6 @@ def compute_small_batch_gradients(
     return grads if len(counts) == 1 else _average_over_ranks(grads, params, counts, rank)
 
 
-def are_finite(grads: Sequence[Tensor]) -> Tensor:
-    """Return whether all values of the gradients (at least one) are finite, 0-dim, bool, on the device."""
-    return compute_squared_norm(grads).isfinite()
-
-
 @contextmanager
 def restore_buffers(model: nn.Module) -> Iterator[None]:
     """Restore every buffer at the end, including one that the forward pass replaced by another tensor."""
@@ -400,9 +388,8 @@ def _undo_loss_scale(grads: list[Tensor | None], scaler: torch.amp.GradScaler) -
     if first is None:
         return grads
     factor = 1.0 / scaler.scale(torch.ones((), device=first.device))  # on the device: get_scale() would wait
-    for index, grad in enumerate(
-        grads
-    ):  # one by one, so that all copies never exist at once; not in place, as gradients may share memory
+    # one by one, so that all copies never exist at once; not in place, as gradients may share memory
+    for index, grad in enumerate(grads):
         grads[index] = None if grad is None else grad * factor.to(grad.device)
     return grads
 
@@ -504,10 +491,8 @@ class AgsSetup:
                 raise ValueError(f"{name} must be at least 1 sample, got {value}")
         if b_small > b_large:
             raise ValueError(f"b_small must be at most b_large ({b_large}), got {b_small}")
-        excluded, sharded = (
-            frozenset(find_embeddings(model) if exclude is None else exclude),
-            sharding.is_sharded(model),
-        )
+        excluded = frozenset(find_embeddings(model) if exclude is None else exclude)
+        sharded = sharding.is_sharded(model)
         setup = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, excluded, sharded)
         if setup.excluded and setup.excluded.issuperset(setup.params):
             raise ValueError("exclude leaves no parameter to scale (by default, embeddings are excluded)")
@@ -524,7 +509,7 @@ class AgsSetup:
         return sum(count_samples_per_rank(self.b_small, self.available, self.world, 0))
 
     @property
-    def limit(self) -> float:
+    def max_factor(self) -> float:
         """s_max = sqrt(b_large / b_small) (line 12), with `small_batch_size` for b_small."""
         return compute_factor_limit(self.b_large, self.small_batch_size)
 
@@ -619,7 +604,7 @@ class ScalingFactors(ABC):
     @property
     @abstractmethod
     def has_factors(self) -> bool:
-        """Whether factors exist."""
+        """False until the first refresh has computed factors."""
 
     @abstractmethod
     def get_factors(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
@@ -630,9 +615,9 @@ class ScalingFactors(ABC):
         """Return the factors' part of `TulaOptimizer.report`; waits for the device."""
 
     @property
-    def limit(self) -> float:
-        """s_max (line 12)."""
-        return self.setup.limit
+    def max_factor(self) -> float:
+        """The largest factor: s_max in line 12 of Algorithm 1."""
+        return self.setup.max_factor
 
     @property
     def values(self) -> list[Tensor]:
@@ -693,7 +678,7 @@ class ScalingFactors(ABC):
 
     def get_state_settings(self) -> dict[str, Any]:
         """Return the settings that stored factors and norms depend on."""
-        return {"kind": self.kind, "s_max": self.limit}
+        return {"kind": self.kind, "s_max": self.max_factor}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint saves."""
@@ -705,9 +690,6 @@ class ScalingFactors(ABC):
         Args:
             void: whether its factors no longer apply, so that only the counts are kept.
         """
-
-
-Granularity = Literal["element", "tensor"]
 
 
 class Static(ScalingFactors):
@@ -731,7 +713,7 @@ class Static(ScalingFactors):
 
     @property
     def _constant_factor(self) -> float:
-        return max(1.0, self.setup.limit) if self.factor is None else self.factor
+        return max(1.0, self.setup.max_factor) if self.factor is None else self.factor
 
     @property
     def mean(self) -> float:
@@ -784,7 +766,7 @@ class SmallBatch(ScalingFactors):
 
     def __init__(
         self,
-        per: Granularity = "element",
+        per: Literal["element", "tensor"] = "element",
         *,
         refresh: Refresh = "epoch",
         s_min: float = 1e-3,
@@ -814,7 +796,8 @@ class SmallBatch(ScalingFactors):
             raise ValueError(
                 f'a sharded model can only have factors per tensor: use {type(self).__name__}(per="tensor")'
             )
-        if self.reads_b_small and setup.world > 1 and _has_sync_batch_norm(setup.model):
+        has_sync_batch_norm = any(isinstance(module, nn.SyncBatchNorm) for module in setup.model.modules())
+        if self.reads_b_small and setup.world > 1 and has_sync_batch_norm:
             raise ValueError(
                 "SyncBatchNorm needs all ranks in a forward pass, but only some compute the small batch; use LocalNorms()"
                 " (ags.source: local_norms), which needs no small batch"
@@ -829,7 +812,7 @@ class SmallBatch(ScalingFactors):
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(self.s_min, self.limit)
+        return Bounds(self.s_min, self.max_factor)
 
     @property
     def has_factors(self) -> bool:
@@ -874,7 +857,7 @@ class SmallBatch(ScalingFactors):
         staged = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
         if self.per == "tensor":  # only the norms are needed, so the gradients are freed at once
             staged = dict(zip(staged, self.setup.compute_norms(list(staged.values())), strict=True))
-        self._finite = are_finite(list(staged.values())) if staged else None
+        self._finite = compute_squared_norm(list(staged.values())).isfinite() if staged else None
         # A refresh at every step does not wait for the device: `_replace_non_finite` keeps the previous factors.
         if self._refreshes_each_step or self._finite is None or bool(self._finite):
             self._staged = staged
@@ -1020,7 +1003,7 @@ class LocalNorms(SmallBatch):
         if ddp is None or setup.world == 1:
             return
         schedule = self.schedule  # the listener must not keep the DDP alive
-        self._listener = NormListener(lambda: not schedule.has_known_length or schedule.is_due)
+        self._listener = NormListener(lambda: schedule.steps is None or schedule.is_due)
         try:
             add_listener(ddp, self._listener)
         except RuntimeError as error:
@@ -1030,8 +1013,8 @@ class LocalNorms(SmallBatch):
             ) from error
 
     @property
-    def limit(self) -> float:
-        return self.setup.limit if self._listener is None else math.sqrt(self.setup.world)
+    def max_factor(self) -> float:
+        return self.setup.max_factor if self._listener is None else math.sqrt(self.setup.world)
 
     def _compute_factors(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
         if self._listener is None:
@@ -1061,10 +1044,6 @@ def _match_layout(factor: Tensor, param: Tensor) -> Tensor:
     if factor.shape != param.shape or factor.stride() == param.stride():
         return factor
     return torch.empty_like(param, dtype=factor.dtype).copy_(factor)
-
-
-def _has_sync_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 # --- The settings of section `ags` of a job file
@@ -1107,8 +1086,6 @@ def configure_ags(settings: Mapping[str, Any]) -> AgsArguments:
 
 
 # --- The optimizer
-
-Preset = Literal["paper", "robust"]
 
 VERSION = 2
 
@@ -1165,7 +1142,7 @@ class TulaOptimizer(OptimizerWrapper):
         model: nn.Module,
         b_large: int,
         b_small: int = 128,
-        preset: Preset = "paper",
+        preset: Literal["paper", "robust"] = "paper",
         factors: ScalingFactors | None = None,
         gate: Gate | None = None,
         apply_to: ScalingTarget = "gradient",
@@ -1181,7 +1158,7 @@ class TulaOptimizer(OptimizerWrapper):
         require_real_numbers(max_grad_norm=max_grad_norm)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be a number above 0, got {max_grad_norm}")
-        check_sharding(base, model, shares=True)
+        check_sharding(base, model)
         sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
         self.setup = AgsSetup.from_optimizer(
             base, model, **sizes, steps_per_epoch=steps_per_epoch, seed=seed, exclude=exclude
@@ -1201,7 +1178,7 @@ class TulaOptimizer(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; its parameters have the factor 1 until the next refresh."""
         super().add_param_group(param_group)
-        check_sharding(self.base, self.setup.model, shares=True)
+        check_sharding(self.base, self.setup.model)
 
     # ---- the refresh
 
@@ -1318,9 +1295,8 @@ class TulaOptimizer(OptimizerWrapper):
         if should_scale is not None and self.apply_to == "gradient":
             scale_([grads[p] for p in used], list(used.values()), should_scale)
         if self.max_grad_norm is not None and grads:
-            clip_(
-                list(grads.values()), self.max_grad_norm, square=self.setup.compute_squared_norm(list(grads.values()))
-            )
+            tensors = list(grads.values())
+            clip_(tensors, self.max_grad_norm, square=self.setup.compute_squared_norm(tensors))
         with self._scale_update(used, should_scale):
             yield
         self.factors.finish_step()
@@ -1335,9 +1311,8 @@ class TulaOptimizer(OptimizerWrapper):
 
     def _decide_and_refresh(self, grads: dict[Tensor, Tensor], due: bool) -> Tensor:
         """Return whether to scale this step (line 5), and compute the factors of the next if due (line 10)."""
-        should_scale = self.gate.decide(
-            self.setup.compute_squared_norm(list(grads.values())), has_factors=self.factors.has_factors
-        )
+        square = self.setup.compute_squared_norm(list(grads.values()))
+        should_scale = self.gate.decide(square, has_factors=self.factors.has_factors)
         if due:
             self.factors.refresh_factors(self._select_scaled(grads))
         return should_scale
@@ -1379,7 +1354,9 @@ class TulaOptimizer(OptimizerWrapper):
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state = before(self, state) or state
-        _check_state(state)
+        if "base" not in state or "ags" not in state:
+            raise ValueError('this is not the state of a TulaOptimizer: the keys "base" and "ags" are missing')
+        _check_version(state["ags"])
         self.base.load_state_dict(state["base"])
         self.load_ags_state_dict(state["ags"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -1440,12 +1417,6 @@ class TulaOptimizer(OptimizerWrapper):
         constant factor none.
         """
         return self.factors.compute_memory()
-
-
-def _check_state(state: Mapping[str, Any]) -> None:
-    if "base" not in state or "ags" not in state:
-        raise ValueError('this is not the state of a TulaOptimizer: the keys "base" and "ags" are missing')
-    _check_version(state["ags"])
 
 
 def _check_version(ags: Mapping[str, Any]) -> None:

@@ -62,7 +62,6 @@ def add_listener(ddp: DistributedDataParallel, listener: Listener) -> None:
     get_or_register_reduction_hook(ddp).listeners.append(listener)
 
 
-# DDP reads the annotations, so they must not be strings (no `from __future__ import annotations` here)
 def _reduce(state: ReductionHook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     gradient = bucket.buffer()
     finishers = [listener(bucket) for listener in state.listeners]

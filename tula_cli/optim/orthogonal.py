@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import gradient_stats, sharding
 from .gradient_stats import chunk_indices, clip_, copy_tensors, get_accumulation_dtype, group_by_dtype
-from .wrapper import OptimizerWrapper, check_sharding, get_rank_and_world
+from .wrapper import OptimizerWrapper, check_sharding, get_rank_and_world, list_class_names
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the odd polynomial that Muon iterates: steep at 0, and its values stay near 1 without converging."""
@@ -55,14 +55,10 @@ COUPLED_DECAY_CLASSES = INDEPENDENT_OF_WEIGHTS - {"AdamW"} | {"ASGD"}
 
 def describe_why_not_orthogonalizable(base: torch.optim.Optimizer) -> str:
     """Return why the steps of an optimizer cannot be orthogonalised; empty if they can."""
-    names = _list_class_names(base)
+    names = list_class_names(base)
     return next(
         (f"{name.removesuffix('WithAdamW')} {why}" for name, why in REFUSED_OPTIMIZERS.items() if name in names), ""
     )
-
-
-def _list_class_names(instance: object) -> set[str]:
-    return {kind.__name__ for kind in type(instance).__mro__}
 
 
 class Ortho(OptimizerWrapper):
@@ -98,7 +94,7 @@ class Ortho(OptimizerWrapper):
     def __init__(self, base: torch.optim.Optimizer, *, model: nn.Module, max_grad_norm: float | None = None) -> None:
         if why := describe_why_not_orthogonalizable(base):
             raise ValueError(f"{why}; use torch.optim.SGD or AdamW")
-        check_sharding(base, model, "Ortho", shares=True)
+        check_sharding(base, model, "Ortho")
         super().__init__(base)
         self.max_grad_norm = max_grad_norm
         self._maps = frozenset(map(id, find_matrices(model)))
@@ -137,18 +133,11 @@ class Ortho(OptimizerWrapper):
         If the update does not depend on the weights, the base optimizer steps from zeros: the result is the update without
         weight decay, in full precision (added to weights in half precision it would be rounded away).
         """
-        grads = [
-            sharding.get_local_shard(p.grad)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        all_params = [p for group in self.param_groups for p in group["params"]]
+        grads = [sharding.get_local_shard(p.grad) for p in all_params if p.grad is not None]
         if self.max_grad_norm is not None and grads:
-            clip_(
-                grads,
-                self.max_grad_norm,
-                square=sharding.compute_sharded_squared_norm(grads) if self._sharded else None,
-            )
+            square = sharding.compute_sharded_squared_norm(grads) if self._sharded else None
+            clip_(grads, self.max_grad_norm, square=square)
         params = [p for p in self.matrices() if p.grad is not None]
         if not params:
             yield
@@ -191,19 +180,17 @@ class Ortho(OptimizerWrapper):
         return result
 
     def _has_coupled_decay(self, group: dict[str, Any]) -> bool:
-        names = _list_class_names(self.base)
+        names = list_class_names(self.base)
         return not group.get("decoupled_weight_decay", "AdamW" in names) and bool(names & COUPLED_DECAY_CLASSES)
 
     def _add_coupled_decay(self) -> None:
         """Add weight decay to the gradients of matrices as the base optimizer would, since it sees zeros for weights."""
         for group in self.param_groups:
-            decay, pairs = (
-                group.get("weight_decay"),
-                [(p, p.grad) for p in self._select_matrices(group) if p.grad is not None],
-            )
-            if pairs and decay and self._has_coupled_decay(group):
-                params, grads = [p for p, _ in pairs], [grad for _, grad in pairs]
-                decayed = copy_tensors(grads)  # unlike a sum, a copy keeps the strides of dimensions of size 1
+            decay = group.get("weight_decay")
+            params = [p for p in self._select_matrices(group) if p.grad is not None]
+            if params and decay and self._has_coupled_decay(group):
+                # unlike a sum, a copy keeps the strides of dimensions of size 1
+                decayed = copy_tensors([p.grad for p in params if p.grad is not None])
                 torch._foreach_add_(decayed, params, alpha=-decay if group["maximize"] else decay)
                 for p, grad in zip(params, decayed, strict=True):
                     p.grad = grad
@@ -258,9 +245,8 @@ def orthogonalize_(updates: Sequence[Tensor]) -> None:
         padding, max_elements = (MAX_PADDING, MAX_BATCH_ELEMENTS[0]) if device else (1.0, MAX_BATCH_ELEMENTS[1])
         for batch in batch_matrices([_get_sides(u) for u in selected], padding=padding, max_elements=max_elements):
             stacked = torch.stack([lengths[i] for i in batch])
-            _orthogonalize_batch_(
-                [selected[i] for i in batch], stacked, GPU_DTYPE if device else get_accumulation_dtype(dtype)
-            )
+            work_dtype = GPU_DTYPE if device else get_accumulation_dtype(dtype)
+            _orthogonalize_batch_([selected[i] for i in batch], stacked, work_dtype)
 
 
 def batch_matrices(sides: Sequence[tuple[int, int]], *, padding: float, max_elements: int) -> list[list[int]]:
@@ -336,7 +322,7 @@ def find_matrices(model: nn.Module) -> list[nn.Parameter]:
     for path, module in model.named_modules():
         everything = set(map(id, module.parameters()))  # including those of a parametrization
         direct = {name: id(p) for name, p in module.named_parameters(recurse=False)}
-        names = _list_class_names(module)
+        names = list_class_names(module)
         if isinstance(module, nn.modules.conv._ConvNd):
             (spared if module.groups == module.in_channels > 1 else convolutions).update(everything)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -19,10 +19,8 @@ from .sharding import is_sharded
 # --- Checks
 
 # With these classes no rank holds the averaged gradient of Eq. 5.
-CLASSES_OF_SHARDS = frozenset(
-    {"FullyShardedDataParallel", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
-)
-# Classes of fully_shard, which optimizers with `shares=True` support.
+CLASSES_OF_SHARDS = frozenset({"FullyShardedDataParallel", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"})
+# With these only if they shard over other ranks than all.
 CLASSES_OF_FULLY_SHARD = frozenset({"FSDPModule", "DTensor"})
 # Arguments that may be None.
 OPTIONAL_ARGUMENTS = frozenset({"available", "steps_per_epoch", "max_grad_norm", "factor"})
@@ -77,7 +75,7 @@ def check_base_can_be_scaled(base: torch.optim.Optimizer, *, of_gradients: bool)
         base: the base optimizer.
         of_gradients: whether gradients are scaled; else updates.
     """
-    names, name = _list_class_names(base), type(base).__name__
+    names, name = list_class_names(base), type(base).__name__
     if names & NORMALISING_OPTIMIZERS and of_gradients:
         raise ValueError(
             f"{name} divides by the magnitude of the gradient, so scaling the gradient has no effect."
@@ -98,19 +96,13 @@ def check_model_has_parameters_of_base(base: torch.optim.Optimizer, model: nn.Mo
         )
 
 
-def check_sharding(
-    base: torch.optim.Optimizer, model: nn.Module, who: str = "TulaOptimizer", *, shares: bool = False
-) -> None:
-    """Raise a ValueError if gradients are sharded, or parameters are complex.
-
-    Args:
-        shares: whether shards of fully_shard over all ranks are allowed.
-    """
+def check_sharding(base: torch.optim.Optimizer, model: nn.Module, who: str = "TulaOptimizer") -> None:
+    """Raise a ValueError if gradients are sharded otherwise than by fully_shard over all ranks, or parameters are complex."""
     params = [p for group in base.param_groups for p in group["params"]]
-    shares = shares and is_sharded(model) and all(_is_divided_among_all(p) for p in params)
-    refused = CLASSES_OF_SHARDS - CLASSES_OF_FULLY_SHARD if shares else CLASSES_OF_SHARDS
+    has_allowed_shards = is_sharded(model) and all(_is_divided_among_all(p) for p in params)
+    refused = CLASSES_OF_SHARDS if has_allowed_shards else CLASSES_OF_SHARDS | CLASSES_OF_FULLY_SHARD
     for instance in (base, *model.modules(), *params):
-        if _list_class_names(instance) & refused:
+        if list_class_names(instance) & refused:
             raise ValueError(
                 f"{who} does not work with {type(instance).__name__}, because every rank needs the whole"
                 " averaged gradient. Use DistributedDataParallel"
@@ -127,8 +119,8 @@ def _is_divided_among_all(param: Any) -> bool:
     return all(placement.is_shard() for placement in param.placements)
 
 
-def _list_class_names(instance: object) -> set[str]:
-    # by name, so that neither optional parts of torch nor other packages are imported
+def list_class_names(instance: object) -> set[str]:
+    """Return the names of an object's class and its bases: no optional part of torch and no other package is imported."""
     return {cls.__name__ for cls in type(instance).__mro__}
 
 
@@ -158,20 +150,16 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss; None without a closure.
         """
-        loss = _evaluate_closure(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._update()
         return loss
 
     @abstractmethod
     def _update(self) -> None:
         """Take the step; gradients are disabled."""
-
-
-def _evaluate_closure(closure: Callable[[], float] | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 class OptimizerWrapper(Optimizer):

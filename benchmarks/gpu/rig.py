@@ -17,7 +17,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import ranks as worker_ranks
 from tula_cli.worker.build.data import build_datasets
-from tula_cli.worker.device import configure_device
+from tula_cli.worker.device import configure_device, make_autocast_context
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Step, Trainer
@@ -144,6 +144,6 @@ class ConstantBatchTrainer:
     def evaluate(self) -> None:
         """Run the forward pass of an evaluation."""
         self.trainer.parallel.eval()
-        with worker_train_loop.make_autocast_context(self.trainer):
+        with make_autocast_context(self.trainer.spec.train, self.trainer.ranks.device):
             self.trainer.parallel.module(self.pair[0])
         self.trainer.parallel.train()

@@ -20,7 +20,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches import slice_batch
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
-from tula_cli.worker.device import read_process_memory
+from tula_cli.worker.device import make_autocast_context, read_process_memory
 from tula_cli.worker.measure import fake_tensor_step
 from tula_cli.worker.methods.table import get_method
 
@@ -44,7 +44,7 @@ def measure_growth(spec: JobSpec, batch: Any, size: int) -> int:
         factors = SmallBatch(refresh=1)
         optimizer = TulaOptimizer(optimizer, model=ddp, b_large=size, b_small=size // 4, factors=factors)
     for _ in range(3):
-        with fake_tensor_step.make_fake_autocast(spec):
+        with make_autocast_context(spec.train, torch.device("cpu")):
             loss = call.compute_loss(ddp, batch)
         loss.backward()
         if isinstance(optimizer, TulaOptimizer):

@@ -91,7 +91,7 @@ MUTANTS = {
         "[next(zip(*_split_for_caches(result, small, large)))]",
     ),
     "tensor: the ratio is upside down": ("gradient_stats", "above[i] for i in indices", "below[i] for i in indices"),
-    "the average of factors forgets the wrong share": ("gradient_stats", "list(new), 1 - keep)", "list(new), keep)"),
+    "the average of factors forgets the wrong share": ("ags", "(old, new, 1 - self.ema)", "(old, new, self.ema)"),
     "factors are not averaged": ("ags", "if factors is None or not self.ema:", "if True:"),
     # line 6 and Eq. 8
     "the device scales where the host does not": (

@@ -38,7 +38,7 @@ from tula_cli.optim import gradient_stats
 from tula_cli.optim.ags import count_samples_per_rank
 from tula_cli.optim.gradient_stats import Bounds, scale_on_device_, scale_on_host_
 from tula_cli.spec.ags import Ags
-from tula_cli.worker.methods.scaling import make_ags_arguments as settings_of
+from tula_cli.worker.methods.scaling import Scaling
 
 # where only the gate is tested there is no small batch
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:an AGS refresh was due")]
@@ -59,7 +59,7 @@ def test_equals_the_reference(granularity: str, bn: bool, delta: float, refresh:
 
 @pytest.mark.parametrize("preset", ["paper", "robust"])
 def test_a_preset_is_the_specs(preset: Any) -> None:
-    of_spec, by_name = settings_of(Ags(preset=preset)), optim.configure_ags(optim.PRESETS[preset])
+    of_spec, by_name = Scaling().make_arguments(Ags(preset=preset)), optim.configure_ags(optim.PRESETS[preset])
     assert of_spec["apply_to"] == by_name["apply_to"]
     for part in ("factors", "gate"):
         result, expected = vars(of_spec[part]), vars(by_name[part])

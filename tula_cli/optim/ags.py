@@ -43,7 +43,6 @@ from .gradient_stats import (
     scale_,
     scale_update,
     select_,
-    smooth_factors,
 )
 from .sharding import compute_sharded_gradients, get_local_shard
 from .wrapper import (
@@ -422,8 +421,8 @@ def _flatten_like(grad: Tensor, param: Tensor) -> Tensor:
     """Return a gradient's values in the memory order of a dense copy of its parameter (which may be channels_last)."""
     if param.is_contiguous():
         return grad.reshape(-1)
-    laid = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-    return laid.as_strided((laid.numel(),), (1,))
+    dense = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    return dense.as_strided((dense.numel(),), (1,))
 
 
 def _unflatten_like(piece: Tensor, param: Tensor) -> Tensor:
@@ -519,9 +518,8 @@ class AgsSetup:
 
     def compute_squared_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the squared l2 norm over all gradients together, 0-dim, equal on all ranks, under the same condition."""
-        return (
-            sharding.compute_sharded_squared_norm(grads) if self.sharded else gradient_stats.compute_squared_norm(grads)
-        )
+        compute = sharding.compute_sharded_squared_norm if self.sharded else gradient_stats.compute_squared_norm
+        return compute(grads)
 
     def compute_small_batch_gradients(
         self,
@@ -793,9 +791,8 @@ class SmallBatch(ScalingFactors):
         super().bind(setup)
         self.schedule = RefreshSchedule.from_settings(self.refresh, setup.steps_per_epoch)
         if setup.sharded and self.per == "element":
-            raise ValueError(
-                f'a sharded model can only have factors per tensor: use {type(self).__name__}(per="tensor")'
-            )
+            name = type(self).__name__
+            raise ValueError(f'a sharded model can only have factors per tensor: use {name}(per="tensor")')
         has_sync_batch_norm = any(isinstance(module, nn.SyncBatchNorm) for module in setup.model.modules())
         if self.reads_b_small and setup.world > 1 and has_sync_batch_norm:
             raise ValueError(
@@ -870,7 +867,8 @@ class SmallBatch(ScalingFactors):
             return factors
         repeated = [p for p in factors if p in self._factor]
         new, old = [factors[p] for p in repeated], [self._factor[p] for p in repeated]
-        return factors | dict(zip(repeated, smooth_factors(new, old, self.ema) if repeated else [], strict=True))
+        smoothed = torch._foreach_lerp(old, new, 1 - self.ema) if repeated else ()
+        return factors | dict(zip(repeated, smoothed, strict=True))
 
     def _compute_factors(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
         """Return the new factors; None if the refresh has to be postponed."""
@@ -929,9 +927,9 @@ class SmallBatch(ScalingFactors):
         self._small_batch_staged = False
 
     def compute_memory(self) -> int:
-        params = [
-            p for p in self.setup.params if p.requires_grad and self.identity is None and p not in self.setup.excluded
-        ]
+        if self.identity is not None:
+            return 0
+        params = [p for p in self.setup.params if p.requires_grad and p not in self.setup.excluded]
         if self.per == "tensor":
             return sum(get_accumulation_dtype(p.dtype).itemsize for p in params)
         return sum(p.numel() * p.element_size() for p in params)

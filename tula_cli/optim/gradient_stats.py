@@ -182,11 +182,6 @@ def compute_local_factors(small: Tensor, large: Tensor, before: Tensor, bounds: 
     return torch.where(small.isfinite() & large.isfinite(), ratio, before)
 
 
-def smooth_factors(new: Sequence[Tensor], old: Sequence[Tensor], keep: float) -> list[Tensor]:
-    """Return the exponential moving average keep * old + (1 - keep) * new of pairs of tensors of the same shape."""
-    return list(torch._foreach_lerp(list(old), list(new), 1 - keep))
-
-
 def select_(new: Sequence[Tensor], old: Sequence[Tensor], flag: Tensor) -> list[Tensor]:
     """Return the new tensors if `flag` (0-dim, bool) is true, else the old ones; the host does not read the flag.
 
@@ -261,9 +256,8 @@ def _compute_multipliers(factors: list[Tensor], flag: Tensor) -> list[Tensor]:
     if all(f.ndim == 0 for f in factors):
         return list((torch.stack(factors) * flag + (1 - flag)).unbind())
     multipliers = list(torch._foreach_mul(factors, flag))
-    torch._foreach_add_(
-        multipliers, 1 - flag, alpha=1
-    )  # without alpha it converts to a number, which waits for the device
+    # without alpha it converts to a number, which waits for the device
+    torch._foreach_add_(multipliers, 1 - flag, alpha=1)
     return multipliers
 
 

@@ -211,7 +211,6 @@ def _make_zero_state(param: Tensor) -> Tensor:
 
 
 def _to_state_precision(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in the precision of their states."""
     return [tensor.to(get_accumulation_dtype(tensor.dtype)) for tensor in tensors]
 
 

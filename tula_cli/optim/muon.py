@@ -18,11 +18,9 @@ ADAMW_LR_RATIO = 0.1
 
 def describe_missing_muon() -> str:
     """Return why torch.optim.Muon cannot be used; empty if it can."""
-    return (
-        ""
-        if hasattr(torch.optim, "Muon")
-        else f"torch.optim.Muon needs torch 2.9 or newer, but torch {torch.__version__} is installed"
-    )
+    if hasattr(torch.optim, "Muon"):
+        return ""
+    return f"torch.optim.Muon needs torch 2.9 or newer, but torch {torch.__version__} is installed"
 
 
 class MuonWithAdamW(Optimizer):
@@ -82,13 +80,13 @@ def split_parameters(params: Sequence[Any], model: nn.Module | None = None) -> l
         params: parameters or groups; groups with a mark are not changed.
         model: the model of the parameters; None: parameters of two dimensions count as matrices.
     """
-    maps = None if model is None else set(map(id, find_matrices(model)))
+    matrix_ids = None if model is None else set(map(id, find_matrices(model)))
     groups = params if params and isinstance(params[0], dict) else [{"params": list(params)}]
     result = []
     for group in groups:
         chosen: dict[bool, list[Tensor]] = {True: [], False: []}
         for p in group["params"]:
-            by_muon = bool(group.get("by_muon", p.ndim == 2 if maps is None else id(p) in maps))
+            by_muon = bool(group.get("by_muon", p.ndim == 2 if matrix_ids is None else id(p) in matrix_ids))
             chosen[by_muon].append(p)
         result += [{**group, "params": members, "by_muon": by_muon} for by_muon, members in chosen.items() if members]
     return result

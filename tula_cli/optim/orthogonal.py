@@ -97,7 +97,7 @@ class Ortho(OptimizerWrapper):
         check_sharding(base, model, "Ortho")
         super().__init__(base)
         self.max_grad_norm = max_grad_norm
-        self._maps = frozenset(map(id, find_matrices(model)))
+        self._matrix_ids = frozenset(map(id, find_matrices(model)))
         self._sharded = sharding.is_sharded(model)
         _, self._world = get_rank_and_world(model)
         self._steps = 0
@@ -117,7 +117,7 @@ class Ortho(OptimizerWrapper):
         return [p for p in group["params"] if self._is_matrix(p)]
 
     def _is_matrix(self, param: Tensor) -> bool:
-        return id(param) in self._maps and param.requires_grad and 1 < _get_sides(param)[0] <= MAX_SHORTER_SIDE
+        return id(param) in self._matrix_ids and param.requires_grad and 1 < _get_sides(param)[0] <= MAX_SHORTER_SIDE
 
     def _discard_pending(self) -> None:
         """Do nothing: a step needs only the gradients."""
@@ -318,20 +318,22 @@ def run_newton_schulz(matrices: Tensor) -> Tensor:
 
 def find_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights of linear layers and of convolutions over several input channels."""
-    spared, convolutions = set[int](), set[int]()
+    excluded, convolutions = set[int](), set[int]()
     for path, module in model.named_modules():
         everything = set(map(id, module.parameters()))  # including those of a parametrization
         direct = {name: id(p) for name, p in module.named_parameters(recurse=False)}
         names = list_class_names(module)
         if isinstance(module, nn.modules.conv._ConvNd):
-            (spared if module.groups == module.in_channels > 1 else convolutions).update(everything)
+            (excluded if module.groups == module.in_channels > 1 else convolutions).update(everything)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            spared |= everything
+            excluded |= everything
         elif any("Embedding" in name or name.rstrip("123d").endswith("Norm") for name in names):
-            spared.update(direct.values())
+            excluded.update(direct.values())
         if isinstance(module, nn.ParameterList | nn.ParameterDict):
             direct = {f"{path.rpartition('.')[2]}_{name}": value for name, value in direct.items()}
-        spared.update(value for name, value in direct.items() if NO_MATRIX_NAMES & set(name.lower().split("_")))
+        excluded.update(value for name, value in direct.items() if NO_MATRIX_NAMES & set(name.lower().split("_")))
     return [
-        p for p in model.parameters() if id(p) not in spared and (p.ndim == 2 or (id(p) in convolutions and p.ndim > 2))
+        p
+        for p in model.parameters()
+        if id(p) not in excluded and (p.ndim == 2 or (id(p) in convolutions and p.ndim > 2))
     ]

@@ -326,7 +326,7 @@ def _check_gpu_count(spec: JobSpec, inspection: Inspection | None) -> tuple[Diag
     """Return a problem if a search on this machine needs more GPUs than it has: every rank needs its own GPU."""
     if inspection is None or spec.cluster.kind != "local" or inspection.device != "cuda":
         return ()
-    needed, available = max(spec.search.nodes) * spec.cluster.gpus_per_node, inspection.gpus
+    needed, available = spec.max_ranks, inspection.gpus
     if needed <= available:
         return ()
     fit = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node <= available]
@@ -356,7 +356,7 @@ def _list_warnings(
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy in STRATEGIES_ON_ALL_NODES and not spec.measured_with_fewer_gpus:
         warnings.append(messages.nodes_without_batch(nodes=left_out))
-    ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
+    ranks = spec.max_ranks
     if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:
         warnings.append(messages.ranks_share_cores(ranks=ranks, cores=inspection.cpus))
     if spec.search.strategy == "adaptive" and jobs:

@@ -137,7 +137,7 @@ def estimate(
             f"memory cannot be estimated: {inspection.estimate_error}",
             "run tula profile, which measures the memory and stops at the first batch that does not fit",
         )
-    ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
+    ranks = spec.max_ranks
     model = memory.fit_memory_model(
         [*probed.probes, *inspection.footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
     ).for_ranks(ranks)

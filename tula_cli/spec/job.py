@@ -119,6 +119,16 @@ class JobSpec(Section):
         content.pop("script", None)
         return content
 
+    @property
+    def max_ranks(self) -> int:
+        """Ranks of the search's largest configuration."""
+        return max(self.search.nodes) * self.cluster.gpus_per_node
+
+    @property
+    def requested_small_batch(self) -> int:
+        """Samples of AGS's small batch (`ags.b_small`); a training with a smaller batch uses fewer."""
+        return self.train.reference_batch if self.ags.b_small == "auto" else self.ags.b_small
+
     def get_measuring_minutes(self) -> float:
         """Return the time limit of a measuring job in minutes.
 

@@ -138,7 +138,7 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
         sys.stderr.write(text)
         sys.stderr.flush()
     rank = int(os.environ["RANK"])
-    outcome = classify_failure(text, exit_code=1, device=_get_device_kind(task))
+    outcome = classify_failure(text, exit_code=1, device=_find_local_device_type(task))
     message = _summarize_error(error, text)
     failure = Failure(
         task=task.id,
@@ -185,16 +185,16 @@ def _find_last_error_line(error: Exception) -> str:
     message = _MODULE.sub("", original) or ": ".join(filter(None, [type(error).__name__, *lines[:1]]))
     # NCCL's message starts with the kind of error; the description follows this line.
     first_line = lines.index("Last error:") + 1 if "Last error:" in lines else 0
-    return (
-        f"{message}: {lines[first_line]}" if 0 < first_line < len(lines) else f"{message}{f' ({hint})' if hint else ''}"
-    )
+    if 0 < first_line < len(lines):
+        return f"{message}: {lines[first_line]}"
+    return f"{message} ({hint})" if hint else message
 
 
 def _is_data_loader_error(error: Exception) -> bool:
     return _LOADER_ERROR_PREFIX.match(str(error)) is not None
 
 
-def _get_device_kind(task: Task) -> str:
+def _find_local_device_type(task: Task) -> str:
     from tula_cli.worker.device import count_gpus
 
     if task.spec.cluster.device != "auto":

@@ -11,8 +11,8 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -130,6 +130,15 @@ def _allow_tf32() -> None:
         torch.backends.cudnn.allow_tf32 = True
 
 
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_autocast_context(train: Train, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context that computes in the job's precision."""
+    dtype = AUTOCAST_DTYPES.get(train.precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
 def should_use_channels_last(train: Train, model: nn.Module, device: torch.device) -> bool:
     """Return whether images and convolution weights are to be stored in the channels-last memory format.
 
@@ -174,7 +183,7 @@ def move_to_device(batch: Batch, device: torch.device, *, channels_last: bool) -
     A GPU may still be computing earlier work; the copy then runs concurrently. From this call on, the caller may
     release the batch before this one.
     """
-    move = partial(_move_batch, device=device, channels_last=channels_last)
+    move = functools.partial(_move_batch, device=device, channels_last=channels_last)
     return _get_upload_stream(device).upload(batch, move) if device.type == "cuda" else move(batch)
 
 
@@ -356,9 +365,9 @@ class MemoryMeter:
         """
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+            self.retries = self._count_retries()
         else:
             _reset_peak()
-        self.retries = self._count_retries() if self.device.type == "cuda" else 0
 
     def count_allocator_retries(self) -> int:
         """Return how often the CUDA allocator flushed its cache to continue: the batch fits, but steps are slow."""

@@ -9,8 +9,7 @@ from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train import training
-from tula_cli.worker.train.training import TrainContext
+from tula_cli.worker.train.training import TrainContext, Training
 
 
 def run_training(
@@ -48,8 +47,9 @@ def run_training(
 
 
 def _run_method(task: TrainTask, context: TrainContext) -> None:
-    if not task.spec.train.training_method.is_self_tuning:
-        return training.train(task, context)
-    from tula_cli.worker.train import auto_tune  # imported here: only for self-tuning trainings
+    if task.spec.train.training_method.is_self_tuning:
+        from tula_cli.worker.train import auto_tune  # imported here: only for self-tuning trainings
 
-    return auto_tune.train_with_tuning(task, context)
+        auto_tune.train_with_tuning(task, context)
+    else:
+        Training(task, context).train()

@@ -137,15 +137,12 @@ def _describe_why_not_forkable() -> str:
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         return f"a library started threads when it was imported: {names}"
-    if "torch" in sys.modules and (_has_gpu_open() or any(map(_has_file_open, DRIVER_DEVICES))):
-        return "a library initialised the GPU driver when it was imported"
+    if "torch" in sys.modules:
+        from tula_cli.worker.device import is_gpu_initialized  # imported here: imports torch, which is loaded by now
+
+        if is_gpu_initialized() or any(map(_has_file_open, DRIVER_DEVICES)):
+            return "a library initialised the GPU driver when it was imported"
     return ""
-
-
-def _has_gpu_open() -> bool:
-    from tula_cli.worker.device import is_gpu_initialized  # imported here: imports torch, which is loaded by now
-
-    return is_gpu_initialized()
 
 
 def _has_file_open(device: str) -> bool:

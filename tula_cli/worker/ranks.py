@@ -103,8 +103,13 @@ def join_process_group(cluster: Cluster, *, handover: Path, listen: bool = False
         handover: the file in which rank 0 publishes its address, for the ranks if torchrun has not set it, and its
             device type, for the supervisor.
         listen: record the algorithms that NCCL chooses, for `nccl.read_chosen_algorithms`.
+
+    Raises:
+        JobFailed: this node has no network interface of the configured name.
     """
-    _set_network(cluster)
+    # NCCL chooses its algorithm; an interface that the user's environment sets remains.
+    for name, interface in network.make_interface_variables(cluster.network_interface).items():
+        os.environ.setdefault(name, interface)
     rank, world, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = choose_device(cluster, local_rank, world=world)
     on_gpu = device.type == "cuda"
@@ -162,13 +167,3 @@ def _make_store(handover: Path, interface: str | None, device: torch.device, *, 
 
 def _publish_address(handover: Path, host: str, port: int | str, device: torch.device) -> None:
     write_atomic(handover, f"{host} {port} {device.type}\n")
-
-
-def _set_network(cluster: Cluster) -> None:
-    """Set the network interface of gloo and NCCL, unless the user's environment does. NCCL chooses its algorithm.
-
-    Raises:
-        JobFailed: this node has no such interface.
-    """
-    for name, interface in network.make_interface_variables(cluster.network_interface).items():
-        os.environ.setdefault(name, interface)

@@ -191,8 +191,7 @@ def shared_memory(processes: Iterable[int]) -> int:
 def test_each_evaluation_sample_is_loaded_once(size: int, world: int, batch: int) -> None:
     data = torch.arange(size)
     loaders = [
-        build_eval_loader(data, size=size, rank=rank, world=world, batch=batch, workers=0, pin=False)
-        for rank in range(world)
+        build_eval_loader(data, rank=rank, world=world, batch=batch, workers=0, pin=False) for rank in range(world)
     ]
     seen = [int(value) for loader in loaders for part in loader for value in part]
     assert sorted(seen) == list(range(size))

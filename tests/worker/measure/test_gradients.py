@@ -12,6 +12,7 @@ from worker_jobs import copy_gradient, make_probe_task, make_spec, make_trainer
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats, Measured
 from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.device import make_autocast_context
 from tula_cli.worker.measure.probe import GradientNormRecorder, measure_half_batch_norms, run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
@@ -63,8 +64,8 @@ def test_halves_are_two_gradients_and_their_mean(alone: Ranks, precision: str) -
     parts = []
     for part in (slice(0, 8), slice(8, 16)):
         subject.optimizer.zero_grad()
-        with worker_train_loop.make_autocast_context(subject):
-            subject.loss(subject.parallel.module(inputs[part]), targets[part]).backward()
+        with make_autocast_context(subject.spec.train, subject.ranks.device):
+            subject.call.loss(subject.parallel.module(inputs[part]), targets[part]).backward()
         parts.append(copy_gradient(subject))
     norms = [float(vector.square().sum()) for vector in (*parts, (parts[0] + parts[1]) / 2)]
     assert seen == pytest.approx(((norms[0] + norms[1]) / 2, norms[2]), rel=1e-4 if precision == "fp32" else 0.05)

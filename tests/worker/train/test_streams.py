@@ -97,7 +97,7 @@ def test_a_stream_is_evaluated_once_over_all_ranks(alone: Ranks) -> None:
     job = stream()
     results = []
     for rank in range(3):
-        loader = build_eval_loader(build_datasets(job).eval, size=10, rank=rank, world=3, batch=3, workers=0, pin=False)
+        loader = build_eval_loader(build_datasets(job).eval, rank=rank, world=3, batch=3, workers=0, pin=False)
         batches = list(loader)
         assert len(loader) == len(batches)
         results += [number for values, _ in batches for number in values[:, 0].tolist()]

@@ -365,5 +365,5 @@ def test_where_every_step_refreshes_the_factors_none_is_timed(alone: Ranks, run:
 def test_checkpoints_are_closer_on_nodes_that_are_taken_away(per_day: float, due: bool) -> None:
     job = make_spec(pricing={"price": 1.0, "spot": {"discount": 0.5, "interruptions_per_day": per_day}})
     task = SimpleNamespace(spec=job, nodes=4)
-    training = SimpleNamespace(task=task, save_time=10.0, last_save=time.monotonic() - 600)
+    training = SimpleNamespace(task=task, log=SimpleNamespace(save_time=10.0), last_save=time.monotonic() - 600)
     assert Training._is_checkpoint_due(training) == due, "every 22 minutes, or every 3.4 minutes"  # type: ignore[arg-type]

@@ -311,13 +311,13 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
     changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"branch_epochs": 1}}
     subject = make_spec(**changes, optimizer={"weight_decay": 0.01})
     seen: list[tuple[int, float]] = []
-    step = worker_train_loop._take_step
+    step = worker_train_loop._train_step
 
     def spied(trainer: worker_train_loop.Trainer, *args: Any, **how: Any) -> worker_train_loop.Step:
         seen.append((len(trainer.datasets.train), trainer.base.param_groups[0]["weight_decay"]))
         return step(trainer, *args, **how)
 
-    monkeypatch.setattr(worker_train_loop, "_take_step", spied)
+    monkeypatch.setattr(worker_train_loop, "_train_step", spied)
     task = make_train_task(subject)
     train(run, alone, task, LeavesAt(alone, 45))
     train(run, alone, task)

@@ -103,7 +103,7 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
 def describe_tree(tree: Any) -> str:
     """Describe the content of a tree: `{ids: int64 (2, 12), labels: int64 (2)}`."""
     if isinstance(tree, torch.Tensor):
-        return f"{str(tree.dtype).removeprefix('torch.')} {describe_shape(tree)}"
+        return f"{str(tree.dtype).removeprefix('torch.')} ({', '.join(map(str, tree.shape))})"
     if isinstance(tree, Mapping):
         return "{" + ", ".join(f"{key}: {describe_tree(value)}" for key, value in tree.items()) + "}"
     if isinstance(tree, tuple) and hasattr(tree, "_asdict"):
@@ -112,10 +112,6 @@ def describe_tree(tree: Any) -> str:
         max_items = 4
         return f"({', '.join([*map(describe_tree, tree[:max_items]), *(['...'] if len(tree) > max_items else [])])})"
     return type(tree).__name__
-
-
-def describe_shape(tensor: torch.Tensor) -> str:
-    return f"({', '.join(map(str, tensor.shape))})"
 
 
 def _make_sample_list_predicate(batch: Any, samples: int, *, from_user: bool) -> Callable[[Any], bool]:
@@ -242,7 +238,8 @@ class UserCollate:
     function: Collate
 
     def __call__(self, items: list[Any]) -> Any:
-        return convert_mappings_to_dicts(self.function(items))
+        # torch's pytree does not know these mappings, so they are leaves
+        return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, self.function(items))
 
 
 def build_collate(spec: JobSpec) -> Collate | None:
@@ -264,11 +261,6 @@ def build_collate(spec: JobSpec) -> Collate | None:
 def make_batch(collate: Collate | None, items: Sequence[Any]) -> Any:
     """Return a batch of these samples, as a data loader makes it."""
     return (collate or torch.utils.data.default_collate)(list(items))
-
-
-def convert_mappings_to_dicts(tree: Any) -> Any:
-    """Return a tree in which each mapping that torch's pytree does not know is a dict."""
-    return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree)
 
 
 # --- Calls of model and loss

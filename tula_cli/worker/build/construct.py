@@ -42,14 +42,11 @@ def call_with_arguments(
             )
     try:
         return target(*first, **given, **args)
-    except TypeError as error:
-        problem = _describe_argument_problem(error, target, args, path=path, name=name, given=given, first=first)
-        if problem is not None:
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TypeError) and (
+            problem := _describe_argument_problem(error, target, args, path=path, name=name, given=given, first=first)
+        ):
             raise problem from error
-        if is_import_string(name):
-            raise
-        raise make_refused_arguments_error(error, args, path=path, name=name) from error
-    except ValueError as error:
         if is_import_string(name):
             raise
         raise make_refused_arguments_error(error, args, path=path, name=name) from error

@@ -68,12 +68,9 @@ def build_datasets(spec: JobSpec) -> Datasets:
     Raises:
         SpecError: unknown dataset or transform, wrong arguments, or missing files.
     """
-    transforms = (
-        build_transforms(spec.transforms.train, path="transforms.train"),
-        build_transforms(spec.transforms.eval, path="transforms.eval"),
-    )
-    build = find_dataset_source(spec.dataset.name)
-    train, held_out, classes = build(spec, *transforms)
+    train_transform = build_transforms(spec.transforms.train, path="transforms.train")
+    eval_transform = build_transforms(spec.transforms.eval, path="transforms.eval")
+    train, held_out, classes = find_dataset_source(spec.dataset.name)(spec, train_transform, eval_transform)
     collate = build_collate(spec) or text.COLLATES.get(spec.dataset.name)
     datasets = Datasets(_make_training_dataset(spec, train), _make_evaluation_dataset(spec, held_out), classes, collate)
     for samples, purpose in ((datasets.train, "training"), (datasets.eval, "evaluation")):
@@ -136,14 +133,10 @@ def build_test_dataset(spec: JobSpec, datasets: Datasets) -> EvaluationDataset |
 def _check_classes(samples: Any, datasets: Datasets) -> None:
     """Refuse a test set with other classes than the training set: labels are numbered by class name."""
     trained = datasets.train.samples
-    training_classes, test_classes = (
-        getattr(source, "classes", None) for source in (getattr(trained, "dataset", trained), samples)
-    )
-    if (
-        isinstance(training_classes, list | tuple)
-        and isinstance(test_classes, list | tuple)
-        and list(training_classes) != list(test_classes)
-    ):
+    training_classes: Any = getattr(getattr(trained, "dataset", trained), "classes", None)
+    test_classes: Any = getattr(samples, "classes", None)
+    are_listed = isinstance(training_classes, list | tuple) and isinstance(test_classes, list | tuple)
+    if are_listed and list(training_classes) != list(test_classes):
         if unmatched := ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]):
             raise SpecError(f"dataset.test and the training set have different classes: {unmatched}")
         raise SpecError("dataset.test lists the classes in another order than the training set")
@@ -234,8 +227,9 @@ def _make_official_split_builder(
 
 def _build_caltech_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     root = _get_data_folder(spec)
-    if not (root / spec.dataset.name.lower()).is_dir():  # torchvision would create an empty one
-        raise _make_missing_files_error(spec, root / spec.dataset.name.lower())
+    folder = root / spec.dataset.name.lower()
+    if not folder.is_dir():  # torchvision would create an empty one
+        raise _make_missing_files_error(spec, folder)
     samples = _construct_torchvision(spec, root=str(root), transform=train)
     held_out = _construct_torchvision(spec, root=str(root), transform=evaluate)
     return *_build_stratified_split(spec, samples, held_out, samples.y), len(samples.categories)
@@ -256,7 +250,6 @@ def _build_image_folder_split(spec: JobSpec, train: Transform, evaluate: Transfo
 
 
 def _construct_torchvision(spec: JobSpec, **given: Any) -> Any:
-    """Construct a torchvision dataset from tula's arguments and those of the spec."""
     name = spec.dataset.name
     try:
         return call_with_arguments(

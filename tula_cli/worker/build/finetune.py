@@ -3,6 +3,7 @@
 import enum
 import functools
 import io
+import itertools
 import pickle
 import re
 import zipfile
@@ -25,7 +26,6 @@ from tula_cli.optim.muon import split_parameters
 from tula_cli.optim.sharding import is_sharded
 from tula_cli.plugins import suggest_nearest
 from tula_cli.run import files
-from tula_cli.run.files import is_regular_file
 from tula_cli.spec.sections import Model, Optimizer
 from tula_cli.words import format_count, format_number, join_first
 
@@ -57,11 +57,6 @@ def find_parameters(model: nn.Module, patterns: Sequence[str], *, path: str) -> 
     return {name: parameter for name, parameter in names.items() if _is_included_by_last_match(name, patterns, kinds)}
 
 
-def is_module_matching(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether patterns select a module by its name alone."""
-    return _is_included_by_last_match(name, patterns, {kind: set() for kind in PARAMETER_KINDS})
-
-
 PARAMETER_KINDS = {"norms": "normalisation layers", "biases": "biases", "embeddings": "embedding layers"}
 """Words that select the parameters of a kind, with what a model lacks if they match none."""
 
@@ -76,18 +71,11 @@ def _is_included_by_last_match(name: str, patterns: Sequence[str], kinds: dict[s
 def _matches_pattern(name: str, pattern: str, kinds: dict[str, set[str]]) -> bool:
     if pattern in kinds:
         return name in kinds[pattern]
-    return any(fnmatchcase(name_part, pattern) for name_part in _list_prefixes(name))
-
-
-def _list_prefixes(name: str) -> Iterator[str]:
-    """Yield a name's prefixes: the modules that contain it, outermost first, and the name itself."""
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        yield ".".join(parts[:end])
+    modules_and_name = itertools.accumulate(name.split("."), "{}.{}".format)
+    return any(fnmatchcase(prefix, pattern) for prefix in modules_and_name)
 
 
 def _list_parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
-    """Yield the names of the parameters of one of PARAMETER_KINDS."""
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, _ in module.named_parameters(recurse=False):
             is_norm = "norm" in type(module).__name__.lower()  # LayerNorm, RMSNorm of any package ...
@@ -102,10 +90,9 @@ def _make_no_match_error(model: nn.Module, pattern: str, path: str) -> SpecError
     modules = [name for name, _ in model.named_modules() if name]
     names = [*modules, *(name for name, _ in model.named_parameters())]
     top = [name for name in modules if "." not in name]
-    there_are = (
-        f"its modules are {', '.join(top[:MAX_PATTERN_NAMES_SHOWN])}{' ...' * (len(top) > MAX_PATTERN_NAMES_SHOWN)}"
-    )
-    hint = suggest_nearest(pattern.strip("!*.?"), names) or there_are
+    more = " ..." if len(top) > MAX_PATTERN_NAMES_SHOWN else ""
+    module_list = f"its modules are {', '.join(top[:MAX_PATTERN_NAMES_SHOWN])}{more}"
+    hint = suggest_nearest(pattern.strip("!*.?"), names) or module_list
     return SpecError(f"{path}: {pattern!r} matches no parameter of {type(model).__name__}", hint)
 
 
@@ -146,10 +133,13 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
             f"{FROZEN_KEY}: {', '.join(patterns)} freezes all parameters",
             'exclude the parameters to train with !, for example ["*", "!head"]',
         )
+    no_kinds: dict[str, set[str]] = {kind: set() for kind in PARAMETER_KINDS}  # a layer without parameters is of none
     for name, module in model.named_modules():
-        parameters = list(module.parameters(recurse=False))
-        still = not any(p.requires_grad for p in parameters) if parameters else is_module_matching(name, patterns)
-        if isinstance(module, _BatchNorm) and still:
+        if parameters := list(module.parameters(recurse=False)):
+            is_frozen = not any(p.requires_grad for p in parameters)
+        else:
+            is_frozen = _is_included_by_last_match(name, patterns, no_kinds)
+        if isinstance(module, _BatchNorm) and is_frozen:
             kind: Any = type(module)
             module.__class__ = _make_frozen_class(kind)
             module.train(False)
@@ -165,10 +155,10 @@ def describe_frozen(model: nn.Module, patterns: Sequence[str]) -> str:
     if not patterns:
         return ""
     sizes = [(p.requires_grad, p.numel()) for p in model.parameters()]
-    trained, still = (sum(size for trains, size in sizes if trains is is_trained) for is_trained in (True, False))
+    trained, frozen = (sum(size for trains, size in sizes if trains is is_trained) for is_trained in (True, False))
     norms = sum(isinstance(module, FrozenStatistics) for module in model.modules())
     statistics = f"; the statistics of {norms} BatchNorm layers are kept" * bool(norms)
-    return f"frozen: {still} of {still + trained} parameters ({', '.join(patterns)}){statistics}"
+    return f"frozen: {frozen} of {frozen + trained} parameters ({', '.join(patterns)}){statistics}"
 
 
 # --- Parameter groups
@@ -293,10 +283,8 @@ class SafeShardReader(FileSystemReader):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (
-            "builtins",
-            "getattr",
-        ):  # used by Python 3.11.2 and others to pickle a member of an enumeration
+        # Python 3.11.2 and others pickle a member of an enumeration with getattr.
+        if (module, name) == ("builtins", "getattr"):
             return _allow_frozen_member
         is_metadata_class = module == metadata.__name__ and isinstance(vars(metadata).get(name), type)
         number = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -410,20 +398,19 @@ def _make_unreadable_file_error(path: str, key: str, error: Exception) -> SpecEr
 def _read_weights_file(path: str) -> Any:
     if Path(path).is_dir():
         return _read_sharded_checkpoint(path)
-    if not is_regular_file(path):
+    if not files.is_regular_file(path):
         raise SpecError(f"{path} is not a regular file")
     return _read_safetensors(path) if path.endswith(".safetensors") else _read_torch_file(path)
 
 
 def _read_sharded_checkpoint(path: str) -> dict[str, Any]:
     from torch.distributed.checkpoint import state_dict_loader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = SafeShardReader(path)
     model: dict[str, Any] = {
         name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        if name.startswith("model.") and isinstance(entry, metadata.TensorStorageMetadata)
     }
     state_dict_loader.load({"model": model}, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
     return model
@@ -480,12 +467,8 @@ def check_weights_fit_model(section: Model, model: nn.Module, *, key: str = WEIG
             "use weights of this architecture, or rename the keys of the state dict",
         )
     if fit.mismatch_text and section.strict:
-        raise SpecError(
-            mismatch,
-            ""
-            if key != WEIGHTS_KEY
-            else "to load only the matching tensors, set model.strict: false; the others keep their initial values",
-        )
+        hint = "to load only the matching tensors, set model.strict: false; the others keep their initial values"
+        raise SpecError(mismatch, hint if key == WEIGHTS_KEY else "")
     return fit
 
 
@@ -538,13 +521,11 @@ def _load_sharded(section: Model, model: nn.Module, *, first: bool, key: str) ->
 
 def describe_weights(section: Model, fit: WeightFit) -> str:
     """Describe the weights loaded from a file."""
-    return f"weights: {len(fit.common)} tensors of {section.weights}" + f"; {fit.mismatch_text}" * bool(
-        fit.mismatch_text
-    )
+    mismatch = f"; {fit.mismatch_text}" if fit.mismatch_text else ""
+    return f"weights: {len(fit.common)} tensors of {section.weights}{mismatch}"
 
 
 def _strip_wrapper_prefixes(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state without the prefixes that wrappers have put before every name."""
     stripped = dict(state)
     for prefix in WRAPPER_PREFIXES:
         if all(name.startswith(prefix) for name in stripped) and not any(

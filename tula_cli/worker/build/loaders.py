@@ -25,7 +25,7 @@ from tula_cli.plugins import load_by_name
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches import Collate, make_batch
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
-from tula_cli.worker.build.samples import StreamedDataset, count_samples
+from tula_cli.worker.build.samples import EvaluationDataset, StreamedDataset, count_samples
 from tula_cli.worker.seeding import compute_stable_seed, seed_generators
 
 _SAMPLER_SEED = 0x5341  # part of the seed, so that a sampler's random numbers differ from the job's others
@@ -82,11 +82,11 @@ class MicroBatchSampler(Sampler[list[SampleKey]]):
     ) -> None:
         self.size, self.ramp, self.parts = size, ramp, parts
         self.rank, self.world = rank, world
-        self.seed, self.epochs, self.start, self.own_order = seed, epochs, start, order
+        self.seed, self.epochs, self.start, self.make_user_order = seed, epochs, start, order
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for epoch in range(self.start.epoch, self.epochs):
-            user_order = self.own_order(epoch)
+            user_order = self.make_user_order(epoch)
             order = make_epoch_permutation(self.size, seed=self.seed, epoch=epoch) if user_order is None else user_order
             for position_in_epoch, batch in self.list_epoch_steps(epoch):
                 rank_indices = order[position_in_epoch + self.rank : position_in_epoch + batch : self.world]
@@ -97,11 +97,9 @@ class MicroBatchSampler(Sampler[list[SampleKey]]):
         """Yield, for each step of an epoch, the samples of the epoch done before it, and its batch."""
         samples_done = self.start.done if epoch == self.start.epoch else 0
         for batch, steps in self.ramp.list_epoch_steps(epoch, samples_done=samples_done, size=self.size):
-            yield from (
-                (position_in_epoch, batch)
-                for position_in_epoch in range(samples_done, samples_done + steps * batch, batch)
-            )
-            samples_done += steps * batch
+            end = samples_done + steps * batch
+            yield from ((position_in_epoch, batch) for position_in_epoch in range(samples_done, end, batch))
+            samples_done = end
 
 
 def count_remaining_steps(size: int, samples_done: int, batch: int) -> int:
@@ -123,10 +121,9 @@ class StreamBatches(IterableDataset[Any]):
                 stream = stream or self.stream.iterate_rank_samples(
                     epoch, start=begin, rank=batches.rank, world=batches.world
                 )
-                for _ in range(batches.parts[batch]):
-                    yield make_batch(
-                        self.collate, list(itertools.islice(stream, batch // batches.world // batches.parts[batch]))
-                    )
+                parts = batches.parts[batch]
+                for _ in range(parts):
+                    yield make_batch(self.collate, list(itertools.islice(stream, batch // batches.world // parts)))
 
 
 class EvaluationBatches(IterableDataset[Any]):
@@ -178,12 +175,10 @@ class UserOrder:
         size = count_samples(samples)
         wrong = [index for index in indices if not isinstance(index, int | np.integer) or not 0 <= index < size]
         if wrong or not indices:
-            problem = (
-                f"the index {wrong[0]!r}, but the dataset has {size} samples (0 to {size - 1})"
-                if wrong
-                else "no indices"
+            out_of_range = (
+                f"the index {wrong[0]!r}, but the dataset has {size} samples (0 to {size - 1})" if wrong else ""
             )
-            raise SpecError(f"dataset.sampler {self.name} returns {problem}")
+            raise SpecError(f"dataset.sampler {self.name} returns {out_of_range or 'no indices'}")
         return torch.tensor(indices, dtype=torch.int64)
 
 
@@ -215,9 +210,8 @@ def build_train_loader(
 
 
 def build_eval_loader(
-    dataset: Dataset[Any] | StreamedDataset,
+    dataset: EvaluationDataset | StreamedDataset,
     *,
-    size: int,
     rank: int,
     world: int,
     batch: int,
@@ -232,7 +226,9 @@ def build_eval_loader(
     if isinstance(dataset, StreamedDataset):
         share = EvaluationBatches(dataset, rank=rank, world=world, batch=batch, collate=collate)
         return DataLoader(share, batch_size=None, **options)
-    return DataLoader(dataset, batch_size=batch, sampler=range(rank, size, world), collate_fn=collate, **options)
+    return DataLoader(
+        dataset, batch_size=batch, sampler=range(rank, len(dataset), world), collate_fn=collate, **options
+    )
 
 
 def _make_worker_options(dataset: Dataset[Any] | StreamedDataset, workers: int, *, pin: bool) -> dict[str, Any]:
@@ -242,7 +238,7 @@ def _make_worker_options(dataset: Dataset[Any] | StreamedDataset, workers: int, 
         "num_workers": workers,
         "prefetch_factor": PREFETCH_FACTOR if workers else None,
         "pin_memory": pin,
-        "worker_init_fn": _choose_worker_start_method() if workers else None,
+        "worker_init_fn": _make_worker_init() if workers else None,
     }
 
 
@@ -259,7 +255,7 @@ def build_fixed_loader(
     )
 
 
-def _choose_worker_start_method() -> Callable[[int], None]:
+def _make_worker_init() -> Callable[[int], None]:
     # Workers of a fork server have the server as their parent, which exits with this process.
     forked = multiprocessing.get_start_method() != "forkserver"
     return partial(_init_loader_process, os.getpid() if forked else None)

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -62,8 +62,7 @@ class _CheckpointedChain:
     def __init__(self, chain: nn.Sequential, cuts: Sequence[int]) -> None:
         self.chain = chain
         layers = list(chain)
-        bounds = [0, *cuts, len(layers)]
-        segments = [layers[start:end] for start, end in itertools.pairwise(bounds)]
+        segments = [layers[start:end] for start, end in itertools.pairwise([0, *cuts, len(layers)])]
         self.parts = [
             _CheckpointedForward(_LayerSequence(segment), _list_running_norms(segment)) for segment in segments
         ]
@@ -141,31 +140,20 @@ def _list_running_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 class _FrozenRunningStatistics:
-    """Sequentially re-enterable `_freeze_running_statistics`: a double backward computes the block a third time."""
+    """Keeps running statistics unchanged during a second forward pass over the same batch.
+
+    Uses a momentum of 0 instead of disabling track_running_stats: the recomputation must save the same tensors as the
+    first pass. A class, because a double backward enters the context a second time to compute the block a third time.
+    """
 
     def __init__(self, norms: Sequence[Any]) -> None:
         self.norms = norms
 
     def __enter__(self) -> None:
-        self._once = _freeze_running_statistics(self.norms)
-        self._once.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._once.__exit__(*raised)
-
-
-@contextmanager
-def _freeze_running_statistics(norms: Sequence[Any]) -> Iterator[None]:
-    """Keep running statistics unchanged during a second forward pass over the same batch.
-
-    Uses a momentum of 0 instead of disabling track_running_stats: the recomputation must save the same tensors as the
-    first pass.
-    """
-    settings = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    try:
-        for norm in norms:
+        self._settings = [(norm.momentum, norm.num_batches_tracked) for norm in self.norms]
+        for norm in self.norms:
             norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()
-        yield
-    finally:
-        for norm, (momentum, count) in zip(norms, settings, strict=True):
+
+    def __exit__(self, *_: object) -> None:
+        for norm, (momentum, count) in zip(self.norms, self._settings, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count

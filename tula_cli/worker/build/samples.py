@@ -31,7 +31,7 @@ class StreamedDataset:
         sharded: the dataset itself gives each rank different samples.
     """
 
-    def __init__(self, samples: Samples, *, size: int, seed: int, sharded: bool = False) -> None:
+    def __init__(self, samples: Samples, *, size: int, seed: int, sharded: bool) -> None:
         self.samples, self.size, self.seed, self.sharded = samples, size, seed, sharded
 
     def __len__(self) -> int:
@@ -53,18 +53,13 @@ class StreamedDataset:
         Raises:
             SpecError: the stream ends before its length.
         """
-        positions = range(self.size // world if self.sharded else self.size)
-        stream = self._assign_samples_to_rank(_EVALUATION_SEED if epoch is None else epoch, len(positions))
-        if self.sharded:
-            yield from (convert_to_sample(item) for number, item in stream if number >= start // world)
-        else:
-            yield from (
-                convert_to_sample(item)
-                for number, item in stream
-                if number >= start and (number - start) % world == rank
-            )
+        size = self.size // world if self.sharded else self.size
+        numbers = range(start // world, size) if self.sharded else range(start + rank, size, world)
+        for number, item in self._iterate_numbered_samples(_EVALUATION_SEED if epoch is None else epoch, size):
+            if number in numbers:
+                yield convert_to_sample(item)
 
-    def _assign_samples_to_rank(self, epoch: int, size: int) -> Iterator[tuple[int, Any]]:
+    def _iterate_numbered_samples(self, epoch: int, size: int) -> Iterator[tuple[int, Any]]:
         if hasattr(self.samples, "set_epoch"):
             self.samples.set_epoch(epoch)
         with seed_generators(self.seed, epoch):
@@ -82,7 +77,6 @@ class StreamedDataset:
             yield number, item
 
 
-SampleOrder = Callable[[Any, int], torch.Tensor]
 Samples = torch.utils.data.Dataset[Any]  # has a length; returns a sample by integer index
 
 
@@ -104,10 +98,10 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         order: (samples, epoch) -> indices of the epoch, the same number in each; None: all samples, shuffled.
     """
 
-    def __init__(self, samples: Samples, *, seed: int, order: SampleOrder | None = None) -> None:
+    def __init__(self, samples: Samples, *, seed: int, order: Callable[[Any, int], torch.Tensor] | None = None) -> None:
         self.samples = samples
         self.seed = seed
-        self.own_order = order
+        self.make_user_order = order
         self.size = count_samples(samples) if order is None else len(order(samples, 0))
 
     def __len__(self) -> int:
@@ -120,9 +114,9 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         Raises:
             SpecError: the number of samples differs from that of epoch 0.
         """
-        if self.own_order is None:
+        if self.make_user_order is None:
             return None
-        order = self.own_order(self.samples, epoch)
+        order = self.make_user_order(self.samples, epoch)
         if len(order) != self.size:
             raise SpecError(
                 f"dataset.sampler returns {len(order)} samples in epoch {epoch}, but {self.size} in epoch 0",

@@ -119,9 +119,8 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[TextFragmentDataset
     for name, text in _list_source_files():
         if "/" in name:
             packages.setdefault(name.partition("/")[0], []).append((name, text))
-    multi_file_packages = {
-        name: files for name, files in packages.items() if len(files) > 1
-    }  # one file to train, one held out
+    # one file to train, one held out
+    multi_file_packages = {name: files for name, files in packages.items() if len(files) > 1}
     largest = sorted(
         multi_file_packages, key=lambda name: (-sum(len(text) for _, text in multi_file_packages[name]), name)
     )[:classes]
@@ -132,11 +131,8 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[TextFragmentDataset
         )
     splits: tuple[tuple[list[bytes], list[int]], ...] = (([], []), ([], []))
     for label, name in enumerate(sorted(largest)):
-        for (texts, labels), files in zip(
-            splits,
-            _hold_out_files(_read_bytes(multi_file_packages[name], size), spec.dataset.eval_fraction),
-            strict=True,
-        ):
+        split_files = _hold_out_files(_read_bytes(multi_file_packages[name], size), spec.dataset.eval_fraction)
+        for (texts, labels), files in zip(splits, split_files, strict=True):
             new = [fragment for text in files for fragment in _split_lines(text, length)]
             texts += new
             labels += [label] * len(new)
@@ -250,11 +246,6 @@ def assume_one_sequence_per_sample() -> Iterator[None]:
         yield
     finally:
         setattr(masking, name, find)
-
-
-def is_transformers_name(name: str) -> bool:
-    """Return whether a model's name starts with `transformers:`."""
-    return name.startswith(TRANSFORMERS_PREFIX)
 
 
 class FromConfig:

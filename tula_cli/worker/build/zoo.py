@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tula_cli.spec.job import JobSpec, compute_beta2, get_beta2_half_life
 from tula_cli.worker.build.batches import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, make_refused_arguments_error
 from tula_cli.worker.build.finetune import Parameters, flatten_groups, freeze_parameters
-from tula_cli.worker.build.text import FromConfig, is_transformers_name
+from tula_cli.worker.build.text import TRANSFORMERS_PREFIX, FromConfig
 
 # --- Networks for small images
 #
@@ -58,17 +58,14 @@ def build_small_alexnet(*, num_classes: int = 1000, **arguments: Any) -> nn.Modu
 def build_small_mobilenet_v3(name: str, **arguments: Any) -> nn.Module:
     """Return a MobileNetV3 that reduces images by a factor of 8 instead of 32: its first two strides are 1."""
     model = _build_torchvision(name, arguments)
-    for layer in list(_list_strided_convolutions(model))[:2]:
+    strided = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.stride == (2, 2)]
+    for layer in strided[:2]:
         layer.stride = (1, 1)
     return model  # type: ignore[no-any-return]
 
 
 def _build_torchvision(name: str, arguments: dict[str, Any]) -> Any:
     return torchvision.models.get_model_builder(name)(**arguments)
-
-
-def _list_strided_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:
-    return (layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.stride == (2, 2))
 
 
 _TORCHVISION_FAMILIES: dict[Callable[..., nn.Module], tuple[str, ...]] = {
@@ -148,7 +145,7 @@ def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
 
 
 def find_model_builder(name: str) -> Callable[..., Any]:
-    if is_transformers_name(name):
+    if name.startswith(TRANSFORMERS_PREFIX):
         return FromConfig(name)
     if is_import_string(name) or name in TULA_MODELS:
         return load_by_name(name, TULA_MODELS, kind="model")  # type: ignore[no-any-return]

@@ -1,9 +1,8 @@
 """Estimate of the memory of an optimizer step: runs it on fake tensors, without a GPU, and records each allocation."""
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from tula_cli.worker.build.batches import Collate, ModelCall, allocate_batch, li
 from tula_cli.worker.build.finetune import make_parameter_groups
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.text import assume_one_sequence_per_sample
-from tula_cli.worker.device import count_tensor_bytes
+from tula_cli.worker.device import count_tensor_bytes, make_autocast_context
 from tula_cli.worker.measure.meter import split_memory
 from tula_cli.worker.methods.plain import Memory
 from tula_cli.worker.methods.scaling import list_excluded_parameters
@@ -190,19 +189,19 @@ def estimate_library_bytes(spec: JobSpec) -> int:
     It covers the CUDA context, the workspaces of cuBLAS and cuDNN, and NCCL's buffers: those of one connection, times
     channels and peers.
     """
-    nodes, gpus = max(spec.search.nodes), spec.cluster.gpus_per_node
-    channels = 0 if nodes * gpus == 1 else NCCL_CHANNELS["several" if gpus > 1 else "one GPU a node"]
+    placement = "several" if spec.cluster.gpus_per_node > 1 else "one GPU a node"
+    channels = NCCL_CHANNELS[placement] if spec.max_ranks > 1 else 0
     return CUDA_CONTEXT + CUBLAS_WORKSPACES + CUDNN_WORKSPACE + channels * NCCL_PEERS * NCCL_CONNECTION
 
 
 # --- The step
 
+CPU = torch.device("cpu")  # of fake tensors
 REFERENCE_SAMPLES = 2**16 + 1
 """The micro-batch of the fake step: a prime of which layer sizes are unlikely to be multiples."""
 SAMPLES_IN_FAKE_BATCH = 5
 """Copies of the sample in a batch: a number that occurs in no other size, to identify the tensors that grow with the
 samples."""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 ALLOCATOR_MARGINS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
 """Multiples of the memory in use that are tried as the GPU's capacity."""
@@ -252,7 +251,7 @@ class FakeStep:
     """A model and its optimizer on fake tensors, with the state that training has after its first step."""
 
     spec: JobSpec
-    sample: Any  # a real batch of COPIES samples
+    sample: Any  # a real batch of SAMPLES_IN_FAKE_BATCH copies of a sample
     gpu: bool  # whether the memory of a GPU is estimated, else that of a process on the CPU
     fake: FakeTensorMode
     storages: LiveStorages
@@ -272,12 +271,10 @@ class FakeStep:
     @property
     def scaled(self) -> list[nn.Parameter]:
         """The parameters that AGS scales if the method uses it: all except `list_excluded_parameters`."""
-        left_out = (
-            set(list_excluded_parameters(self.model, self.spec.ags))
-            if self.spec.train.training_method.uses_section("ags")
-            else set()
-        )
-        return [p for p in self.parameters if p not in left_out]
+        if not self.spec.train.training_method.uses_section("ags"):
+            return self.parameters
+        excluded = set(list_excluded_parameters(self.model, self.spec.ags))
+        return [p for p in self.parameters if p not in excluded]
 
     @property
     def elementwise(self) -> bool:
@@ -287,7 +284,7 @@ class FakeStep:
     @property
     def several(self) -> bool:
         """Whether some configuration has more than one rank."""
-        return max(self.spec.search.nodes) * self.spec.cluster.gpus_per_node > 1
+        return self.spec.max_ranks > 1
 
     @property
     def memory(self) -> Memory:
@@ -334,7 +331,7 @@ class FakeStep:
 
     def _replay(self, micro_batch: int, *, capacity: int | None = None) -> AllocatorPeaks:
         recording = self._recording = self._recording or self._record()
-        sizes = recording.compute_sizes(micro_batch, small_batch=compute_max_small_batch(self.spec))
+        sizes = recording.compute_sizes(micro_batch, small_batch=self.spec.requested_small_batch)
         if not self.gpu:
             peak = compute_peak_without_allocator(range(recording.in_use), recording.events, sizes)
             return AllocatorPeaks(allocated=peak, reserved=peak)
@@ -349,11 +346,8 @@ class FakeStep:
     def _record(self) -> Recording:
         """Run one optimizer step on fake tensors and record its storages."""
         with self._activate():
-            alive, first_number, first_event = (
-                self.storages.list_alive(),
-                len(self.storages.sizes),
-                len(self.storages.events),
-            )
+            alive = self.storages.list_alive()
+            first_number, first_event = len(self.storages.sizes), len(self.storages.events)
             batch = self.make_batch(REFERENCE_SAMPLES)
             self._backward(batch)
             small = len(self.storages.sizes)
@@ -364,7 +358,7 @@ class FakeStep:
         index_by_number = {number: index for index, number in enumerate(alive)}
         shift = len(alive) - first_number  # renumber without the storages that were freed before
         return Recording(
-            early=len([number for number in alive if number < self.early]),
+            early=sum(number < self.early for number in alive),
             in_use=len(alive),
             events=tuple(_renumber(event, index_by_number, shift) for event in events),
             sizes=tuple(sizes[number] for number in [*alive, *range(first_number, len(sizes))]),
@@ -376,9 +370,8 @@ class FakeStep:
         with ExitStack() as stack:
             stack.enter_context(self.fake)
             stack.enter_context(self.storages)
-            if "position_ids" not in (
-                list_named_entries(self.sample) or ()
-            ):  # the key by which a batch describes packed sequences
+            # the key by which a batch describes packed sequences
+            if "position_ids" not in (list_named_entries(self.sample) or ()):
                 stack.enter_context(assume_one_sequence_per_sample())
             if self.gpu:
                 stack.enter_context(GpuMemoryEmulation())
@@ -394,13 +387,13 @@ class FakeStep:
         micro_batches = min(2, self.spec.train.accumulate)
         for micro_batch in range(micro_batches):
             self.synchronise = micro_batch == micro_batches - 1
-            with make_fake_autocast(self.spec):
+            with make_autocast_context(self.spec.train, CPU):
                 loss = self.call.compute_loss(self.model, batch)
             loss.backward()
 
     def _refresh(self, batch: Any) -> list[torch.Tensor]:
         """Compute the small batch's gradient in addition to the large one's, as TulaOptimizer does."""
-        with make_fake_autocast(self.spec):
+        with make_autocast_context(self.spec.train, CPU):
             loss = self.call.compute_loss(self.model, batch)
         used = [g for g in torch.autograd.grad(loss, self.scaled, allow_unused=True) if g is not None]
         if self.several:
@@ -420,7 +413,8 @@ class FakeStep:
             if self.gpu:
                 for chunk in chunk_indices(self.factors, range(len(self.factors))):
                     torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # temporaries of scale_on_device_
-        copies = self._copy_parameters()
+        # of the parameters whose update the method changes (scaled by AGS, or orthogonalised)
+        copies = [p.detach().clone() for p in self.memory.before]
         self.optimizer.step()
         if copies and self.gpu and self.memory.after:
             for chunk in chunk_indices(copies, range(len(copies))):
@@ -438,10 +432,6 @@ class FakeStep:
             ratio = small + 1.0
             new.append(small if self.several else ratio)
         return new
-
-    def _copy_parameters(self) -> list[torch.Tensor]:
-        """Return copies of the parameters whose update the method changes (scaled by AGS, or orthogonalised)."""
-        return [p.detach().clone() for p in self.memory.before]
 
 
 def build_fake_step(
@@ -514,15 +504,3 @@ def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
-
-
-def compute_max_small_batch(spec: JobSpec) -> int:
-    """Return the largest number of samples that AGS draws for its small batch."""
-    return spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
-
-
-def make_fake_autocast(spec: JobSpec) -> AbstractContextManager[Any]:
-    """Return the autocast context of the spec's precision on fake CPU tensors."""
-    if spec.train.precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=DTYPES[spec.train.precision])

@@ -1,5 +1,6 @@
 """The first samples of a job and the batch that they form, checked before anything is trained on them."""
 
+import math
 import statistics
 import traceback
 from collections.abc import Sequence
@@ -71,12 +72,10 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         if is_user_dataset:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise JobFailed(
-                f"dataset {spec.dataset.name} returns no sample: {_format_error_message(error)}",
+                f"dataset {spec.dataset.name} returns no sample: {describe_error(error)}",
                 f"raised in {frame.filename}, line {frame.lineno}, {frame.name}",
             ) from error
-        raise SpecError(
-            f"a sample of {spec.dataset.name} cannot be transformed: {_format_error_message(error)}"
-        ) from error
+        raise SpecError(f"a sample of {spec.dataset.name} cannot be transformed: {describe_error(error)}") from error
     _check_sample_tensors(spec, items, held_out, is_user_dataset=is_user_dataset)
     batch = _make_batch(spec, items, datasets.collate)
     for leaf in tree_leaves(batch):
@@ -89,9 +88,9 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     longest = find_longest_sample(datasets)
     if longest is None:
         return FirstSamples(items[0], batch, len(items))
-    item, looked_at = longest
+    item, inspected = longest
     warning = (
-        f"samples differ in shape, so memory is estimated for the largest of the {looked_at} samples read"
+        f"samples differ in shape, so memory is estimated for the largest of the {inspected} samples read"
         f" ({describe_tree(item)}), and each probe runs one step with only samples of this shape; unread samples may be larger"
         + _describe_padding(datasets)
     )
@@ -122,24 +121,22 @@ def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:
             except Exception as error:
                 raise JobFailed(
                     f"dataset {spec.dataset.name} has {last_index + 1} {name} samples by its __len__, but sample {last_index} fails:"
-                    f" {_format_error_message(error)}",
+                    f" {describe_error(error)}",
                     "make __len__ return the number of samples that __getitem__ returns, or correct the sample that fails",
                 ) from error
 
 
 def _describe_padding(datasets: Datasets) -> str:
     """Describe the share of padding in batches of text; empty if the samples are not text with known field names."""
-    items = datasets.train.list_spread_samples(
-        SAMPLES_PADDED
-    )  # spread samples, as neighbours may be of one class or sorted by length
+    # neighbours may be of one class or sorted by length
+    items = datasets.train.list_spread_samples(SAMPLES_PADDED)
     lengths = [find_sequence_length(make_batch(datasets.collate, [item])) for item in items]
     known_lengths = [length for length in lengths if length]
     if not known_lengths or len(known_lengths) < len(lengths):
         return ""
-    some = find_sequence_length(make_batch(datasets.collate, items)) or max(known_lengths)
-    return (
-        f"; {round(100 * (1 - statistics.fmean(known_lengths) / some))} % of a batch of {len(items)} samples is padding"
-    )
+    padded_length = find_sequence_length(make_batch(datasets.collate, items)) or max(known_lengths)
+    padding = round(100 * (1 - statistics.fmean(known_lengths) / padded_length))
+    return f"; {padding} % of a batch of {len(items)} samples is padding"
 
 
 def find_longest_sample(datasets: Datasets) -> tuple[Any, int] | None:
@@ -149,23 +146,15 @@ def find_longest_sample(datasets: Datasets) -> tuple[Any, int] | None:
     """
     if datasets.collate is None:
         return None
-    if (
-        len(
-            {
-                _list_tensor_shapes(datasets.collate, item)
-                for item in datasets.train.list_spread_samples(SAMPLES_COMPARED)
-            }
-        )
-        <= 1
-    ):
+    compared = datasets.train.list_spread_samples(SAMPLES_COMPARED)
+    if len({_list_tensor_shapes(datasets.collate, item) for item in compared}) <= 1:
         return None
-    some = datasets.train.list_spread_samples(SAMPLES_INSPECTED)
-    return max(some, key=lambda item: sum(t.numel() for t in list_tensors(make_batch(datasets.collate, [item])))), len(
-        some
-    )
+    inspected = datasets.train.list_spread_samples(SAMPLES_INSPECTED)
+    largest = max(inspected, key=lambda item: sum(map(math.prod, _list_tensor_shapes(datasets.collate, item))))
+    return largest, len(inspected)
 
 
-def _list_tensor_shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], ...]:
+def _list_tensor_shapes(collate: Collate | None, item: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in list_tensors(make_batch(collate, [item])))
 
 
@@ -192,7 +181,7 @@ def _make_batch(spec: JobSpec, items: Sequence[Any], collate: Collate | None) ->
     except Exception as error:
         if collate is not None:
             raise JobFailed(
-                f"dataset.collate_fn fails on {describe_tree(list(items))}: {_format_error_message(error)}"
+                f"dataset.collate_fn fails on {describe_tree(list(items))}: {describe_error(error)}"
             ) from error
         descriptions = " and ".join(dict.fromkeys(map(describe_tree, items)))
         raise SpecError(
@@ -202,5 +191,6 @@ def _make_batch(spec: JobSpec, items: Sequence[Any], collate: Collate | None) ->
         ) from error
 
 
-def _format_error_message(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Return the class and the first line of an error."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

@@ -29,20 +29,33 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_bytes, format_count
 from tula_cli.worker.build import finetune, zoo
-from tula_cli.worker.build.batches import ModelCall, build_collate, describe_tree, find_scores, list_tensors, make_batch
+from tula_cli.worker.build.batches import (
+    IGNORED_LABEL,
+    ModelCall,
+    build_collate,
+    describe_tree,
+    find_scores,
+    list_tensors,
+    make_batch,
+)
 from tula_cli.worker.build.data import build_datasets, build_test_dataset, download_dataset, find_dataset_source
 from tula_cli.worker.build.finetune import make_parameter_groups
 from tula_cli.worker.build.loaders import build_sampler
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.transforms import build_transforms
-from tula_cli.worker.device import count_gpus, count_tensor_bytes, get_gpu_memory, get_gpu_name, read_process_memory
-from tula_cli.worker.measure import fake_tensor_step
-from tula_cli.worker.measure.fake_tensor_step import FakeStep
-from tula_cli.worker.measure.first_samples import find_class_numbers, load_first_samples
+from tula_cli.worker.device import (
+    count_gpus,
+    count_tensor_bytes,
+    get_gpu_memory,
+    get_gpu_name,
+    make_autocast_context,
+    read_process_memory,
+)
+from tula_cli.worker.measure.fake_tensor_step import FakeStep, build_fake_step
+from tula_cli.worker.measure.first_samples import describe_error, find_class_numbers, load_first_samples
 from tula_cli.worker.methods.table import get_method
 from tula_cli.worker.parallel.sharding import list_fsdp_blocks, require_fsdp_support
-from tula_cli.worker.train.evaluation import build_metrics
-from tula_cli.worker.train.evaluation import warn_gathered_metrics as metrics_told
+from tula_cli.worker.train.evaluation import build_metrics, warn_gathered_metrics
 from tula_cli.worker.train.learning_rate import check_user_schedule
 
 # --- Memory footprint
@@ -141,7 +154,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
     warnings, notes = list(first_samples.warnings), []
     footprints, estimate_error = tuple[Footprint, ...](), ""
     try:
-        fake_step = fake_tensor_step.build_fake_step(
+        fake_step = build_fake_step(
             spec,
             first_samples.item,
             classes=datasets.classes,
@@ -151,13 +164,15 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints = estimate_footprints(fake_step, largest=max(1, len(datasets.train)))
         model, call, optimizer, output = fake_step.model, fake_step.call, fake_step.optimizer, fake_step.make_output(2)
         warnings += _list_single_sample_problems(spec, fake_step)
-        if _has_users_code(spec):  # fake tensors have no values, and are checked less
+        if _has_user_code_in_step(spec) or is_import_string(
+            spec.dataset.name
+        ):  # fake tensors have no values, and are checked less
             notes += _try_real_step(spec, datasets, device, model)
     except TulaError:
         raise
     # A model may read values of its tensors, which fake tensors do not have; then only a real step can check it.
     except Exception as error:  # noqa: BLE001
-        estimate_error = f"{type(error).__name__}: {_get_first_line(error)}"
+        estimate_error = describe_error(error)
         model, call, optimizer, output = _run_real_step(spec, datasets)
     warnings += _check_output(spec, find_scores(output), call.get_target(first_samples.batch), datasets.classes)
     if is_import_string(spec.dataset.name) and _is_class_target(call.get_target(first_samples.batch)):
@@ -177,19 +192,12 @@ def inspect_job(spec: JobSpec) -> Inspection:
         device=device,
         notes=(*_describe_initial_state(spec, model, optimizer), *notes, *_inspect_evaluation(spec, datasets)),
         warnings=tuple(warnings),
-        **_describe_machine(spec, device),
+        hardware=get_gpu_name() if device == "cuda" else read_processor_name(),
+        capacity=_get_memory_limit_per_rank(spec, device),
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=count_gpus() if device == "cuda" else 0,
+        process=read_process_memory("VmRSS"),
     )
-
-
-def _describe_machine(spec: JobSpec, device: str) -> dict[str, Any]:
-    """Return the fields of an Inspection that describe this machine."""
-    return {
-        "hardware": get_gpu_name() if device == "cuda" else read_processor_name(),
-        "capacity": _get_memory_limit_per_rank(spec, device),
-        "cpus": len(os.sched_getaffinity(0)),
-        "gpus": count_gpus() if device == "cuda" else 0,
-        "process": read_process_memory("VmRSS"),
-    }
 
 
 def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -218,26 +226,21 @@ def _inspect_evaluation(spec: JobSpec, datasets: Datasets) -> list[str]:
     Raises:
         SpecError: the test set cannot be built, or its classes are not those that are trained.
     """
-    has_several_ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node > 1
-    metrics = metrics_told(spec.train) if has_several_ranks else []
+    notes = warn_gathered_metrics(spec.train) if spec.max_ranks > 1 else []
     if spec.dataset.test is not None:
-        metrics.append(f"test set of tula evaluate: {len(build_test_dataset(spec, datasets))} samples")
-    return metrics
+        notes.append(f"test set of tula evaluate: {len(build_test_dataset(spec, datasets))} samples")
+    return notes
 
 
 def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:
-    """Return a warning if some keys of a batch are passed neither to the model nor to the loss."""
-    unused = (
-        []
-        if call.whole
-        else [key for key, value in call.find_unused_entries(batch).items() if value is not call.get_target(batch)]
-    )
+    if call.whole:
+        return []
+    unused = [key for key, value in call.find_unused_entries(batch).items() if value is not call.get_target(batch)]
     warning = f"unused entries of the batch: {', '.join(unused)} (neither {spec.model.name}.forward nor the loss has parameters of these names)"
     return [warning] if unused else []
 
 
 def _warn_ineffective_methods(model: torch.nn.Module) -> list[str]:
-    """Return a warning if the model has methods that are not called."""
     if all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers")):
         return [
             "the model has a training_step and configure_optimizers, but tula does not call them: it uses forward, and the loss and"
@@ -306,7 +309,7 @@ def _get_memory_limit_per_rank(spec: JobSpec, device: str) -> int | None:
         return None
     if device == "cuda":
         return get_gpu_memory()
-    return read_machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
+    return read_machine_memory() // spec.max_ranks
 
 
 MAX_PARAMETERS_TO_STEP = 30_000_000
@@ -315,10 +318,6 @@ MAX_PARAMETERS_TO_STEP = 30_000_000
 
 _DATA_FAULT = re.compile(r"same dtype|Input type|target dtype|scalar type|[Ff]ound dtype|out of bounds")
 """Messages of torch, on every device, about samples whose type or value does not fit."""
-
-
-def _has_users_code(spec: JobSpec) -> bool:
-    return _has_user_code_in_step(spec) or is_import_string(spec.dataset.name)
 
 
 def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Module) -> list[str]:
@@ -365,7 +364,7 @@ def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelC
     optimizer = get_method(spec).build_base_optimizer(spec, make_parameter_groups(spec.optimizer, model))
     stage = f"model {spec.model.name} cannot take {_describe_inputs(batch)}"
     try:
-        with fake_tensor_step.make_fake_autocast(spec):
+        with make_autocast_context(spec.train, torch.device("cpu")):
             output = call.compute_outputs(model, batch)
             stage = f"loss {spec.loss.name} cannot take the output of {spec.model.name}, {_describe_shape(output)}"
             if call.get_target(batch) is not None:
@@ -384,12 +383,11 @@ def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelC
         raise
     except Exception as error:
         kind = JobFailed if _has_user_code_in_step(spec) else SpecError
-        raise kind(f"{stage}: {_describe_error(error)}", _make_failure_hint(stage, error)) from error
+        raise kind(f"{stage}: {describe_error(error)}", _make_failure_hint(stage, error)) from error
     return model, call, optimizer, output
 
 
 def _describe_inputs(batch: Any) -> str:
-    """Describe the input that a model receives."""
     pair = type(batch) in (tuple, list) and len(batch) == 2
     if pair and isinstance(batch[0], torch.Tensor) and batch[0].is_floating_point():
         dtype = "" if batch[0].dtype == torch.float32 else f", {str(batch[0].dtype).removeprefix('torch.')}"
@@ -437,7 +435,7 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or not _is_class_target(target):
         return []
     outputs, needed_outputs = output.shape[1], max(classes or 0, int(target.max()) + 1)
-    if (least := int(target.min())) < 0 and least != _IGNORED:
+    if (least := int(target.min())) < 0 and least != IGNORED_LABEL:
         raise SpecError(
             f"dataset {spec.dataset.name} returns label {least}, but labels must be at least 0",
             "number the classes from 0 in the dataset",
@@ -454,40 +452,29 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
     return []
 
 
-_IGNORED = -100
-"""The label that torch's losses ignore."""
-
-
 def _is_class_target(target: Any) -> bool:
     return isinstance(target, torch.Tensor) and target.ndim == 1 and target.dtype == torch.int64
 
 
-def _list_single_sample_problems(spec: JobSpec, fake_step: fake_tensor_step.FakeStep) -> list[str]:
+def _list_single_sample_problems(spec: JobSpec, fake_step: FakeStep) -> list[str]:
     """Return a warning if the search includes a micro-batch of one sample, on which BatchNorm cannot train."""
-    ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
-    if spec.search.min_batch // (ranks * spec.train.accumulate) > 1:
+    micro_batches = spec.max_ranks * spec.train.accumulate
+    if spec.search.min_batch // micro_batches > 1:
         return []
     try:
         fake_step.make_output(1)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        smallest = 2 * ranks * spec.train.accumulate
-        return [f"BatchNorm cannot train on a micro-batch of 1 sample; set search.min_batch to {smallest} or more"]
+        return [
+            f"BatchNorm cannot train on a micro-batch of 1 sample; set search.min_batch to {2 * micro_batches} or more"
+        ]
     return []
 
 
 def _describe_shape(output: Any) -> str:
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return f"{type(output).__name__} of shape {', '.join(map(str, shapes))}"
-
-
-def _describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_get_first_line(error)}"
-
-
-def _get_first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
 
 
 def inspect_json(text: str) -> dict[str, Any]:
@@ -500,7 +487,7 @@ def inspect_json(text: str) -> dict[str, Any]:
         return _make_error_answer("JobFailed", error.message, error.hint)
     # The user's imports and constructors run here and may raise anything; the error is the answer.
     except Exception as error:  # noqa: BLE001
-        cause = _describe_error(error)
+        cause = describe_error(error)
         return _make_error_answer(
             "JobFailed", f"the job's own code fails: {cause}", _find_last_frame(error), cause=cause
         )

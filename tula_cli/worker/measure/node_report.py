@@ -132,7 +132,7 @@ def _try_write_token(task: CheckTask, run: RunDir) -> str:
 
 
 def _make_rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankReport:
-    gpus = _list_visible_gpus()
+    gpus = tuple(Gpu(get_gpu_uuid(index), get_gpu_name(index), get_gpu_memory(index)) for index in range(count_gpus()))
     # The interface configured for gloo by the spec or by the site's environment.
     address = network.find_own_address(os.environ.get("GLOO_SOCKET_IFNAME") or task.spec.cluster.interface)
     return RankReport(
@@ -145,7 +145,7 @@ def _make_rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: s
         nccl=get_nccl_version(),
         python=platform.python_version(),
         cpus=len(os.sched_getaffinity(0)),
-        memory=read_node_memory(),
+        memory=_read_node_memory(),
         shared=read_shared_memory(),
         interface=network.find_interface(address) or "",
         address=address,
@@ -156,13 +156,8 @@ def _make_rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: s
     )
 
 
-def _list_visible_gpus() -> tuple[Gpu, ...]:
-    return tuple(Gpu(get_gpu_uuid(index), get_gpu_name(index), get_gpu_memory(index)) for index in range(count_gpus()))
-
-
-def read_node_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the node's memory in bytes."""
-    match = re.search(r"^MemTotal: *(\d+) kB", meminfo.read_text(encoding="ascii"), re.MULTILINE)
+def _read_node_memory() -> int:
+    match = re.search(r"^MemTotal: *(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
     assert match
     return int(match[1]) * 1024
 
@@ -295,7 +290,7 @@ def _measure_transfers(pair: dist.ProcessGroup, device: torch.device) -> Iterato
 
 
 def _measure_transfer(size: int, pair: dist.ProcessGroup, device: torch.device) -> Transfer:
-    """Return the fastest of REPEATS all-reduces; between two ranks, each sends and receives the tensor once."""
+    """Return the fastest of TRANSFER_REPEATS all-reduces; between two ranks, each sends and receives the tensor once."""
     tensor = torch.zeros(size // 4, device=device)
     seconds = min(_time_calls(lambda: dist.all_reduce(tensor, group=pair), TRANSFER_REPEATS, device))
     # Both ranks use the slower time, so that they stop at the same size.

@@ -36,12 +36,11 @@ from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.device import get_gpu_uuid
 from tula_cli.worker.energy import EnergyMeter, open_nvml_device
-from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.measure.first_samples import find_longest_sample
+from tula_cli.worker.measure.meter import get_memory_capacity, split_memory
 from tula_cli.worker.parallel.sharding import Replicated
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train import checkpoint, evaluation
-from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train import checkpoint, evaluation, loop
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.gradient_noise import compute_gradient, compute_squared_norm
 from tula_cli.worker.train.loop import Step, Trainer
@@ -79,17 +78,15 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
     window_size = min(MIN_TIMED_STEPS, len(times) // 2)
     if window_size < 2:
         return MIN_TIMED_STEPS
-    newest, previous = (
-        statistics.median(times[-window_size:]),
-        statistics.median(times[-2 * window_size : -window_size]),
-    )
+    newest = statistics.median(times[-window_size:])
+    previous = statistics.median(times[-2 * window_size : -window_size])
     return 0 if abs(newest - previous) <= MAX_RELATIVE_DIFFERENCE * previous else MIN_TIMED_STEPS
 
 
 def count_steps_for_median(times: Sequence[float], search: Search) -> int:
     """Return the number of steps that determine a median to `MAX_RELATIVE_STANDARD_ERROR`, given the spread of the timed ones.
 
-    At least LEAST_STEPS, which a spread needs, and at most search.split_steps. The variance of a median is pi/2 times
+    At least MIN_TIMED_STEPS, which a spread needs, and at most search.split_steps. The variance of a median is pi/2 times
     that of a mean for normally distributed values.
     """
     error = compute_standard_error(times) / (MAX_RELATIVE_STANDARD_ERROR * compute_trimmed_mean(times))
@@ -129,27 +126,23 @@ class GpuStateRecorder:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        on_gpu = ranks.device.type == "cuda"
-        self._device = open_nvml_device(get_gpu_uuid()) if on_gpu else None
-        self._looks: list[GpuState] = []
+        self._device = open_nvml_device(get_gpu_uuid()) if ranks.device.type == "cuda" else None
+        self._samples: list[GpuState] = []
 
     def sample(self) -> None:
         """Read the state now, before waiting for the GPU: the clocks of an idle GPU differ from those under load."""
         if self._device is not None and (state := _read_gpu_state(*self._device)) is not None:
-            self._looks = [*self._looks[:1], state]
+            self._samples = [*self._samples[:1], state]
 
     def get_first_and_last(self) -> tuple[GpuState, GpuState] | None:
         """Return the combined state of all GPUs at the first and the last sample, or None if no GPU reports it; every
         rank must call this."""
-        samples_here = [state.model_dump() for state in self._looks]
-        ranks_samples = [
-            samples for text in self._ranks.gather(json.dumps(samples_here)) if (samples := json.loads(text))
-        ]
+        texts = self._ranks.gather(json.dumps([state.model_dump() for state in self._samples]))
+        ranks_samples = [samples for text in texts if (samples := json.loads(text))]
         if not ranks_samples:
             return None
-        return _combine_gpu_states(samples[0] for samples in ranks_samples), _combine_gpu_states(
-            samples[-1] for samples in ranks_samples
-        )
+        first = _combine_gpu_states(samples[0] for samples in ranks_samples)
+        return first, _combine_gpu_states(samples[-1] for samples in ranks_samples)
 
 
 def _combine_gpu_states(rank_states: Iterable[dict[str, Any]]) -> GpuState:
@@ -319,8 +312,8 @@ def _measure_cached_batch_time(trainer: Trainer, count: int) -> float:
     One batch is reused, and none is loaded besides those that training holds, so that a probe near the memory limit
     does not fail.
     """
-    steps = itertools.islice(worker_train_loop.run_cached_steps(trainer), count)
-    return trainer.ranks.max(statistics.median(measure_step_seconds(trainer, list(steps))))
+    steps = [loop.run_step_on_batch(trainer, trainer.last_batch) for _ in range(count)]
+    return trainer.ranks.max(statistics.median(measure_step_seconds(trainer, steps)))
 
 
 def measure_loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
@@ -330,9 +323,8 @@ def measure_loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
     workers are timed: neither their start nor a batch that was ready before is counted.
     """
     batches = max(MIN_BATCHES_LOADED, PREFETCH_FACTOR * trainer.workers)
-    stream = worker_train_loop.load_micro_batches(
-        trainer, trainer.position.epoch + 2 + batches
-    )  # at least one batch per epoch
+    epochs = trainer.position.epoch + 2 + batches  # at least one batch per epoch
+    stream = loop.load_micro_batches(trainer, epochs)
     next(stream)
     trainer.ranks.broadcast(0)
     began, taken, counter = time.perf_counter(), 0, TokenCounter()
@@ -356,28 +348,23 @@ def _measure_gradient_stats(
     must not be reported as out of memory. From this call on DDP has a communication hook, so steps no longer equal
     those of a training.
     """
-    pairs: list[Pair] = []
-    too_small, replicated = trainer.micro_batch < 4, trainer.parallel.separates_communication
-    if replicated and (too_small or _compute_max_search_ranks(trainer) > 1):  # BatchNorm cannot train on one sample
+    too_small = trainer.micro_batch < 4  # BatchNorm cannot train on one sample
+    replicated = trainer.parallel.separates_communication
+    if replicated and (too_small or max(trainer.ranks.world, trainer.spec.max_ranks) > 1):
         recorder = GradientNormRecorder.attach(trainer)
         for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
             pass
         return summarize_gradient_norms(recorder.gather_pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
     if too_small:
         return summarize_gradient_norms([], local_batch=trainer.local_batch, batch=trainer.batch)
-    fits = not replicated or free_bytes is None or free_bytes >= _MEMORY_MARGIN * count_half_batch_bytes(trainer)
-    if fits:
+    pairs: list[Pair] = []
+    if not replicated or free_bytes is None or free_bytes >= _MEMORY_MARGIN * count_half_batch_bytes(trainer):
         _run_steps(
             trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(measure_half_batch_norms(trainer))
         )
     half = trainer.micro_batch // 2
     samples = half if replicated else trainer.parallel.count_samples_of_gradient(half)
     return summarize_gradient_norms(pairs, local_batch=samples, batch=2 * samples)
-
-
-def _compute_max_search_ranks(trainer: Trainer) -> int:
-    """Return the number of ranks of the largest probe of the search."""
-    return max(trainer.ranks.world, max(trainer.spec.search.nodes) * trainer.spec.cluster.gpus_per_node)
 
 
 def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], count: int) -> float | None:
@@ -464,16 +451,6 @@ class JobOverheads:
     save: float
     longest: Any = None  # largest inspected sample if shapes differ; else None
 
-    def with_probe(self, trainer: Trainer, *, eval_time: float, refresh_time: float) -> Overheads:
-        """Return these overheads combined with those of one probe."""
-        return Overheads(
-            startup=self.startup,
-            eval_batch=eval_time,
-            eval_batch_size=trainer.micro_batch,
-            checkpoint=self.save,
-            refresh=refresh_time,
-        )
-
 
 def _measure_job_overheads(
     task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, local_batch: int, started_at: float
@@ -496,7 +473,7 @@ def _measure_job_overheads(
 
 
 def _build_trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int) -> Trainer:
-    trainer = worker_train_loop.build_trainer(
+    trainer = loop.build_trainer(
         task, ranks, datasets, batch=local_batch * ranks.world, workers=task.spec.train.workers, refresh=False
     )
     finetune.load_weights(task.spec.model, trainer.parallel.module, first=ranks.is_first)
@@ -525,12 +502,16 @@ def measure_probe(
         _run_largest_step(trainer, overheads.longest)
     meter.restart_after_warmup()
     with use_zero_learning_rate(trainer):
-        window = _time_steps(trainer, stream)
+        energy, gpu_states = EnergyMeter(ranks), GpuStateRecorder(ranks)
+        more = partial(count_steps_to_time, search=trainer.spec.search)
+        window = StepBlocks(trainer, more, at_work=gpu_states.sample)
+        window.run(stream)
+        joules, gpus = energy.read_joules(), gpu_states.get_first_and_last()
         refresh_time = _measure_refresh_time(trainer, stream, window.steps)
         eval_time = _measure_eval_time(trainer)
         memory = _measure_peak_components(trainer, meter)  # measured before steps that a training does not take
         retries = int(ranks.max(meter.count_allocator_retries()))
-    capacity = worker_measure_meter.get_memory_capacity(ranks, task.spec.cluster.memory_per_gpu)
+    capacity = get_memory_capacity(ranks, task.spec.cluster.memory_per_gpu)
     free_bytes = None if capacity is None else capacity - memory.reserved - memory.libraries
     steps = ranks.broadcast(count_steps_for_median(window.steps, trainer.spec.search) if ranks.is_first else 0)
     breakdown = measure_breakdown(
@@ -549,12 +530,18 @@ def measure_probe(
         **breakdown,
         memory=memory,
         capacity=capacity,
-        overheads=overheads.with_probe(trainer, eval_time=eval_time, refresh_time=refresh_time),
+        overheads=Overheads(
+            startup=overheads.startup,
+            eval_batch=eval_time,
+            eval_batch_size=trainer.micro_batch,
+            checkpoint=overheads.save,
+            refresh=refresh_time,
+        ),
         environment=environment.describe_environment(ranks, workers=trainer.workers),
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
-        energy=window.joules,
-        gpus=window.gpus,
+        energy=None if joules is None else joules / len(window.steps),
+        gpus=gpus,
         allocator_retries=retries,
         oversubscribed=environment.is_oversubscribed(
             ranks, ranks_here=environment.count_local_ranks(ranks, task.spec.cluster)
@@ -565,9 +552,8 @@ def measure_probe(
 
 def _run_warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
     """Take steps until their times are stable; return their seconds."""
-    first_steps = [next(stream)]
     # Once factors exist, the timed steps scale gradients as training does.
-    first_steps.append(_run_step_with_refresh(trainer, stream))
+    first_steps = [next(stream), _run_step_with_refresh(trainer, stream)]
     queue = -(-PREFETCH_FACTOR * trainer.workers // trainer.parts)
     blocks = StepBlocks(trainer, partial(count_warm_up_steps, search=trainer.spec.search, prefetched=queue))
     blocks.run(stream)
@@ -578,30 +564,7 @@ def _run_largest_step(trainer: Trainer, sample: Any) -> None:
     """Take a step on a batch of copies of the largest sample, whose memory a training may need at some step."""
     batch = make_batch(trainer.datasets.collate, [sample] * trainer.micro_batch)
     with use_zero_learning_rate(trainer):
-        worker_train_loop.run_step_on_batch(trainer, batch)
-
-
-@dataclass(frozen=True)
-class TimedWindow:
-    """The timed steps, and the state of the GPUs meanwhile."""
-
-    steps: list[float]  # seconds of each step
-    waits: list[float]  # seconds of each step spent waiting for data
-    joules: float | None  # energy of one step on all GPUs; None if not measured
-    gpus: tuple[GpuState, GpuState] | None
-
-
-def _time_steps(trainer: Trainer, stream: Iterator[Step]) -> TimedWindow:
-    meter, states = EnergyMeter(trainer.ranks), GpuStateRecorder(trainer.ranks)
-    blocks = StepBlocks(trainer, partial(count_steps_to_time, search=trainer.spec.search), at_work=states.sample)
-    blocks.run(stream)
-    joules = meter.read_joules()
-    return TimedWindow(
-        steps=blocks.steps,
-        waits=blocks.waits,
-        joules=None if joules is None else joules / len(blocks.steps),
-        gpus=states.get_first_and_last(),
-    )
+        loop.run_step_on_batch(trainer, batch)
 
 
 @dataclass
@@ -628,7 +591,7 @@ def _measure_peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Com
     ranks, limit = trainer.ranks, trainer.spec.cluster.memory_per_gpu
     peak, reserved = meter.read_peak()
     assert trainer.last_batch is not None
-    return worker_measure_meter.split_memory(
+    return split_memory(
         trainer.parallel.module,
         trainer.base,
         batch=device.count_tensor_bytes(list_tensors(trainer.last_batch)),
@@ -643,7 +606,7 @@ def _measure_peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Com
 def repeat_steps(trainer: Trainer) -> Generator[Step, None, None]:
     """Yield the loop's steps, starting over if a small dataset is used up before the probe has finished."""
     while True:
-        yield from worker_train_loop.run_steps(trainer)
+        yield from loop.run_steps(trainer)
         trainer.position = TrainingPosition()
 
 
@@ -675,7 +638,7 @@ def _measure_eval_time(trainer: Trainer) -> float:
 
 
 def _measure_save_time(trainer: Trainer, run: RunDir) -> float:
-    """Return the seconds taken to write a checkpoint to the file system on which training will write them."""
+    """Return the seconds in which a checkpoint is written to the file system on which training will write them."""
     if trainer.parallel.needs_all_ranks:
         began = time.perf_counter()
         checkpoint.write_sharded(run.path / ".timing.dcp", trainer, best={})

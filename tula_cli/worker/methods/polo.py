@@ -43,9 +43,8 @@ class PostLocal(Plain):
         loop.apart = True
         samples_done, size = loop.position.done, len(loop.datasets.train)
         remaining = loop.sizes.ramp.list_epoch_steps(loop.position.epoch, samples_done=samples_done, size=size)
-        if is_average_due(
-            samples_done, batch=loop.batch, end=samples_done + sum(batch * steps for batch, steps in remaining)
-        ):
+        end = samples_done + sum(batch * steps for batch, steps in remaining)
+        if is_average_due(samples_done, batch=loop.batch, end=end):
             self.synchronize_replicas(loop)
 
     def synchronize_replicas(self, loop: Loop) -> None:

@@ -22,20 +22,18 @@ class WithRamp(WithOrtho):
     def wrap_optimizer(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
-        return (
-            base if describe_why_not_orthogonalizable(base) else super().wrap_optimizer(base, parallel, configuration)
-        )
+        if describe_why_not_orthogonalizable(base):
+            return base
+        return super().wrap_optimizer(base, parallel, configuration)
 
     def check_optimizer(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if not describe_why_not_orthogonalizable(optimizer):
             super().check_optimizer(spec, model, optimizer)
 
     def estimate_memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
-        return (
-            Memory()
-            if spec.optimizer.name in REFUSED_OPTIMIZERS
-            else super().estimate_memory(spec, parameters, several=several)
-        )
+        if spec.optimizer.name in REFUSED_OPTIMIZERS:
+            return Memory()
+        return super().estimate_memory(spec, parameters, several=several)
 
 
 METHOD = WithRamp

@@ -18,11 +18,6 @@ from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 from tula_cli.worker.parallel.sharding import Parallel
 
 
-def make_ags_arguments(ags: Ags, **changed: Any) -> AgsArguments:
-    """Return new arguments for a TulaOptimizer; `changed` overrides settings of the section `ags`."""
-    return configure_ags(ags.resolved().model_dump() | changed)
-
-
 def get_small_batch_limit(configuration: Configuration) -> int:
     """Return the most samples that a rank can use for AGS's small batch: one micro-batch (rounded down)."""
     return configuration.batch // configuration.world // configuration.spec.train.accumulate
@@ -44,8 +39,8 @@ class Scaling(Plain):
     """Wraps the optimizer in a TulaOptimizer, configured by the section `ags`."""
 
     def make_arguments(self, ags: Ags, **changed: Any) -> AgsArguments:
-        """Return new arguments for a TulaOptimizer."""
-        return make_ags_arguments(ags, **changed)
+        """Return new arguments for a TulaOptimizer; `changed` overrides settings of the section `ags`."""
+        return configure_ags(ags.resolved().model_dump() | changed)
 
     def wrap_optimizer(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
@@ -55,7 +50,7 @@ class Scaling(Plain):
         by_itself = configuration.refresh or spec.ags.resolved().refreshes_each_step
         arguments = self.make_arguments(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", IdentityWarning)  # `remarks` reports it
+            warnings.simplefilter("ignore", IdentityWarning)  # `list_remarks` reports it
             return TulaOptimizer(
                 base,
                 model=parallel,
@@ -69,17 +64,16 @@ class Scaling(Plain):
             )
 
     def check_optimizer(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        b_small = spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
-        limit = spec.train.max_grad_norm
-        arguments = make_ags_arguments(spec.ags)
+        b_small = spec.requested_small_batch
+        arguments = self.make_arguments(spec.ags)
         try:
             TulaOptimizer(
                 optimizer,
                 model=model,
-                b_large=4 * b_small,
+                b_large=4 * b_small,  # any batch at which AGS has an effect
                 b_small=b_small,
                 **arguments,
-                max_grad_norm=limit,
+                max_grad_norm=spec.train.max_grad_norm,
                 exclude=list_excluded_parameters(model, spec.ags),
             )
         except ValueError as error:

@@ -45,14 +45,14 @@ class ScheduleFree(Plain):
 
     @contextmanager
     def use_evaluated_weights(self, loop: Loop) -> Iterator[None]:
-        trained = [p.detach().clone() for p in _use_trained_parameters(loop)]
+        trained = [p.detach().clone() for p in _list_trained_parameters(loop)]
         _switch_weights(loop.base, training=False)
         try:
             yield
         finally:
             _switch_weights(loop.base, training=True)
             with torch.no_grad():
-                for parameter, exact in zip(_use_trained_parameters(loop), trained, strict=True):
+                for parameter, exact in zip(_list_trained_parameters(loop), trained, strict=True):
                     parameter.copy_(exact)
 
     def get_model_state(self, loop: Loop) -> dict[str, Any]:
@@ -60,21 +60,20 @@ class ScheduleFree(Plain):
             return {name: value.detach().cpu().clone() for name, value in loop.parallel.module.state_dict().items()}
 
     def own_state(self, loop: Loop) -> dict[str, Any]:
-        return {"trained": [p.detach() for p in _use_trained_parameters(loop)]}
+        return {"trained": [p.detach() for p in _list_trained_parameters(loop)]}
 
     @torch.no_grad()
     def load_own_state(self, loop: Loop, state: dict[str, Any]) -> None:
-        for parameter, trained in zip(_use_trained_parameters(loop), state["trained"], strict=True):
+        for parameter, trained in zip(_list_trained_parameters(loop), state["trained"], strict=True):
             parameter.copy_(trained)
 
 
 def _switch_weights(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
-    """Switch the parameters to the trained or to the evaluated weights."""
     schedule_free: Any = optimizer  # torch's base class has no train() and eval()
     schedule_free.train() if training else schedule_free.eval()
 
 
-def _use_trained_parameters(loop: Loop) -> list[torch.nn.Parameter]:
+def _list_trained_parameters(loop: Loop) -> list[torch.nn.Parameter]:
     return [p for group in loop.base.param_groups for p in group["params"]]
 
 

@@ -10,14 +10,14 @@ from tula_cli.optim.ags import AgsArguments
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Memory
-from tula_cli.worker.methods.scaling import Scaling, make_ags_arguments
+from tula_cli.worker.methods.scaling import Scaling
 
 
 class StaticScaling(Scaling):
     """Gradient scaling with a constant factor that is known in advance."""
 
     def make_arguments(self, ags: Ags, **changed: Any) -> AgsArguments:
-        arguments = make_ags_arguments(ags, **changed)
+        arguments = super().make_arguments(ags, **changed)
         arguments["factors"] = Static(None if ags.factor == "auto" else ags.factor)
         return arguments
 

@@ -47,7 +47,7 @@ def save_sharded(
     # BatchNorm's statistics differ between ranks and torch may write those of any rank; rank 0's are evaluated.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
-    draft = get_draft_path(folder)
+    draft = folder.with_name(f".{folder.name}.draft")
     _run_on_first_rank(lambda: _create_draft(draft), folder, ranks)
     try:
         save(_make_sharded_state(model, optimizer), checkpoint_id=draft)
@@ -63,23 +63,17 @@ def save_sharded(
             f"cannot write {folder}: {first_line}", "check the free disk space; older checkpoints are still valid"
         ) from error
     _run_on_first_rank(lambda: write_atomic(draft / UNSHARDED_STATE_FILE, _serialize(content)), folder, ranks)
-    files = sorted(path.name for path in draft.iterdir()) if ranks.is_first else []
-    sums = _list_file_checksums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
+    names = sorted(path.name for path in draft.iterdir()) if ranks.is_first else []
+    sums = _list_file_checksums(draft, json.loads(ranks.gather(json.dumps(names))[0]), ranks)
     if lost := [name for name, total in sums.items() if total < 0]:
         raise CannotWrite(f"cannot write {folder}: its files cannot be read back: {', '.join(lost)}")
     _run_on_first_rank(lambda: _write_checksums(draft, folder, sums), folder, ranks)
 
 
-def get_draft_path(folder: Path) -> Path:
-    """Return the path of a checkpoint folder while it is being written."""
-    return folder.with_name(f".{folder.name}.draft")
-
-
 def is_complete_checkpoint(folder: Path, ranks: Ranks) -> bool:
     """Return on every rank whether a folder matches its check sums; every rank must call this, and reads some files."""
-    checksums: dict[str, int] = json.loads(
-        ranks.gather(json.dumps(_read_checksums(folder) if ranks.is_first else {}))[0]
-    )
+    text = json.dumps(_read_checksums(folder) if ranks.is_first else {})
+    checksums: dict[str, int] = json.loads(ranks.gather(text)[0])
     return UNSHARDED_STATE_FILE in checksums and _list_file_checksums(folder, sorted(checksums), ranks) == checksums
 
 
@@ -89,9 +83,9 @@ def _read_checksums(folder: Path) -> dict[str, int]:
         content = json.loads(files.read_content(folder / CHECKSUM_FILE))
     except (OSError, ValueError, TulaError):
         return {}
-    return (
-        {name: total for name, total in content.items() if isinstance(total, int)} if isinstance(content, dict) else {}
-    )
+    if not isinstance(content, dict):
+        return {}
+    return {name: total for name, total in content.items() if isinstance(total, int)}
 
 
 def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -145,9 +139,9 @@ def _make_sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 def _list_file_checksums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
     """Return the check sum of each file, -1 for one that cannot be read; each rank reads its share of the files."""
-    own_checksums = {name: _compute_file_checksum(folder / name) for name in names[ranks.rank :: ranks.world]}
+    local_checksums = {name: _compute_file_checksum(folder / name) for name in names[ranks.rank :: ranks.world]}
     checksums: dict[str, int] = {}
-    for text in ranks.gather(json.dumps(own_checksums)):
+    for text in ranks.gather(json.dumps(local_checksums)):
         checksums |= json.loads(text)
     return checksums
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import Subset
 
@@ -35,12 +35,11 @@ from tula_cli.worker.build.loaders import TrainingPosition, make_epoch_permutati
 from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train import checkpoint, evaluation
-from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train import checkpoint, evaluation, loop
 from tula_cli.worker.train.batch_partition import compute_batch_sizes
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Trainer
-from tula_cli.worker.train.training import TrainContext, Training
+from tula_cli.worker.train.training import TrainContext, Training, replace_infinite
 from tula_cli.worker.train.training_log import MetricsFile
 
 # --- Trials
@@ -56,12 +55,6 @@ BATCH_NORM_MICRO_BATCHES = 8
 
 _HOLDOUT_SEED_EPOCH = -1
 """Stands for the epoch in the seed of the split; no epoch has this number."""
-
-
-class MetricsLogger(Protocol):
-    """Adds a row to the training's metrics."""
-
-    def __call__(self, kind: str, position: TrainingPosition, epoch: float, **values: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -114,8 +107,8 @@ class BranchContext:
     control: Arm = CONTROL
 
     @functools.cached_property
-    def start(self) -> dict[str, Any]:
-        """Return the checkpoint at which the arms branch, trained without the held-out samples."""
+    def branching_checkpoint(self) -> dict[str, Any]:
+        """The checkpoint from which every arm branches. The first use trains up to it, without the held-out samples."""
         stages = plan_stages_of_branch(
             self.task.spec, self.control, batch=self.task.batch, start=self.beginning, length=0
         )
@@ -136,13 +129,12 @@ class BranchContext:
 
     def build_branch_trainer(self, task: TrainTask, arm: Arm, length: int) -> Trainer:
         """Return a new trainer at the point where the arms branch, for a branch of `length` samples at the batch of `task`."""
-        position, size = TrainingPosition(**self.start["position"]), self.size
+        position, size = TrainingPosition(**self.branching_checkpoint["position"]), self.size
         passed = position.epoch * size + position.done
         stages = plan_stages_of_branch(task.spec, arm, batch=task.batch, start=passed, length=length)
         trainer = _build_arm_trainer(self, make_task_of_arm(task, arm, stages))
-        checkpoint.restore_checkpoint(
-            trainer, copy.deepcopy(self.start)
-        )  # an optimizer does not copy the tensors of a loaded state
+        # an optimizer does not copy the tensors of a loaded state
+        checkpoint.restore_checkpoint(trainer, copy.deepcopy(self.branching_checkpoint))
         begin = trainer.epoch
         trainer.lr_factor = lambda epoch: (
             self_tuning.compute_lr_factor(arm, epoch, start=begin)
@@ -153,7 +145,7 @@ class BranchContext:
     def train(self, trainer: Trainer, length: int) -> bool:
         """Train for `length` samples; return False, early, as soon as a loss is found that is not finite, else True."""
         begin = trainer.samples_passed
-        with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
+        with contextlib.closing(loop.run_steps(trainer)) as stream:
             for count, step in enumerate(stream, 1):
                 self.check()
                 is_finished = self_tuning.is_branch_finished(trainer.samples_passed - begin, length, trainer.batch)
@@ -189,8 +181,8 @@ class BranchContext:
             arm=arm.name,
             epochs=samples / self.size,
             samples=samples,
-            loss=_replace_infinite(result.loss) if result else None,
-            top1=_replace_infinite(result.top1) if result else None,
+            loss=replace_infinite(result.loss) if result else None,
+            top1=replace_infinite(result.top1) if result else None,
             diverged=result is None or has_diverged(result, self.datasets.classes, control),
             seconds=time.monotonic() - began,
         )
@@ -245,21 +237,19 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
     ranks.broadcast(0)  # no rank searches for a checkpoint before rank 0 has deleted the later ones
 
 
-def run_tuning(
-    task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, preemption: PreemptionHandler, log: MetricsLogger
-) -> ArmChoice:
+def run_tuning(task: TrainTask, training: TrainContext, datasets: Datasets, metrics: MetricsFile) -> ArmChoice:
     """Train a branch with each arm, for a training at the branching point; recorded branches are reused.
 
     Args:
         task: task with method auto.
-        run: the run directory; rank 0 writes its tuning.json after each branch.
-        ranks: the process group; all ranks follow rank 0's decisions.
+        training: its rank 0 decides, and writes tuning.json in the run directory after each branch.
         datasets: `hold_out_samples` of the task's datasets.
-        log: adds a row of kind "branch" for each branch.
+        metrics: gets a row of kind "branch" for each branch.
 
     Raises:
         Preempted: the ranks stop; the current branch is lost.
     """
+    run, ranks = training.run, training.ranks
     newest = checkpoint.load_newest_on_all_ranks(run, task.signature, ranks)
     assert newest is not None
     position = TrainingPosition(**newest["position"])
@@ -269,26 +259,22 @@ def run_tuning(
         datasets=datasets,
         beginning=BRANCHING_EPOCH * len(datasets.train),
         epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
-        preemption=preemption,
+        preemption=training.preemption,
     )
     arms = self_tuning.list_arms_of_training(task.spec, task.batch)
+    length = self_tuning.count_branch_samples(task.spec, len(arms), context.size)
     tuning = _load_record(context, run, position, arms)
     if ranks.is_first:
         run.write_tuning(tuning)
     while (arm := _find_next_arm(tuning, ranks)) is not None:
-        branch = _train_branch(context, arm, control=self_tuning.find_control_branch(tuning.branches))
+        control = self_tuning.find_control_branch(tuning.branches)
+        branch = context.train_branch(task, arm, length, control=control.loss if control else None)
         tuning = tuning.model_copy(update={"branches": (*tuning.branches, branch)})
         if ranks.is_first:
             run.write_tuning(tuning)
             row = branch.model_dump(exclude={"samples"})  # "samples" of a row are those of the training
-            log(
-                "branch",
-                position,
-                context.epoch,
-                **row,
-                trained=branch.samples,
-                eta=_estimate_seconds_left(context, tuning),
-            )
+            eta = _estimate_seconds_left(context, tuning)
+            metrics.add("branch", position, context.epoch, **row, trained=branch.samples, eta=eta)
     if ranks.is_first:
         winner = self_tuning.find_winner(tuning.branches) if tuning.branches else arms[0].name
         run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
@@ -330,14 +316,15 @@ def _load_record(context: BranchContext, run: RunDir, position: TrainingPosition
         arms=arms,
         beginning=_count_samples_of_beginning(context) if len(arms) > 1 else 0,
     )
-    tuning = run.get_training(context.task.signature).read_tuning() if context.ranks.is_first else None
-    is_same_tuning = tuning is not None and fresh == tuning.model_copy(update={"branches": (), "chosen": None})
-    return tuning if tuning is not None and is_same_tuning else fresh
+    tuning = run.get_training(task.signature).read_tuning() if context.ranks.is_first else None
+    if tuning is not None and fresh == tuning.model_copy(update={"branches": (), "chosen": None}):
+        return tuning
+    return fresh
 
 
 def _count_samples_of_beginning(context: BranchContext) -> int:
     """Return the number of samples of the training from which all branches start."""
-    control = ArmChoice(Arm(name=self_tuning.CONTROL_ARM), 0.0).make_task(context.task, size=context.size)
+    control = ArmChoice(CONTROL, 0.0).make_task(context.task, size=context.size)
     sizes = compute_batch_sizes(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
     steps = sizes.ramp.count_remaining_steps(size=context.size, epochs=BRANCHING_EPOCH)
     return sum(batch * count for batch, count in steps.items())
@@ -351,18 +338,10 @@ def _find_next_arm(tuning: Tuning, ranks: Ranks) -> Arm | None:
     return None if number < 0 else tuning.arms[number]
 
 
-def _train_branch(context: BranchContext, arm: Arm, *, control: Branch | None) -> Branch:
-    """Train the branch of an arm and evaluate it."""
-    count = len(self_tuning.list_arms_of_training(context.task.spec, context.task.batch))
-    length = self_tuning.count_branch_samples(context.task.spec, count, context.size)
-    control_loss = control.loss if control is not None else None
-    return context.train_branch(context.task, arm, length, control=control_loss)
-
-
 def _build_arm_trainer(context: BranchContext, task: TrainTask) -> Trainer:
     """Return a trainer of an arm's task at the start of training, on the samples that are not held out."""
     gc.collect()  # DDP and its model form a cycle: free the previous branch before building this one
-    return worker_train_loop.build_trainer(
+    return loop.build_trainer(
         task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
     )
 
@@ -374,11 +353,6 @@ def has_diverged(result: Evaluation, classes: int | None, control: float | None)
     if classes is None or math.isnan(result.top1) or control is None:
         return False
     return result.loss > max(math.log(classes), control)
-
-
-def _replace_infinite(value: float) -> float | None:
-    """Return a number that JSON can represent, None if it is not finite."""
-    return value if math.isfinite(value) else None
 
 
 def _estimate_seconds_left(context: BranchContext, tuning: Tuning) -> float:
@@ -421,14 +395,13 @@ def _choose_arm(task: TrainTask, context: TrainContext) -> ArmChoice:
     if (choice := load_choice(task, run, ranks)) is not None:
         return choice
     split = hold_out_samples(task.spec, datasets, batch=task.batch)
-    control = ArmChoice(Arm(name=self_tuning.CONTROL_ARM), 0.0).make_task(task, size=len(datasets.train))
+    control = ArmChoice(CONTROL, 0.0).make_task(task, size=len(datasets.train))
     branch_steps = self_tuning.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
     Training(control, context, until=BRANCHING_EPOCH, ahead=branch_steps).train()
-    with MetricsFile(
-        run, task, is_first=ranks.is_first, samples=run.get_training(task.signature).find_newest_samples()
-    ) as metrics:
+    samples = run.get_training(task.signature).find_newest_samples()
+    with MetricsFile(run, task, is_first=ranks.is_first, samples=samples) as metrics:
         try:
-            return run_tuning(task, run, ranks, split, preemption=context.preemption, log=metrics.add)
+            return run_tuning(task, context, split, metrics)
         except Preempted as preempted:
             if ranks.is_first:
                 run.write_stop(task.id, context.attempt, preempted.reason)

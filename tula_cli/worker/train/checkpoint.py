@@ -38,10 +38,9 @@ def make_checkpoint_state(
         evaluation_pending: whether the epoch that ends here is not yet evaluated.
         stop_reason: why the training ends here, before its last epoch; empty if it continues.
     """
-    model, optimizer = trainer.method.get_model_state(trainer), trainer.optimizer.state_dict()
     return {
-        "model": model,
-        "optimizer": optimizer,
+        "model": trainer.method.get_model_state(trainer),
+        "optimizer": trainer.optimizer.state_dict(),
         **_make_training_state(trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason),
     }
 
@@ -168,15 +167,12 @@ def _update_links_and_remove_old(
     if is_best:
         _replace_link(folder / "best", path)
     # Checkpoints later than this one were found damaged, or the run would have resumed from them.
-    newest = [
-        older_checkpoint
-        for older_checkpoint in run.get_training(signature).list_checkpoints()
-        if older_checkpoint <= path
-    ][:CHECKPOINTS_KEPT]
+    checkpoints = run.get_training(signature).list_checkpoints()
+    newest = [checkpoint for checkpoint in checkpoints if checkpoint <= path][:CHECKPOINTS_KEPT]
     kept = {*newest, _read_link_target(folder / "best"), _read_link_target(folder / "last")}
-    for older_checkpoint in run.get_training(signature).list_checkpoints():
-        if older_checkpoint not in kept and int(older_checkpoint.stem) not in keep:
-            remove_path(older_checkpoint)
+    for checkpoint in checkpoints:
+        if checkpoint not in kept and int(checkpoint.stem) not in keep:
+            remove_path(checkpoint)
 
 
 def delete_checkpoints_after(run: RunDir, signature: str, samples: int) -> None:
@@ -227,12 +223,9 @@ def load_newest_on_all_ranks(
     sharded = [path.name for path in training.list_checkpoints() if path.suffix != ".pt"] if ranks.is_first else []
     folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(sharded))[0])]
     for folder in folders:
-        unsharded_state = (
-            _read_checkpoint(folder / sharded_checkpoint.UNSHARDED_STATE_FILE)
-            if sharded_checkpoint.is_complete_checkpoint(folder, ranks)
-            else None
-        )
-        if unsharded_state is not None:
+        if sharded_checkpoint.is_complete_checkpoint(folder, ranks) and (
+            unsharded_state := _read_checkpoint(folder / sharded_checkpoint.UNSHARDED_STATE_FILE)
+        ):
             return {**unsharded_state, "folder": folder}
         if ranks.is_first:
             warn(_rename_damaged(folder))
@@ -288,7 +281,9 @@ def restore_checkpoint(trainer: Trainer, content: dict[str, Any]) -> dict[str, f
     """
     trainer.move_to(TrainingPosition(**content["position"]))  # first, as the state depends on the batch of the position
     if "folder" in content:
-        _load_sharded(trainer, content)
+        sharded_checkpoint.load_sharded(content["folder"], trainer.parallel.module, trainer.base)
+        if trainer.ags is not None and "ags" in content:
+            trainer.ags.load_ags_state_dict(content["ags"])
     else:
         _load_whole(trainer, content)
     if "method" in content:
@@ -297,12 +292,6 @@ def restore_checkpoint(trainer: Trainer, content: dict[str, Any]) -> dict[str, f
     trainer.losses = LossLevel(**content.get("losses", {}))
     best: dict[str, float] = content["best"]
     return best
-
-
-def _load_sharded(trainer: Trainer, content: dict[str, Any]) -> None:
-    sharded_checkpoint.load_sharded(content["folder"], trainer.parallel.module, trainer.base)
-    if trainer.ags is not None and "ags" in content:
-        trainer.ags.load_ags_state_dict(content["ags"])
 
 
 def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:

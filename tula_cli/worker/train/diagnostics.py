@@ -57,20 +57,18 @@ class Diagnostics:
     @classmethod
     def attach(cls, trainer: Trainer) -> "Diagnostics | None":
         """Return the diagnostics of a trainer; None if nothing is to be collected on this rank."""
+        ags = _find_scaling_optimizer(trainer)
+        computes_norms = ags is None and "gradient_norms" in trainer.spec.train.diagnostics
         # Rank 0's gradient suffices, also for post-local SGD; for a sharded model all ranks must take part.
         if not trainer.ranks.is_first:
-            if (
-                trainer.parallel.needs_all_ranks
-                and "gradient_norms" in trainer.spec.train.diagnostics
-                and _find_scaling_optimizer(trainer) is None
-            ):
+            if trainer.parallel.needs_all_ranks and computes_norms:
                 trainer.on_gradient = _compute_squared_norm
             return None
         diagnostics = cls()
-        if (ags := _find_scaling_optimizer(trainer)) is not None:
+        if ags is not None:
             diagnostics._update_factor_mean(ags)
             return diagnostics
-        if "gradient_norms" not in trainer.spec.train.diagnostics:
+        if not computes_norms:
             return None
         diagnostics.computes_norms, trainer.on_gradient = True, diagnostics.record_norm
         return diagnostics

@@ -31,9 +31,8 @@ class DivergenceDetector:
     """Checks the losses, and before a checkpoint is saved also the weights, of one training on this rank."""
 
     trainer: Trainer
-    losses: list[tuple[TrainingPosition, int, torch.Tensor]] = field(
-        default_factory=list
-    )  # position, batch and loss of the steps since the last check, on the device
+    # position, batch and loss of the steps since the last check, on the device
+    losses: list[tuple[TrainingPosition, int, torch.Tensor]] = field(default_factory=list)
     judged: int = 0  # number of `losses` already added to the loss level by rank 0
     blown_up: tuple[float, float] = NO_RISE  # lowest level of the loss, and the level to which it rose for good
     non_finite_weights: bool = False  # whether non-finite weights were found on this rank
@@ -86,17 +85,17 @@ class DivergenceDetector:
             float(self._scale_has_collapsed()),
             *self.blown_up,
         ]
-        first_step, non_finite_weights, collapsed, lowest, level = self.trainer.ranks.elementwise_max(
-            local_values
-        )  # the earliest step over all ranks
+        # the maximum is the earliest step, as its number is negative
+        first_step, non_finite_weights, collapsed, lowest, level = self.trainer.ranks.elementwise_max(local_values)
         if math.isfinite(first_step):
-            return f"the loss is not finite at {self._describe_position(next(at for at, *_ in losses if at.steps == -first_step))}"
+            diverged_at = next(at for at, *_ in losses if at.steps == -first_step)
+            return f"the loss is not finite at {self._describe_position(diverged_at)}"
+        at = self._describe_position(self.trainer.position)
         if non_finite_weights:
-            return f"the weights are not finite at {self._describe_position(self.trainer.position)}, because a gradient was not finite"
+            return f"the weights are not finite at {at}, because a gradient was not finite"
         if collapsed:
-            return f"the gradient overflows fp16 in every step, most recently at {self._describe_position(self.trainer.position)}"
+            return f"the gradient overflows fp16 in every step, most recently at {at}"
         if math.isfinite(level):
-            at = self._describe_position(self.trainer.position)
             return f"the loss rose from {format_number(lowest)} and has not recovered: {format_number(level)} at {at}"
         return ""
 

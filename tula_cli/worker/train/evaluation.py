@@ -31,10 +31,10 @@ from tula_cli.worker.build.data import build_test_dataset
 from tula_cli.worker.build.loaders import build_eval_loader
 from tula_cli.worker.build.norms import list_batch_norms
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.device import make_autocast_context
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
-from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.loop import Trainer, make_autocast_context, move_batch_to_device
+from tula_cli.worker.train.loop import Trainer, build_trainer, list_upcoming_micro_batches, move_batch_to_device
 
 # --- Metrics of the user's own
 
@@ -114,26 +114,26 @@ class UserMetrics:
             if is_stateful(metric):
                 self._call_metric(name, metric.reset)
 
-    def update(self, shown: "MetricInput | None") -> None:
+    def update(self, entry: "MetricInput | None") -> None:
         """Add a batch; None if this rank has none left while others have one."""
         for name, metric in self.metrics.items():
             if not is_stateful(metric):
-                if shown is not None:
-                    self._add_batch_value(name, shown)
+                if entry is not None:
+                    self._add_batch_value(name, entry)
             elif self._uses_own_batches(metric) or can_merge_states(metric):
-                if shown is not None:
-                    self._call_metric(name, metric.update, *shown.get_arguments(metric.update))
+                if entry is not None:
+                    self._call_metric(name, metric.update, *entry.get_arguments(metric.update))
             else:
-                for arguments in self._gather_batches(None if shown is None else shown.get_arguments(metric.update)):
+                for arguments in self._gather_batches(None if entry is None else entry.get_arguments(metric.update)):
                     self._call_metric(name, metric.update, *arguments)
 
     def _uses_own_batches(self, metric: Any) -> bool:
         return self.ranks.world == 1 or has_own_synchronization(metric)
 
-    def _add_batch_value(self, name: str, shown: "MetricInput") -> None:
-        value = self._parse_number(name, self._call_metric(name, self.metrics[name], shown.outputs, shown.batch))
-        self.sums[name][0] += value * shown.samples
-        self.sums[name][1] += shown.samples
+    def _add_batch_value(self, name: str, entry: "MetricInput") -> None:
+        value = self._parse_number(name, self._call_metric(name, self.metrics[name], entry.outputs, entry.batch))
+        self.sums[name][0] += value * entry.samples
+        self.sums[name][1] += entry.samples
 
     def _gather_batches(self, arguments: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
         """Return, on rank 0, the arguments of a metric's update from each rank that has a batch; else an empty list."""
@@ -166,13 +166,13 @@ class UserMetrics:
     def _merge_states(self, name: str, metric: Any) -> None:
         """Merge the states of all ranks into rank 0's object; they are sent once per evaluation."""
         states: list[Any] = [None] * self.ranks.world
-        placed = callable(getattr(metric, "to", None))
-        if placed:
+        can_move = callable(getattr(metric, "to", None))
+        if can_move:
             metric.to("cpu")  # the state of another rank may be on a device that this rank lacks
         dist.gather_object(metric, states if self.ranks.is_first else None, dst=0)
         if self.ranks.is_first:
             self._call_metric(name, metric.merge_state, states[1:])
-        if placed:
+        if can_move:
             metric.to(self.ranks.device)
 
     def _call_metric(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -250,7 +250,6 @@ class Evaluator:
         self.user_metrics = UserMetrics(trainer.spec.train, ranks)
         self.loader = build_eval_loader(
             trainer.datasets.eval,
-            size=len(trainer.datasets.eval),
             rank=ranks.rank,
             world=ranks.world,
             batch=trainer.largest_micro_batch,
@@ -298,7 +297,7 @@ class Evaluator:
         loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
         if not samples:
             unknown = dict.fromkeys(self.user_metrics.metrics, math.nan)
-            return Evaluation(float("nan"), float("nan"), float("nan"), 0, user_metrics=unknown)
+            return Evaluation(math.nan, math.nan, math.nan, 0, user_metrics=unknown)
         mean = loss / samples
         # A loss of the user's may not be the mean cross-entropy from which perplexity is computed.
         perplexity_value = compute_perplexity(mean) if language == samples and trainer.call.default else math.nan
@@ -314,7 +313,7 @@ class Evaluator:
             return
         if batch is None:  # fewer samples than ranks
             batch = make_batch(trainer.datasets.collate, trainer.datasets.train.list_first_samples(1))
-        with disable_compilation(trainer.spec.train), make_autocast_context(trainer):
+        with disable_compilation(trainer.spec.train), make_autocast_context(trainer.spec.train, trainer.ranks.device):
             trainer.call.compute_outputs(trainer.parallel.module, move_batch_to_device(trainer, batch))
 
     def _count_samples(self, rank: int) -> int:
@@ -335,7 +334,7 @@ class Evaluator:
         is_smaller = count != trainer.largest_micro_batch  # not compiled for the shape of a smaller last batch
         with (
             disable_compilation(trainer.spec.train) if is_smaller else contextlib.nullcontext(),
-            make_autocast_context(trainer),
+            make_autocast_context(trainer.spec.train, trainer.ranks.device),
         ):
             outputs = trainer.call.compute_outputs(trainer.parallel.module, batch)
             loss = trainer.call.compute_loss_from_outputs(outputs, batch)
@@ -396,6 +395,7 @@ def recompute_batch_norm_statistics(
     Returns:
         The BatchNorm modules; if the model has none, an empty list, and no batch is loaded.
     """
+    ranks = trainer.ranks
     norms = [norm for norm in list_batch_norms(trainer.parallel) if norm.track_running_stats]
     if not norms:
         return []
@@ -409,9 +409,9 @@ def recompute_batch_norm_statistics(
         norm.reset_running_stats()
         norm.momentum = None  # None: cumulative mean over all batches
     try:
-        with contextlib.closing(worker_train_loop.list_upcoming_micro_batches(trainer)) as stream:
+        with contextlib.closing(list_upcoming_micro_batches(trainer)) as stream:
             for batch in itertools.islice(stream, batches):
-                with disable_compilation(trainer.spec.train), make_autocast_context(trainer):
+                with disable_compilation(trainer.spec.train), make_autocast_context(trainer.spec.train, ranks.device):
                     trainer.call.compute_outputs(trainer.parallel.module, batch)
                 after_batch()
     finally:
@@ -443,7 +443,7 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
     if ranks.broadcast(int(training.read_evaluation(task.key) is not None)):
         return
     samples = build_test_dataset(task.spec, datasets)
-    trainer = worker_train_loop.build_trainer(
+    trainer = build_trainer(
         task.model_copy(update={"spec": _remove_training_state(task.spec)}),
         ranks,
         dataclasses.replace(datasets, eval=samples),
@@ -476,7 +476,7 @@ def _remove_training_state(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"train": train, "optimizer": Optimizer(name="SGD", lr=1.0)})
 
 
-def _load_weights(task: EvaluateTask, trainer: worker_train_loop.Trainer, ranks: Ranks) -> None:
+def _load_weights(task: EvaluateTask, trainer: Trainer, ranks: Ranks) -> None:
     if task.samples is not None and not Path(task.path).exists():
         raise JobFailed(
             f"the checkpoint {task.path} no longer exists: the training has saved newer checkpoints",

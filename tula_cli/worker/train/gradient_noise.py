@@ -18,10 +18,10 @@ from tula_cli.optim import sharding
 from tula_cli.optim.ags import restore_buffers
 from tula_cli.worker.build.compiled import disable_compilation
 from tula_cli.worker.build.loaders import count_remaining_steps
+from tula_cli.worker.device import make_autocast_context
 from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
-from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.loop import Trainer
+from tula_cli.worker.train.loop import Trainer, list_upcoming_micro_batches
 
 _SEED_STREAM = 0x4E53  # part of the seed, so that random numbers differ from the job's others
 
@@ -33,6 +33,7 @@ lost."""
 MIN_GROUPS = 4
 """Minimum number of groups from which the uncertainty of the noise can be estimated; smaller datasets have smaller
 groups."""
+_PIECE_ELEMENTS = 2**20  # elements that are converted to double precision at a time
 
 
 def measure_gradient_noise(
@@ -57,7 +58,7 @@ def measure_gradient_noise(
     size = max(2, min(BATCHES_PER_GROUP, count // MIN_GROUPS))
     with (
         restore_buffers(trainer.parallel.module),
-        contextlib.closing(worker_train_loop.list_upcoming_micro_batches(trainer)) as stream,
+        contextlib.closing(list_upcoming_micro_batches(trainer)) as stream,
     ):
         trainer.parallel.train()
         for _ in range(count // size):
@@ -106,7 +107,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
     batches."""
 
     def loss() -> torch.Tensor:
-        with disable_compilation(trainer.spec.train), worker_train_loop.make_autocast_context(trainer):
+        with disable_compilation(trainer.spec.train), make_autocast_context(trainer.spec.train, trainer.ranks.device):
             return trainer.call.compute_loss(trainer.parallel.module, batch)
 
     if isinstance(trainer.parallel, Sharded):
@@ -122,9 +123,5 @@ def compute_squared_norm(trainer: Trainer, gradient: Gradient) -> float:
     """Return the squared norm of the whole gradient; if the model is sharded, every rank must call this."""
     if trainer.parallel.needs_all_ranks:
         return float(sharding.compute_sharded_squared_norm(list(gradient.values())))
-    pieces = (piece for tensor in gradient.values() for piece in tensor.flatten().split(_PIECE))
+    pieces = (piece for tensor in gradient.values() for piece in tensor.flatten().split(_PIECE_ELEMENTS))
     return float(torch.stack([piece.double().square().sum() for piece in pieces]).sum().item())
-
-
-_PIECE = 2**20
-"""Elements that are converted to double precision at a time."""

@@ -80,11 +80,9 @@ class HangWatch:
     @property
     def limit(self) -> float:
         """Seconds that a step may take; infinity for the first."""
-        return (
-            max(MIN_HANG_SECONDS, LIMIT_IN_STEPS * statistics.median(self._step_seconds))
-            if self._step_seconds
-            else float("inf")
-        )
+        if not self._step_seconds:
+            return float("inf")
+        return max(MIN_HANG_SECONDS, LIMIT_IN_STEPS * statistics.median(self._step_seconds))
 
     def _watch(self, main: int) -> None:
         last_step, silent = None, 0.0
@@ -136,13 +134,13 @@ def is_waiting_for_peers(frame: FrameType) -> bool:
 
 def describe_position(frame: FrameType) -> str:
     """Describe where a thread is: the innermost line outside of Python's library and of installed packages."""
-    frames = traceback.extract_stack(frame)
+    frames = list(traceback.extract_stack(frame))
     user_frames = [
-        frame_summary
-        for frame_summary in frames
-        if "site-packages" not in frame_summary.filename and not frame_summary.filename.startswith(_PYTHON_FOLDERS)
+        summary
+        for summary in frames
+        if "site-packages" not in summary.filename and not summary.filename.startswith(_PYTHON_FOLDERS)
     ]
-    innermost = (user_frames or list(frames))[-1]
+    innermost = (user_frames or frames)[-1]
     return f"in {innermost.name}, {innermost.filename} line {innermost.lineno}"
 
 

@@ -256,7 +256,8 @@ class LossSurface:
             try:
                 total.add_(self._flatten_tensors(self._compute_second_derivative(value, pieces)), alpha=weight)
             except RuntimeError as error:
-                _raise_if_model_is_cause(error)
+                if _NO_SECOND_DERIVATIVE.search(str(error)):
+                    raise _make_no_second_derivative_error(str(error).splitlines()[0]) from error
                 raise
         return self._sum_over_ranks(total)
 
@@ -335,12 +336,6 @@ def _check_twice_differentiable(gradients: Sequence[Tensor | None]) -> None:
         next_nodes = {after for after, _ in node.next_functions if after is not None} - visited
         visited |= next_nodes
         waiting.extend(next_nodes)
-
-
-def _raise_if_model_is_cause(error: RuntimeError) -> None:
-    """Raise SpecError if the model is the cause; the caller handles other errors, such as out of memory."""
-    if _NO_SECOND_DERIVATIVE.search(str(error)):
-        raise _make_no_second_derivative_error(str(error).splitlines()[0]) from error
 
 
 def _make_no_second_derivative_error(why: str) -> SpecError:

@@ -26,37 +26,31 @@ def compute_learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
     if epoch < warmup:
         base *= compute_warmup_factor(epoch, warmup, scale)
     if is_import_string(spec.schedule.kind):
-        return base * load_user_schedule(spec)(epoch)
+        return base * load_user_schedule(spec.schedule.kind, spec.train.epochs)(epoch)
     return compute_scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
-
-
-def load_user_schedule(spec: JobSpec) -> Callable[[float], float]:
-    """Return the user's schedule: a factor of the learning rate as a function of the epochs done, 0 to `train.epochs`.
-
-    Raises:
-        SpecError: it cannot be imported or built. JobFailed, when it is called: it fails, or returns no number from 0
-            on.
-    """
-    return _load_user_schedule(spec.schedule.kind, spec.train.epochs)
 
 
 def check_user_schedule(spec: JobSpec) -> None:
     """Evaluate a user's schedule at its start, middle and end; raises the errors of `load_user_schedule`."""
     if is_import_string(spec.schedule.kind):
         for epoch in (0.0, spec.train.epochs / 2, float(spec.train.epochs)):
-            load_user_schedule(spec)(epoch)
+            load_user_schedule(spec.schedule.kind, spec.train.epochs)(epoch)
 
 
 @functools.lru_cache(maxsize=8)
-def _load_user_schedule(name: str, epochs: int) -> Callable[[float], float]:
+def load_user_schedule(name: str, epochs: int) -> Callable[[float], float]:
+    """Return a user's schedule: a factor of the learning rate as a function of the epochs done, 0 to `epochs`.
+
+    Raises:
+        SpecError: it cannot be imported or built. JobFailed, when it is called: it fails, or returns no number from 0
+            on.
+    """
     target = load_by_name(name, {}, kind="schedule")
     arguments = {"epochs": epochs} if accepts_argument(target, "epochs") else {}
-    is_class = isinstance(target, type)
-    schedule = (
-        call_with_arguments(target, arguments, path="schedule.kind", name=name)
-        if is_class
-        else functools.partial(target, **arguments)
-    )
+    if isinstance(target, type):
+        schedule = call_with_arguments(target, arguments, path="schedule.kind", name=name)
+    else:
+        schedule = functools.partial(target, **arguments)
 
     def compute_factor(epoch: float) -> float:
         try:

@@ -6,7 +6,7 @@ evaluates and saves when an epoch ends. There is no other training loop.
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,20 @@ from tula_cli.run.records.tasks import LoopTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches import BatchSizes, LossFunction, ModelCall, slice_batch
+from tula_cli.worker.build.batches import BatchSizes, ModelCall, slice_batch
 from tula_cli.worker.build.compiled import compile_model, disable_compilation
 from tula_cli.worker.build.finetune import make_parameter_groups
 from tula_cli.worker.build.loaders import MicroBatchSampler, TrainingPosition, build_train_loader
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.samples import Datasets
-from tula_cli.worker.device import Clock, Mark, move_to_device, should_use_channels_last, to_channels_last
+from tula_cli.worker.device import (
+    Clock,
+    Mark,
+    make_autocast_context,
+    move_to_device,
+    should_use_channels_last,
+    to_channels_last,
+)
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import get_method
 from tula_cli.worker.parallel.sharding import Parallel, wrap_model
@@ -34,8 +41,6 @@ from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train.batch_partition import compute_batch_sizes
 from tula_cli.worker.train.learning_rate import compute_learning_rate
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,6 @@ class Trainer:
     optimizer: torch.optim.Optimizer  # `base`, or the method's wrapper around it
     method: Plain
     scaler: torch.amp.GradScaler
-    loss: LossFunction
     call: ModelCall
     sizes: BatchSizes  # batches of all stages; `position` determines the current one
     workers: int
@@ -171,7 +175,9 @@ def build_trainer(
     channels_last = should_use_channels_last(spec.train, model, ranks.device)
     if channels_last:
         to_channels_last(model)
-    loss = _build_loss(spec, ranks.device)
+    loss = zoo.build_loss(spec)
+    if isinstance(loss, nn.Module):  # it may hold tensors, such as class weights
+        loss = loss.to(ranks.device)
     call = zoo.make_model_call(spec, model, loss)
     compile_model(model, spec.train, shapes=len(sizes.splits))
     parallel = wrap_model(model, spec.train, ranks.device)
@@ -188,7 +194,6 @@ def build_trainer(
         ),
         method=method,
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
-        loss=loss,
         call=call,
         sizes=sizes,
         workers=spec.train.count_loaders(ranks.cores()) if workers == "auto" else workers,
@@ -198,12 +203,6 @@ def build_trainer(
         channels_last=channels_last,
         refresh_each_epoch=refresh,
     )
-
-
-def _build_loss(spec: JobSpec, device: torch.device) -> LossFunction:
-    """Return the loss on the device; a loss that is a module may hold tensors, such as class weights."""
-    loss = zoo.build_loss(spec)
-    return loss.to(device) if isinstance(loss, nn.Module) else loss
 
 
 def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
@@ -224,17 +223,12 @@ def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
                 trainer.ags.start_epoch(remaining, rest=trainer.position.done > 0)
             for _ in range(count):
                 remaining -= 1
-                yield _take_step(trainer, stream, epoch_ends=remaining == 0)
+                step = _train_step(trainer, stream, epoch_ends=remaining == 0)
+                position = trainer.position.advance(step.batch)
+                trainer.move_to(position.start_next_epoch() if step.epoch_ended else position)
+                yield step
         if not stages:  # resumed when less than one batch of the epoch is left
             trainer.move_to(position.start_next_epoch())
-
-
-def _take_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
-    """Take a step, and advance the trainer's position by it."""
-    step = _train_step(trainer, stream, epoch_ends=epoch_ends)
-    position = trainer.position.advance(step.batch)
-    trainer.move_to(position.start_next_epoch() if epoch_ends else position)
-    return step
 
 
 def load_micro_batches(trainer: Trainer, epochs: int, ramp: Ramp | None = None) -> Iterator[Any]:
@@ -251,19 +245,8 @@ def load_micro_batches(trainer: Trainer, epochs: int, ramp: Ramp | None = None) 
         start=trainer.position,
         order=trainer.datasets.train.make_epoch_order,
     )
-    pin = trainer.ranks.device.type == "cuda"
-    return iter(
-        build_train_loader(
-            trainer.datasets.train, batches, workers=trainer.workers, pin=pin, collate=trainer.datasets.collate
-        )
-    )
-
-
-def run_cached_steps(trainer: Trainer) -> Iterator[Step]:
-    """Yield steps that reuse the newest micro-batch, which is on the device: none of them waits for data."""
-    assert trainer.last_batch is not None
-    while True:
-        yield run_step_on_batch(trainer, trainer.last_batch)
+    pin, collate = trainer.ranks.device.type == "cuda", trainer.datasets.collate
+    return iter(build_train_loader(trainer.datasets.train, batches, workers=trainer.workers, pin=pin, collate=collate))
 
 
 def run_step_on_batch(trainer: Trainer, batch: Any) -> Step:
@@ -306,7 +289,7 @@ def _run_backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple
             trainer.last_batch = batch
         is_last = index == micro_batches - 1
         with nullcontext() if is_last and trainer.synchronise else trainer.parallel.no_sync():
-            with make_autocast_context(trainer):
+            with make_autocast_context(trainer.spec.train, trainer.ranks.device):
                 loss = trainer.call.compute_loss(trainer.parallel, batch) / micro_batches
             trainer.scaler.scale(loss).backward()
         total += loss.detach()
@@ -320,7 +303,7 @@ def _run_backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple
 def _refresh_scaling_factors(trainer: Trainer) -> bool:
     """Run the method's refresh, which only some steps do, on the finished gradient; return whether it was done."""
     assert trainer.last_batch is not None
-    samples = trainer.micro_batch
+    samples, train = trainer.micro_batch, trainer.spec.train
     # A refresh per epoch is not worth a compilation, which ranks would do one after the other.
     each_step = trainer.spec.ags.resolved().refreshes_each_step
 
@@ -329,7 +312,8 @@ def _refresh_scaling_factors(trainer: Trainer) -> bool:
         small = slice_batch(
             trainer.last_batch, samples=samples, stop=count, from_user=trainer.datasets.collate is not None
         )
-        with nullcontext() if each_step else disable_compilation(trainer.spec.train), make_autocast_context(trainer):
+        compilation = nullcontext() if each_step else disable_compilation(train)
+        with compilation, make_autocast_context(train, trainer.ranks.device):
             return trainer.call.compute_loss(trainer.parallel.module, small)
 
     return trainer.method.refresh(trainer, small_loss)
@@ -354,13 +338,6 @@ def _update(trainer: Trainer) -> None:
     trainer.scaler.step(trainer.optimizer)
     trainer.scaler.update()
     trainer.optimizer.zero_grad()
-
-
-def make_autocast_context(trainer: Trainer) -> AbstractContextManager[Any]:
-    dtype = _DTYPES.get(trainer.spec.train.precision)
-    if dtype is None:
-        return nullcontext()
-    return torch.autocast(trainer.ranks.device.type, dtype=dtype)
 
 
 def move_batch_to_device(trainer: Trainer, batch: Any) -> Any:

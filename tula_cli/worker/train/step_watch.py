@@ -88,20 +88,18 @@ class StepWatch:
         return self.trainer.parallel.separates_communication and not self.trainer.spec.train.compile
 
     def _start_sampling(self) -> None:
-        """Start a sample at the trainer's position."""
         trainer = self.trainer
         self.steps, self.began = [], (trainer.position.samples, trainer.epoch, time.time())
-        self.spy = SynchronisationTimer(trainer.clock, trainer.parallel)
+        self.timer = SynchronisationTimer(trainer.clock, trainer.parallel)
         self.watching = self.can_time_communication and trainer.ranks.world > 1 and not trainer.local_sgd
         if self.watching:
-            self.spy.__enter__()
-            trainer.on_backward = self.spy.record_reduction
+            self.timer.__enter__()
+            trainer.on_backward = self.timer.record_reduction
 
     def _stop_sampling(self) -> None:
-        """Remove the hooks of the synchronisation timer."""
         if self.watching:
             self.watching = False
-            self.spy.__exit__()
+            self.timer.__exit__()
             self.trainer.on_backward = None
 
     def restart(self) -> None:
@@ -122,7 +120,7 @@ class StepWatch:
         Every rank must call this, after the same step.
         """
         self._stop_sampling()
-        steps, timer, (passed, epoch, at) = self.steps, self.spy, self.began
+        steps, timer, (passed, epoch, at) = self.steps, self.timer, self.began
         local = self.trainer.local_sgd  # local steps are compared separately from synchronous ones
         step_parts = None if local else self._find_slowest_parts(steps, timer)
         self._start_sampling()

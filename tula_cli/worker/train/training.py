@@ -1,6 +1,7 @@
 """The training run: all steps of the loop, with evaluation, checkpoints and the result."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -22,8 +23,7 @@ from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train import checkpoint, evaluation, gradient_noise, hessian
-from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train import checkpoint, evaluation, gradient_noise, hessian, loop
 from tula_cli.worker.train.batch_partition import list_micro_batch_splits
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
@@ -46,16 +46,6 @@ class TrainContext:
     task: TrainTask  # the job's task; with method auto, arms train tasks derived from it
 
 
-def train(task: TrainTask, context: TrainContext) -> None:
-    """Train with the task's method to the end.
-
-    Raises:
-        Preempted: the ranks have saved and stop.
-        Diverged: loss or weights are not finite.
-    """
-    Training(task, context).train()
-
-
 class Training:
     """One training on this rank, positioned at the newest checkpoint, or at the start.
 
@@ -70,7 +60,7 @@ class Training:
 
     def __init__(self, task: TrainTask, context: TrainContext, *, until: int | None = None, ahead: int = 0) -> None:
         self.task, self.context, self.run = task, context, context.run
-        self.trainer = worker_train_loop.build_trainer(
+        self.trainer = loop.build_trainer(
             task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
         )
         self.trainer.until = until
@@ -88,7 +78,6 @@ class Training:
         self.divergence = DivergenceDetector(self.trainer)
         self.watch = StepWatch(self.trainer)
         self.last_save = time.monotonic()
-        self.save_time = self.eval_time = 0.0  # seconds of the newest checkpoint and evaluation
 
     @property
     def first(self) -> bool:
@@ -99,11 +88,8 @@ class Training:
         if self.first:
             task = self.context.task
             batches = [fallback.batch for fallback in task.ladder]
-            splits = list_micro_batch_splits(
-                self.trainer,
-                batches,
-                lambda batch: self_tuning.list_jobs_of_training(task.spec, batch),
-            )
+            list_jobs = functools.partial(self_tuning.list_jobs_of_training, task.spec)
+            splits = list_micro_batch_splits(self.trainer, batches, list_jobs)
             self.run.get_training(self.task.signature).write_micro_batches(splits)
 
     def _resume(self) -> None:
@@ -114,10 +100,8 @@ class Training:
             self.run, self.task.signature, self.context.ranks, self.damaged.append
         )
         if content is not None:
-            self.best, self.evaluation_pending = (
-                checkpoint.restore_checkpoint(self.trainer, content),
-                bool(content.get("owed")),
-            )
+            self.best = checkpoint.restore_checkpoint(self.trainer, content)
+            self.evaluation_pending = bool(content.get("owed"))
             self.stop_reason = content.get("ended", "")  # only the result is missing
             return
         self.weights_mismatch = finetune.load_weights(
@@ -134,7 +118,7 @@ class Training:
         with self.metrics:
             self._log_start()
             self.context.preemption.install()
-            with contextlib.closing(worker_train_loop.run_steps(self.trainer)) as stream:
+            with contextlib.closing(loop.run_steps(self.trainer)) as stream:
                 try:
                     self._run_steps(stream)
                 except Preempted as preempted:
@@ -171,7 +155,7 @@ class Training:
                 if self.stop_reason:
                     return
             elif self.first:
-                self.log.write_steps_when_due(overhead=self._overhead)
+                self.log.write_steps_when_due()
                 # A checkpoint must hold the state of all ranks.
                 if not self.trainer.apart and not self.trainer.parallel.needs_all_ranks and self._is_checkpoint_due():
                     self._save_if_finite()
@@ -183,7 +167,7 @@ class Training:
     def _begin_stage(self) -> None:
         """Start a stage: its steps are compared only with each other and with the prediction at their batch."""
         if self.first:
-            self.log.write_steps(overhead=self._overhead)
+            self.log.write_steps()
         self.log.begin_stage()
         self.watch.restart()
         self.log.parts = None
@@ -199,15 +183,10 @@ class Training:
         if following is not None and self.trainer.batch >= following.batch and not is_past_end:
             raise Preempted("stage_end")
 
-    @property
-    def _overhead(self) -> float:
-        """Seconds of an epoch's evaluation and checkpoint."""
-        return self.eval_time + self.save_time
-
     # --- Early stops and divergence
 
     def _check_preemption(self) -> None:
-        if self.context.preemption.check(reserve=1.5 * self.save_time):
+        if self.context.preemption.check(reserve=1.5 * self.log.save_time):
             self._check_divergence()
             self._check_step_times()
             shares = self.trainer.parallel.needs_all_ranks and not self.evaluation_pending
@@ -219,14 +198,14 @@ class Training:
         level = self.watch.detect_level_change()
         self.log.parts = self.watch.newest
         if level:
-            self.log.warn_step_time_change(level, overhead=self._overhead)
+            self.log.warn_step_time_change(level)
 
     def _save_and_stop(self, preempted: Preempted) -> None:
         """Save at the current position, from which the next attempt resumes."""
         self.trainer.method.synchronize_replicas(self.trainer)
         self._check_divergence(weights=True)
         if self.first:
-            self.log.write_steps(overhead=self._overhead)
+            self.log.write_steps()
         if self.takes_part_in_saving:
             self._save(is_best=False)
         if self.first:
@@ -242,7 +221,7 @@ class Training:
         if not problem:
             return
         if self.first:
-            self.log.write_steps(overhead=self._overhead)  # the last row shows the divergence
+            self.log.write_steps()  # the last row shows the divergence
         raise self._make_divergence_error(problem)
 
     def _make_divergence_error(self, description: str) -> Exception:
@@ -261,15 +240,14 @@ class Training:
 
     @property
     def takes_part_in_saving(self) -> bool:
-        """Whether this rank takes part in writing a checkpoint."""
+        """True on rank 0, and on every rank if the model is sharded."""
         return self.first or self.trainer.parallel.needs_all_ranks
 
     def _is_checkpoint_due(self) -> bool:
-        """Return whether the next checkpoint is due, by the time since the newest one."""
         interval = self.task.spec.train.checkpoint_every
         if interval == "auto":
             rate = compute_interruption_rate(self.task.spec.pricing, self.task.nodes)
-            interval = compute_checkpoint_interval(self.save_time, rate=rate)
+            interval = compute_checkpoint_interval(self.log.save_time, rate=rate)
         return time.monotonic() - self.last_save >= interval
 
     def _save_if_finite(self) -> None:
@@ -295,8 +273,8 @@ class Training:
             keep=(*self.keep, *self._list_checkpoints_before_rise()),
         )
         self.last_save = time.monotonic()
-        self.save_time = self.last_save - began
-        self.log.add("save", seconds=self.save_time)
+        self.log.save_time = self.last_save - began
+        self.log.add("save", seconds=self.log.save_time)
 
     def _list_checkpoints_before_rise(self) -> list[int]:
         """Return the samples of the newest checkpoint from before the loss rose; empty if finite losses are not
@@ -313,12 +291,12 @@ class Training:
 
         `step` is the epoch's last; None if an earlier attempt made it and had to stop before the evaluation.
         """
-        self.log.write_steps(overhead=self._overhead)
+        self.log.write_steps()
         self._check_divergence(weights=True)
         began = time.monotonic()
         self.evaluation_pending = True
         result = self.evaluator.evaluate(after_batch=self._check_preemption)
-        self.eval_time = time.monotonic() - began
+        self.log.eval_time = time.monotonic() - began
         self._measure_curvature()
         self._measure_noise()
         self.evaluation_pending = False
@@ -328,21 +306,18 @@ class Training:
         if step:
             self._handle_evaluation(loss)
         self.context.energy.save()
-        epoch = self.trainer.position.epoch
+        train = self.task.spec.train
         # Rank 0 alone knows the best epoch.
-        if is_best := self.first and early_stopping.is_better(
-            result.values, self.best, self.task.spec.train.best_checkpoint
-        ):
+        is_best = self.first and early_stopping.is_better(result.values, self.best, train.best_checkpoint)
+        if is_best:
             self._store_best(result)
         self._decide_to_stop(result)
         if self.first:
             lr = step.lr if step else self.trainer.lr
-            self.log.write_epoch(result, loss=loss, lr=lr, eval_seconds=self.eval_time, overhead=self._overhead)
+            self.log.write_epoch(result, loss=loss, lr=lr)
         if self.takes_part_in_saving:
             self._save(is_best=is_best)
-        if not self.first:
-            return
-        if epoch == self.task.spec.train.epochs or self.stop_reason:
+        if self.first and (self.trainer.position.epoch == train.epochs or self.stop_reason):
             self._write_result(result)
 
     def _decide_to_stop(self, result: Evaluation) -> None:
@@ -356,7 +331,6 @@ class Training:
         self.stop_reason = self.trainer.ranks.gather(why)[0]
 
     def _store_best(self, result: Evaluation) -> None:
-        """Store an evaluation as the best so far."""
         self.best = early_stopping.select_best_values(
             result.values, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
         )
@@ -371,9 +345,8 @@ class Training:
             curvature = hessian.measure_curvature(
                 self.trainer, samples=HESSIAN_SAMPLES, after_product=self._check_preemption
             )
-            self.log.add(
-                "hessian", **asdict(curvature), **hessian.compute_lemma_1_terms(self.trainer, curvature.smoothness)
-            )
+            terms = hessian.compute_lemma_1_terms(self.trainer, curvature.smoothness)
+            self.log.add("hessian", **asdict(curvature), **terms)
 
     def _measure_noise(self) -> None:
         """Write a row with the gradient noise scale, if the job requests it; every rank must call this."""
@@ -388,6 +361,7 @@ class Training:
         values = result.values
         metrics = {"eval_loss": values.pop("loss"), **values}
         metric, rows = self.task.spec.train.best_checkpoint.metric, self.run.get_training(signature).read_metrics()
+        configuration = (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)
         self.run.write_train_result(
             TrainResult(
                 signature=signature,
@@ -398,14 +372,12 @@ class Training:
                 epochs=trainer.position.epoch,
                 # JSON knows no nan: accuracies without classes, or the loss of an evaluation that is not finite.
                 metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-                best_top1=_replace_infinite(self.best["top1"]),
-                best_loss=_replace_infinite(self.best["loss"]),
+                best_top1=replace_infinite(self.best["top1"]),
+                best_loss=replace_infinite(self.best["loss"]),
                 best_epoch=int(self.best["epoch"]),
                 best=BestValue.from_metric(metric, self.best.get("value")),
                 ended=self.stop_reason,
-                step_time=compute_mean_step_time(
-                    rows, (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)
-                ),
+                step_time=compute_mean_step_time(rows, configuration),
                 finished_at=time.time(),
                 tuning=self.run.get_training(signature).read_tuning(),
             )
@@ -429,5 +401,6 @@ class Training:
             self._write_result(result)
 
 
-def _replace_infinite(value: float) -> float | None:
+def replace_infinite(value: float) -> float | None:
+    """Return a number that JSON can represent: None if it is not finite."""
     return value if math.isfinite(value) else None

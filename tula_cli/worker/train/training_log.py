@@ -58,7 +58,7 @@ class StepRecordFile:
     """
 
     def __init__(self, training: TrainingRun, *, max_rows: int = MAX_ROWS_UNJOINED) -> None:
-        self.training, self.most = training, max_rows
+        self.training, self.max_rows = training, max_rows
         self.count = 0  # number of rows in the file
         self.width = 1  # steps per new row
         self.complete_rows: list[StepRow] = []  # full rows that are not yet written
@@ -93,7 +93,7 @@ class StepRecordFile:
         with open_to_append(self.training.steps_path) as file:
             file.write(format_rows(rows).encode())
         self.count += len(rows)
-        if self.count > self.most:
+        if self.count > self.max_rows:
             self._join_neighbours()
 
     def _add_to_open_row(self, step: StepRow) -> list[StepRow]:
@@ -114,9 +114,8 @@ class StepRecordFile:
             return any(first <= mark < after for mark in marks)
 
         self.width *= 2
-        self._rewrite(
-            join_adjacent_rows(self.training.read_step_rows(), max_rows=self.width, must_stay_apart=are_apart)
-        )
+        rows = self.training.read_step_rows()
+        self._rewrite(join_adjacent_rows(rows, max_rows=self.width, must_stay_apart=are_apart))
 
     def _rewrite(self, rows: Sequence[StepRow]) -> None:
         write_atomic(self.training.steps_path, format_rows(rows))
@@ -235,11 +234,11 @@ class TrainingLog:
         self.drift = StepTimeDrift(self.expected)
         self.parts: StepParts | None = None  # parts of a step in the newest sample
         self.changed = False  # whether a change of the step time was reported
+        self.save_time = self.eval_time = 0.0  # seconds of the newest checkpoint and evaluation
         self.last_row = 0.0
         self.began = time.monotonic()
-        self.next_print = self.began + compute_seconds_to_next_progress_line(
-            0.0
-        )  # monotonic time of the next progress line
+        # monotonic time of the next progress line
+        self.next_print = self.began + compute_seconds_to_next_progress_line(0.0)
         self.unjudged: list[Mapping[str, float]] = []  # AGS reports of the newest epochs, until judged
         self.warned: set[str] = set()  # kinds of warnings that were already given
 
@@ -318,18 +317,17 @@ class TrainingLog:
 
     # --- Steps
 
-    def write_steps_when_due(self, *, overhead: float) -> None:
+    def write_steps_when_due(self) -> None:
         """Write a row if the last one is LOG_SECONDS old; this reads the loss, so it waits for the device."""
         if time.monotonic() - self.last_row < LOG_SECONDS:
             return
-        self.write_steps(overhead=overhead, aloud=time.monotonic() >= self.next_print)
+        self.write_steps(aloud=time.monotonic() >= self.next_print)
         self.last_row = time.monotonic()
 
-    def write_steps(self, *, overhead: float, aloud: bool = False) -> None:
+    def write_steps(self, *, aloud: bool = False) -> None:
         """Compute the times of the steps since the last row, and write the row.
 
         Args:
-            overhead: seconds of an epoch's evaluation and checkpoint.
             aloud: print the steps in the job's log too.
         """
         if not self.recent:
@@ -340,7 +338,7 @@ class TrainingLog:
         plain = [value for value, step in zip(seconds, steps, strict=True) if not step.refreshed]
         self.step_times += plain
         self.window.extend(plain)
-        loss, remaining = float(steps[-1].loss), self._estimate_remaining_seconds(statistics.fmean(seconds), overhead)
+        loss, remaining = float(steps[-1].loss), self._estimate_remaining_seconds(statistics.fmean(seconds))
         self.write_step_values(close=False)  # cheap now, as the device has just been waited for
         self.add(
             "step",
@@ -368,13 +366,11 @@ class TrainingLog:
             self.metrics.steps.add(self.diagnostics.pop_rows(), close=close)
 
     def _print_steps(self, loss: float, step_time: float, remaining: float) -> None:
-        trainer, all_epochs = self.trainer, self.task.spec.train.max_epochs
-        samples, epoch = trainer.position.samples, trainer.epoch
         self._print(
             describe_progress(
-                all_epochs=all_epochs,
-                epoch=epoch,
-                samples=samples,
+                all_epochs=self.task.spec.train.max_epochs,
+                epoch=self.trainer.epoch,
+                samples=self.trainer.position.samples,
                 batch=self.batch,
                 loss=loss,
                 step_time=step_time,
@@ -395,7 +391,7 @@ class TrainingLog:
         length, real = means
         return {"tokens_per_second": real * self.batch / step_time, "padding": 1 - real / length}
 
-    def _estimate_remaining_seconds(self, step_time: float, overhead: float) -> float:
+    def _estimate_remaining_seconds(self, step_time: float) -> float:
         trainer, position = self.trainer, self.trainer.position
         size, epochs = len(trainer.datasets.train), self.task.spec.train.max_epochs
         remaining_steps = trainer.sizes.ramp.count_remaining_steps(
@@ -404,42 +400,35 @@ class TrainingLog:
         stepping = sum(
             steps * step_time * self._predict_step_time_ratio(batch) for batch, steps in remaining_steps.items()
         )
-        return stepping + step_time * self.ahead + overhead * max(0, epochs - position.epoch - 1)
+        overhead = (self.eval_time + self.save_time) * max(0, epochs - position.epoch - 1)
+        return stepping + step_time * self.ahead + overhead
 
     def _predict_step_time_ratio(self, batch: int) -> float:
         """Return the predicted ratio of the step time at a batch to that at the current one, else the batches'
         ratio."""
-        expected_now = self.expected
-        expected_then = self.task.prediction and self.task.prediction.get_prediction_at_batch(batch)
-        return (
-            expected_then.step_time / expected_now.step_time if expected_now and expected_then else batch / self.batch
-        )
+        current = self.expected
+        other = self.task.prediction and self.task.prediction.get_prediction_at_batch(batch)
+        return other.step_time / current.step_time if current and other else batch / self.batch
 
-    def warn_step_time_change(self, level: Level, *, overhead: float) -> None:
+    def warn_step_time_change(self, level: Level) -> None:
         """Report a change of the step time: since when, in which part of the step, and its consequences.
 
         Args:
             level: the change of level, on rank 0.
-            overhead: seconds of an epoch's evaluation and checkpoint.
         """
-        change = describe_level_change(
-            level, self.task, lambda step_time: self._estimate_remaining_seconds(step_time, overhead)
-        )
+        change = describe_level_change(level, self.task, self._estimate_remaining_seconds)
         self.changed = True
         self.add("change", change=change.model_dump(mode="json"))
         self._print(f"changed: {describe_step_change(change)}")
 
     # --- Epochs
 
-    def write_epoch(
-        self, result: Evaluation, *, loss: float, lr: float, eval_seconds: float, overhead: float = 0.0
-    ) -> None:
+    def write_epoch(self, result: Evaluation, *, loss: float, lr: float) -> None:
         """Write the row of the epoch that has ended, and the warnings that follow from it.
 
         Args:
             loss: mean loss of the epoch's last step over all ranks.
             lr: learning rate of the epoch's last step.
-            overhead: seconds of an epoch's evaluation and checkpoint.
         """
         trainer, prediction = self.trainer, self.expected
         step_time = compute_trimmed_mean(self.step_times) if self.step_times else None
@@ -463,13 +452,13 @@ class TrainingLog:
             step_low=prediction.step_low if prediction else None,
             step_high=prediction.step_high if prediction else None,
             within=within,
-            eval_seconds=eval_seconds,
+            eval_seconds=self.eval_time,
             **({"metrics": dict(result.user_metrics)} if result.user_metrics else {}),
             ags=ags,
             **trainer.method.report(trainer),
-            diagnostics=self._make_diagnostics_row(ags),
+            diagnostics=self.diagnostics and self.diagnostics.report(trainer, scaled=ags["scaled"] if ags else None),
         )
-        self._print(self._describe_epoch(result, loss=loss, lr=lr, step_time=step_time, overhead=overhead))
+        self._print(self._describe_epoch(result, loss=loss, lr=lr, step_time=step_time))
         self._delay_next_print()
         self.warn_non_finite_evaluation(result)
         self._warn_inactive_ags(ags)
@@ -478,11 +467,9 @@ class TrainingLog:
             self.warn(drifted)
         self.step_times = []
 
-    def _describe_epoch(
-        self, result: Evaluation, *, loss: float, lr: float, step_time: float | None, overhead: float
-    ) -> str:
+    def _describe_epoch(self, result: Evaluation, *, loss: float, lr: float, step_time: float | None) -> str:
         position, classes = self.trainer.position, math.isfinite(result.top1)
-        remaining = format_duration(self._estimate_remaining_seconds(step_time, overhead)) if step_time else ""
+        remaining = format_duration(self._estimate_remaining_seconds(step_time)) if step_time else ""
         pace = f", {format_number(self.batch / step_time)} samples/s, {remaining} left" if step_time else ""
         return (
             f"epoch {position.epoch} of {self.task.spec.train.max_epochs}: {position.samples} samples, loss {format_number(loss, 4)},"
@@ -492,11 +479,6 @@ class TrainingLog:
             + "".join(f"{name} {format_number(value, 4)}, " for name, value in result.user_metrics.items())
             + f"batch {self.batch}, lr {format_number(lr)}, {format_number(step_time and 1000 * step_time)} ms per step{pace}"
         )
-
-    def _make_diagnostics_row(self, ags: Mapping[str, float] | None) -> dict[str, Any] | None:
-        if self.diagnostics is None:
-            return None
-        return self.diagnostics.report(self.trainer, scaled=ags["scaled"] if ags else None)
 
     def warn_non_finite_evaluation(self, result: Evaluation) -> None:
         """Warn once if the evaluation loss is not finite although the training loss is, and once if the metric of
@@ -558,7 +540,6 @@ def list_ineffective_settings(trainer: Trainer) -> list[Diagnostic]:
 
 
 def _warn_small_norm_batches(trainer: Trainer) -> list[Diagnostic]:
-    """Warn about stages of the ramp that leave BatchNorm few samples."""
     sizes, world = trainer.sizes, trainer.ranks.world
     micro_batch_count = count_batch_norm_micro_batches(trainer.parallel.module, world=world)
     samples = {
@@ -567,6 +548,4 @@ def _warn_small_norm_batches(trainer: Trainer) -> list[Diagnostic]:
         if stage.batch <= sizes.largest
     }
     small_batches = {batch: count for batch, count in samples.items() if micro_batch_count and count < MIN_NORMALISED}
-    if not small_batches:
-        return []
-    return [messages.small_norm_batches(samples=small_batches)]
+    return [messages.small_norm_batches(samples=small_batches)] if small_batches else []

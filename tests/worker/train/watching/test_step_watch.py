@@ -111,7 +111,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> StepWatch:
 def test_the_slowest_rank_counts_and_the_one_that_waits_least(watch: StepWatch) -> None:
     for _ in range(3):
         watch.record_step(step(data=0.02, whole=0.30))
-        watch.spy.exposed.append((0.0, 0.18))
+        watch.timer.exposed.append((0.0, 0.18))
     watch.record_step(step(data=0.02, whole=9.0, refreshed=True))
     watch.detect_level_change()
     seen = watch.newest
@@ -127,7 +127,7 @@ def test_hooks_are_there_for_three_steps_after_a_look(watch: StepWatch) -> None:
     for _ in range(4):
         seen.append((hooks(), watch.trainer.on_backward is not None))
         watch.record_step(step(data=0.0, whole=0.1))
-        watch.spy.exposed.append((0.0, 0.01))
+        watch.timer.exposed.append((0.0, 0.01))
     assert seen == [(2, True), (2, True), (2, True), (0, False)]
     watch.detect_level_change()
     assert hooks() == 2

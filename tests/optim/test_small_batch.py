@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tula_cli.optim.ags import compute_small_batch_gradients
+from tula_cli.optim.ags import AgsSetup
 
 MARKED = torch.full((4,), 3.0)
 
@@ -37,8 +37,10 @@ class Marked(nn.Module):
 def test_gradients_are_copied_only_where_a_loss_scale_is_divided_out(scale: float | None) -> None:
     model = Marked()
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
-    (small_gradient,) = compute_small_batch_gradients(
-        lambda n: model().sum(), model, [model.weight], counts=[1], rank=0, seed=0, scaler=scaler
+    base = torch.optim.SGD([model.weight])
+    setup = AgsSetup.from_optimizer(base, model, b_large=2, b_small=1, available=None, steps_per_epoch=None, seed=0)
+    (small_gradient,) = setup.compute_small_batch_gradients(
+        lambda n: model().sum(), [model.weight], refresh_index=0, step=0, scaler=scaler
     )
     assert small_gradient is not None
     assert (small_gradient.data_ptr() == MARKED.data_ptr()) is not bool(scale)

@@ -285,41 +285,6 @@ def count_samples_per_rank(b_small: int, available: int, world: int, refresh_ind
     return counts
 
 
-def compute_small_batch_gradients(
-    loss: SmallLoss,
-    model: nn.Module,
-    params: Sequence[Tensor],
-    *,
-    counts: Sequence[int],
-    rank: int,
-    seed: int,
-    scaler: torch.amp.GradScaler | None,
-    sharded: bool = False,
-) -> list[Tensor | None]:
-    """Return the gradient of the mean loss over all ranks' samples for each parameter, equal on all ranks.
-
-    It is None for a parameter that the loss does not depend on. For a model sharded by fully_shard it is this rank's
-    shard. Buffers, random generators, modes and `.grad` are left unchanged.
-
-    Args:
-        loss: n -> the mean loss on n samples of this rank.
-        params: parameters with dense gradients, in the same order on all ranks.
-        counts: samples of each rank; with one entry nothing is communicated.
-        seed: seed of the random numbers that the forward pass draws.
-        scaler: scales the loss; the gradient is divided by the scale.
-        sharded: whether fully_shard has sharded the model. A rank without samples then computes one with weight 0, because
-            the others need its shards.
-    """
-    if sharded:
-        with restore_buffers(model), _seed_generators(params, seed):
-            return _compute_sharded_gradients(loss, counts, rank, model, params, scaler)
-    grads: list[Tensor | None] = [None] * len(params)
-    if params and counts[rank]:
-        with restore_buffers(model), _seed_generators(params, seed):
-            grads = _compute_gradients(loss, counts[rank], params, scaler)
-    return grads if len(counts) == 1 else _average_over_ranks(grads, params, counts, rank)
-
-
 @contextmanager
 def restore_buffers(model: nn.Module) -> Iterator[None]:
     """Restore every buffer at the end, including one that the forward pass replaced by another tensor."""
@@ -369,7 +334,10 @@ def _compute_sharded_gradients(
     params: Sequence[Tensor],
     scaler: torch.amp.GradScaler | None,
 ) -> list[Tensor | None]:
-    """Return this rank's shards of the gradient of the mean loss over all ranks' samples; every rank must call this."""
+    """Return this rank's shards of the gradient of the mean loss over all ranks' samples; every rank must call this.
+
+    A rank without samples computes one with weight 0, because the others need its shards.
+    """
     weight = counts[rank] * len(counts) / sum(counts)
 
     def weighted() -> Tensor:
@@ -530,27 +498,30 @@ class AgsSetup:
         step: int,
         scaler: torch.amp.GradScaler | None,
     ) -> list[Tensor | None]:
-        """Return the small batch's gradients, as the function `compute_small_batch_gradients` does.
+        """Return the gradient of the small batch's mean loss for each parameter, equal on all ranks; every rank must call it.
+
+        It is None for a parameter that the loss does not depend on. For a model sharded by fully_shard it is this rank's
+        shard. Buffers, random generators, modes and `.grad` are left unchanged.
 
         Args:
+            loss: n -> the mean loss on n samples of this rank.
+            params: parameters with dense gradients, in the same order on all ranks.
             refresh_index: refreshes so far, since the ranks take turns at computing the small batch.
             step: optimizer steps so far; with seed and rank it seeds the random numbers of the forward pass.
+            scaler: scales the loss; the gradient is divided by the scale.
         """
         seed = random.Random(f"{self.seed}, {step}, {self.rank}").getrandbits(63)
         size = self.small_batch_size
-        # every rank has to compute, so each computes its share
+        # every rank of a sharded model has to compute, so each computes its share
         available = -(-size // self.world) if self.sharded else self.available
         counts = count_samples_per_rank(size, available, self.world, refresh_index)
-        return compute_small_batch_gradients(
-            loss,
-            self.model,
-            params,
-            counts=counts,
-            rank=self.rank,
-            seed=seed,
-            scaler=scaler,
-            sharded=self.sharded,
-        )
+        grads: list[Tensor | None] = [None] * len(params)
+        if self.sharded or (params and counts[self.rank]):
+            with restore_buffers(self.model), _seed_generators(params, seed):
+                if self.sharded:
+                    return _compute_sharded_gradients(loss, counts, self.rank, self.model, params, scaler)
+                grads = _compute_gradients(loss, counts[self.rank], params, scaler)
+        return grads if self.world == 1 else _average_over_ranks(grads, params, counts, self.rank)
 
 
 # --- The scaling factors (lines 11 to 18 and Eq. 8)
@@ -1130,7 +1101,7 @@ class TulaOptimizer(OptimizerWrapper):
         ValueError: an argument has the wrong type or is out of range, AGS has no effect through the base optimizer, the
             model has none of its parameters, or parameters are sharded in another way.
 
-    Warns if it equals the base optimizer: see `identity`.
+    Warns with IdentityWarning if every step equals the base optimizer's: see `identity`.
     """
 
     def __init__(

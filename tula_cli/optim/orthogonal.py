@@ -119,9 +119,6 @@ class Ortho(OptimizerWrapper):
     def _is_matrix(self, param: Tensor) -> bool:
         return id(param) in self._matrix_ids and param.requires_grad and 1 < _get_sides(param)[0] <= MAX_SHORTER_SIDE
 
-    def _discard_pending(self) -> None:
-        """Do nothing: a step needs only the gradients."""
-
     def _update(self) -> None:
         with self.wrap_base_step():
             self.base.step()

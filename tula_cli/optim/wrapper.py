@@ -196,9 +196,8 @@ class OptimizerWrapper(Optimizer):
         self._discard_pending()
         self.base.zero_grad(set_to_none)
 
-    @abstractmethod
     def _discard_pending(self) -> None:
-        """Drop everything gathered for the coming step."""
+        """Drop everything gathered for the coming step; by default that is nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

@@ -82,15 +82,13 @@ def build_datasets(spec: JobSpec) -> Datasets:
 def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | StreamedDataset:
     settings, seed = spec.dataset, spec.train.seed
     streamed, sampler = is_stream(samples), build_sampler(spec)
-    reason = ""
     if streamed or sampler:
-        reason = (
-            f"samples by index, which is not possible with {'an iterable dataset' if streamed else 'dataset.sampler'}"
-        )
-    if reason and spec.train.training_method.is_self_tuning:
-        raise SpecError(f"train.method {spec.train.method} selects {reason}")
-    if reason and "hessian" in spec.train.diagnostics:
-        raise SpecError(f"train.diagnostics: hessian selects {reason}")
+        kind = "an iterable dataset" if streamed else "dataset.sampler"
+        reason = f"samples by index, which is not possible with {kind}"
+        if spec.train.training_method.is_self_tuning:
+            raise SpecError(f"train.method {spec.train.method} selects {reason}")
+        if "hessian" in spec.train.diagnostics:
+            raise SpecError(f"train.diagnostics: hessian selects {reason}")
     if not streamed:
         if settings.length or settings.sharded:
             raise SpecError(

@@ -39,8 +39,8 @@ def find_parameters(model: nn.Module, patterns: Sequence[str], *, path: str) -> 
     """Return the parameters whose names match patterns, by name; if several patterns match a name, the last one counts.
 
     Args:
-        model: one whose modules are shared has a name for each occurrence.
-        patterns: of names, in which * stands for any text; a pattern that matches a module selects all parameters in
+        model: a shared module counts under each of its names.
+        patterns: patterns of names, in which * stands for any text; a pattern that matches a module selects all parameters in
             it. `norms`, `biases` and `embeddings` select those of the whole model. A pattern after ! excludes its
             matches.
         path: path of the patterns in the spec.

@@ -282,19 +282,15 @@ def describe_beta2(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
     train, steps = spec.train, get_beta2_half_life(spec)
     if steps is None:
         return ""
-    at = {batch: compute_beta2_by_group(optimizer, spec, batch)[0] for batch in _list_batches_of_interest(spec)}
+    ends = (spec.search.min_batch, train.reference_batch, spec.search.max_batch)
+    batches = sorted({batch for batch in ends if batch is not None})
+    at = {batch: compute_beta2_by_group(optimizer, spec, batch)[0] for batch in batches}
     values = ", ".join(f"{value:.6g} at batch {batch}" for batch, value in at.items())
     reference = compute_beta2_by_group(optimizer, spec, train.reference_batch)[0]
     if steps == "auto" and not 0 < reference < 1:
         return f"second moment: beta2 is {reference:g} at any batch (optimizer.beta2_half_life)"
     half_life = train.reference_batch * math.log(0.5) / math.log(reference) if steps == "auto" else steps
     return f"second moment: half-life {half_life:.0f} samples, so beta2 is {values} (optimizer.beta2_half_life)"
-
-
-def _list_batches_of_interest(spec: JobSpec) -> list[int]:
-    """Return the reference batch, and the smallest and largest batch of the search if the job sets them."""
-    ends = {spec.search.min_batch, spec.train.reference_batch, spec.search.max_batch}
-    return sorted(batch for batch in ends if batch is not None)
 
 
 def set_beta2(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None:

@@ -99,12 +99,9 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
 
 def find_class_numbers(datasets: Datasets) -> torch.Tensor:
     """Return the class numbers of samples spread over the training set, because files may be sorted by class."""
-    items = [
-        item
-        for item in datasets.train.list_spread_samples(SAMPLES_COMPARED)
-        if isinstance(item, tuple | list) and len(item) == 2
-    ]
-    return torch.tensor([item[1] for item in items if isinstance(item[1], int)] or [0])
+    items = datasets.train.list_spread_samples(SAMPLES_COMPARED)
+    targets = [item[1] for item in items if isinstance(item, tuple | list) and len(item) == 2]
+    return torch.tensor([target for target in targets if isinstance(target, int)] or [0])
 
 
 def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:

@@ -238,16 +238,13 @@ def measure_half_batch_norms(trainer: Trainer) -> Pair:
     """
     assert trainer.last_batch is not None
     samples, half = trainer.micro_batch, trainer.micro_batch // 2
-    has_user_collate = trainer.datasets.collate is not None
-    first_half, second = (
-        compute_gradient(
-            trainer,
-            slice_batch(trainer.last_batch, samples=samples, start=at, stop=at + half, from_user=has_user_collate),
-        )
-        for at in (0, half)
+    slice_half = partial(
+        slice_batch, trainer.last_batch, samples=samples, from_user=trainer.datasets.collate is not None
     )
-    squares = [compute_squared_norm(trainer, gradients) for gradients in (first_half, second)]
-    for parameter, gradient in second.items():
+    first_half = compute_gradient(trainer, slice_half(start=0, stop=half))
+    second_half = compute_gradient(trainer, slice_half(start=half, stop=2 * half))
+    squares = [compute_squared_norm(trainer, gradients) for gradients in (first_half, second_half)]
+    for parameter, gradient in second_half.items():
         first_half[parameter] = first_half[parameter].add_(gradient) if parameter in first_half else gradient
     return sum(squares) / 2, compute_squared_norm(trainer, first_half) / 4
 
@@ -317,7 +314,7 @@ def _measure_cached_batch_time(trainer: Trainer, count: int) -> float:
 
 
 def measure_loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
-    """Return the seconds in which the data loaders of all ranks alone make the data of a step, and the token counts.
+    """Return the seconds that the slowest rank's data loader needs for a step's data without training, and token counts.
 
     The token counts are means per sample; None if the data is not text. After the first batch, two rounds of all
     workers are timed: neither their start nor a batch that was ready before is counted.

@@ -67,7 +67,7 @@ def save_sharded(
     sums = _list_file_checksums(draft, json.loads(ranks.gather(json.dumps(names))[0]), ranks)
     if lost := [name for name, total in sums.items() if total < 0]:
         raise CannotWrite(f"cannot write {folder}: its files cannot be read back: {', '.join(lost)}")
-    _run_on_first_rank(lambda: _write_checksums(draft, folder, sums), folder, ranks)
+    _run_on_first_rank(lambda: _publish_draft(draft, folder, sums), folder, ranks)
 
 
 def is_complete_checkpoint(folder: Path, ranks: Ranks) -> bool:
@@ -193,13 +193,9 @@ def _serialize(content: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _write_checksums(draft: Path, folder: Path, sums: dict[str, int]) -> None:
+def _publish_draft(draft: Path, folder: Path, sums: dict[str, int]) -> None:
+    """Write the check sums, and rename the draft; an existing folder is moved aside first and deleted afterwards."""
     write_atomic(draft / CHECKSUM_FILE, json.dumps(sums))
-    _replace_folder(draft, folder)
-
-
-def _replace_folder(draft: Path, folder: Path) -> None:
-    """Rename a finished folder into place; an existing one is moved aside first and deleted afterwards."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

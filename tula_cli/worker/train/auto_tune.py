@@ -366,8 +366,6 @@ def _estimate_seconds_left(context: BranchContext, tuning: Tuning) -> float:
 
 
 # --- The training that follows
-#
-# `worker/entry.py` imports this module only for method auto.
 
 
 def train_with_tuning(task: TrainTask, context: TrainContext) -> None:

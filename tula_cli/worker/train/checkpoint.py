@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import DiskFull, TulaError
 from tula_cli.models.loss_level import LossLevel
@@ -21,6 +22,7 @@ from tula_cli.run.damage import is_complete_archive
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import remove_path, wait_until_listed, write_atomic
 from tula_cli.worker.build.loaders import TrainingPosition
+from tula_cli.worker.device import count_tensor_bytes
 from tula_cli.worker.parallel import sharded_checkpoint
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
@@ -83,16 +85,8 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     try:
         write_atomic(path, save)
     except DiskFull as error:
-        error.needed = _count_tensor_bytes(content)
+        error.needed = count_tensor_bytes(tree_leaves(content))  # approximately the size of the file
         raise
-
-
-def _count_tensor_bytes(content: Any) -> int:
-    """Return the bytes of all tensors in the content to be written: approximately the size of the file."""
-    if isinstance(content, torch.Tensor):
-        return content.nbytes
-    inner = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
-    return sum(map(_count_tensor_bytes, inner))
 
 
 class _FileRecorder:
@@ -216,7 +210,7 @@ def load_newest_on_all_ranks(
 ) -> dict[str, Any] | None:
     """Return the newest readable checkpoint that rank 0 has found, on every rank; None if there is none.
 
-    For a sharded model this is its `folder`, and the state that is not sharded. `warn` as in `load_newest_checkpoint`, called on
+    For a sharded model it holds the checkpoint's `folder` and the state that is not sharded. `warn` as in `load_newest_checkpoint`, called on
     rank 0.
     """
     training = run.get_training(signature)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.plugins import load_by_name
@@ -137,13 +137,11 @@ class UserMetrics:
 
     def _gather_batches(self, arguments: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
         """Return, on rank 0, the arguments of a metric's update from each rank that has a batch; else an empty list."""
-        local = None if arguments is None else tree_map(_move_to_cpu, arguments)
+        local = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), arguments)
         gathered: list[Any] | None = [None] * self.ranks.world if self.ranks.is_first else None
         dist.gather_object(local, gathered, dst=0)
-        return [tree_map(self._to_device, entry) for entry in gathered or () if entry is not None]
-
-    def _to_device(self, leaf: Any) -> Any:
-        return leaf.to(self.ranks.device) if isinstance(leaf, torch.Tensor) else leaf
+        present = [entry for entry in gathered or () if entry is not None]
+        return [tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.ranks.device), entry) for entry in present]
 
     def compute(self) -> dict[str, float]:
         """Return each metric over all ranks, the same on all of them; nan if it is not a finite number."""
@@ -206,10 +204,6 @@ class MetricInput:
     def get_arguments(self, update: Callable[..., Any]) -> tuple[Any, ...]:
         """Return the arguments of a metric's update: scores and target, or outputs and batch (`accepts_batch`)."""
         return (self.outputs, self.batch) if accepts_batch(update) else (self.scores, self.target)
-
-
-def _move_to_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 # --- Evaluation

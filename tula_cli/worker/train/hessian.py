@@ -226,13 +226,13 @@ class LossSurface:
     ) -> None:
         self.model, self.call, self.batches, self.ranks, self.seed = model, call, batches, ranks, seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.size = sum(p.numel() for p in self.parameters)
         self.samples = round(ranks.sum([float(sum(count for count, _ in batches))])[0])
 
     def make_direction(self) -> Tensor:
         """Return a seeded random start vector, the same on every rank."""
         generator = torch.Generator().manual_seed(compute_stable_seed(self.seed, _SEED_STREAM))
-        size = sum(p.numel() for p in self.parameters)
-        return torch.randn(size, generator=generator, dtype=self._dtype).to(self.ranks.device)
+        return torch.randn(self.size, generator=generator, dtype=self._dtype).to(self.ranks.device)
 
     def compute_gradient(self) -> tuple[float, Tensor]:
         """Return the mean loss and its gradient."""
@@ -284,8 +284,7 @@ class LossSurface:
         return torch.float64 if is_float64 else torch.float32
 
     def _make_zeros(self) -> Tensor:
-        size = sum(p.numel() for p in self.parameters)
-        return torch.zeros(size, dtype=self._dtype, device=self.ranks.device)
+        return torch.zeros(self.size, dtype=self._dtype, device=self.ranks.device)
 
     def _flatten_tensors(self, tensors: Sequence[Tensor | None]) -> Tensor:
         pairs = zip(tensors, self.parameters, strict=True)

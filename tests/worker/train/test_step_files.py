@@ -30,7 +30,7 @@ spec = worker_jobs.make_spec(
 )
 task = worker_jobs.make_train_task(spec)
 training_log.TrainingLog.write_steps_when_due = lambda *_, **__: None
-whole = training.worker_train_loop.run_steps
+whole = training.loop.run_steps
 seen, stat, watched = [], os.stat, False
 
 def asked(path, *more, **options):
@@ -50,7 +50,7 @@ def counted(trainer):
             watched = number == first
         yield step
 
-training.worker_train_loop.run_steps = counted
+training.loop.run_steps = counted
 run = RunDir.create(folder / "runs", spec)
 run_training(task, run, Ranks(0, 1, 0, torch.device("cpu")), build_datasets(spec))
 assert run.get_training(task.signature).read_result().steps > last

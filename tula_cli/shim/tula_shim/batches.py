@@ -231,25 +231,26 @@ def describe_loader(loader: Any) -> dict[str, Any]:
     size."""
     sampler = getattr(loader, "batch_sampler", None)
     size = loader.batch_size if loader.batch_size is not None else getattr(sampler, "batch_size", None)
-    drop_last = bool(loader.drop_last or getattr(sampler, "drop_last", False))
     return {
         "dataset": _get_length(loader.dataset),
         "batches": _get_length(loader),
         "batch_size": size if isinstance(size, int) else None,
         "workers": loader.num_workers,
         "sampler": type(loader.sampler).__name__,
-        "drop_last": drop_last,
-        "epoch_samples": _count_epoch_samples(loader, size, drop_last=drop_last),
+        "drop_last": bool(loader.drop_last or getattr(sampler, "drop_last", False)),
+        "epoch_samples": count_epoch_samples(loader),
         "content": compute_content_digest(loader.dataset),
     }
 
 
-def _count_epoch_samples(loader: Any, size: Any, *, drop_last: bool) -> int | None:
+def count_epoch_samples(loader: Any) -> int | None:
     """Return the samples per epoch of a loader on this rank, without a dropped last batch, with repeated samples.
 
     None for streams, and for samplers that choose batches in their own way.
     """
     sampler = getattr(loader, "batch_sampler", None)
+    size = loader.batch_size if loader.batch_size is not None else getattr(sampler, "batch_size", None)
+    drop_last = loader.drop_last or getattr(sampler, "drop_last", False)
     order = getattr(sampler, "sampler", None) if sampler is not None else loader.sampler
     count = _get_length(order) if order is not None else None
     batches = _get_length(loader)

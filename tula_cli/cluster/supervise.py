@@ -50,7 +50,7 @@ from tula_cli.host.processes import is_running
 from tula_cli.run import format as run_format
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import get_change_time, list_files, pin_run, read_content
+from tula_cli.run.files import list_files, pin_run, read_content
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import Task, TrainTask
@@ -524,7 +524,8 @@ class Supervisor:
             if lost.ended_at is not None:
                 continue
             make_rank_program(run, run.read_task(lost.task) or task).recover_lost_attempt(lost)
-            ended_at = get_change_time(run.get_log_path(lost.task, lost.number)) or lost.started_at
+            log = run.get_log_path(lost.task, lost.number)
+            ended_at = log.stat().st_mtime if log.exists() else lost.started_at
             killed = Failure(outcome="signal", message="its supervisor was killed")
             failure = self.allocation.find_termination(lost.allocation) if lost.allocation else killed
             failure = (find_supervisor_failure(run, lost) if failure.outcome == "signal" else None) or failure

@@ -184,8 +184,11 @@ class MemoryModel:
         if not below:
             return 0
         at = max(below)
-        end = at + 1 if at == corners[-1] else corners[corners.index(at) + 1]
-        slope = float((self._compute_needed_at(end) - self._compute_needed_at(at)) / (end - at))
+        if at == corners[-1]:
+            slope = float(self._compute_needed_at(at + 1) - self._compute_needed_at(at))
+        else:
+            end = corners[corners.index(at) + 1]
+            slope = float((self._compute_needed_at(end) - self._compute_needed_at(at)) / (end - at))
         if slope <= 0:
             return None if at == corners[-1] else math.floor(at) * self.accumulate
         return math.floor(at + float(limit - self._compute_needed_at(at)) / slope) * self.accumulate

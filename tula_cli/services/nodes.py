@@ -193,10 +193,9 @@ def run_node_check(
     run = get_only_run(runs, node_type, purpose="the check of nodes")
     launcher, count = launcher_for(run.spec), check_node_count(run.spec, nodes)
     save_runs([run], file)
-    task: CheckTask | None = None
+    task = submit_node_check(run, launcher, nodes=count)
     last_state = None
     try:
-        task = submit_node_check(run, launcher, nodes=count)
         for state in watch_node_check(run, launcher, task, timeout=timeout):
             if (state_shown := _round_to_minute(state)) != last_state:
                 yield NodeCheckProgress(task, state)
@@ -260,20 +259,30 @@ def submit_node_check(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
 
     Raises:
         SchedulerError: the scheduler refused the job.
+        Interruption: Ctrl-C; the job continues to run if it was submitted.
     """
+    task = None
+    try:
+        with lock_submission(run):
+            task = _submit_or_attach_node_check(run, launcher, nodes=nodes)
+    except KeyboardInterrupt:
+        raise _make_interruption(run, task) from None
+    return task
+
+
+def _submit_or_attach_node_check(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     spec = run.spec
-    with lock_submission(run):
-        tasks = run.read_check_tasks()
-        unreported = [task for task in tasks if task.nodes == nodes and not run.checks.is_reported(task.id)]
-        for task in [task for task in unreported if task.spec != spec]:
-            if (job := run.find_job(task.job)) is not None:
-                _cancel_check(run, launcher, task, job)
-        name = f"check-n{nodes:03d}-{tasks[-1].number + 1 if tasks else 1}"
-        fresh = CheckTask(id=name, job=name, spec=spec, workdir=str(Path.cwd()), nodes=nodes)
-        task = next((task for task in reversed(unreported) if task.spec == spec), fresh)
-        if run.find_job(task.job) is None:
-            run.checks.write_token(task.id, secrets.token_hex(8))
-            submit_task(run, launcher, task)
+    tasks = run.read_check_tasks()
+    unreported = [task for task in tasks if task.nodes == nodes and not run.checks.is_reported(task.id)]
+    for task in [task for task in unreported if task.spec != spec]:
+        if (job := run.find_job(task.job)) is not None:
+            _cancel_check(run, launcher, task, job)
+    name = f"check-n{nodes:03d}-{tasks[-1].number + 1 if tasks else 1}"
+    fresh = CheckTask(id=name, job=name, spec=spec, workdir=str(Path.cwd()), nodes=nodes)
+    task = next((task for task in reversed(unreported) if task.spec == spec), fresh)
+    if run.find_job(task.job) is None:
+        run.checks.write_token(task.id, secrets.token_hex(8))
+        submit_task(run, launcher, task)
     return task
 
 

@@ -104,13 +104,14 @@ def _choose_batches(
         read_measurements_of_other_sizes,
     )
 
+    exists = run.exists  # a first plan needs nothing of other runs, which may be damaged
     fresh = choose_next_round(
         spec,
         results,
         inspection=inspection,
-        attempts=run.read_attempts(),
-        trained=list_observations_from_trainings(run, results).steps,
-        others=read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
+        attempts=run.read_attempts() if exists else (),
+        trained=list_observations_from_trainings(run, results).steps if exists else (),
+        others=read_measurements_of_other_sizes(run.sizes, CachedTrainings()) if exists else None,
     )
     fresh = _limit_round_to_cap(spec, fresh, spent=node_hours_of_other_types + count_measured_node_hours(run))
     picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}

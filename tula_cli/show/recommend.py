@@ -222,7 +222,7 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
             str(row.nodes),
             format_number(progress.epochs),
             _format_interval(progress.epochs_low, progress.epochs_high),
-            _list_caveat_signs(recommendation.get_notes(row).caveats, "progress_within_noise")
+            _list_caveat_signs(recommendation, row, "progress_within_noise")
             + format_number(3600 * progress.hours / divisor),
             _format_interval(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
             format_number(progress.cost),
@@ -235,10 +235,11 @@ CAVEAT_SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110
 """Sign before a figure with a caveat, by the keys of `CAVEATS`."""
 
 
-def _list_caveat_signs(caveats: Sequence[str], *names: str) -> str:
-    """Return the signs of the named caveats that are present."""
-    from tula_cli.run.records.recommendations import get_caveat_kind
+def _list_caveat_signs(recommendation: "Recommendation", row: "Prediction | None", *names: str) -> str:
+    """Return the signs of the named caveats that a row has."""
+    from tula_cli.run.records.recommendations import get_caveat_kind, list_caveats
 
+    caveats = () if row is None else list_caveats(row, recommendation.choice)
     return "".join(CAVEAT_SIGNS[get_caveat_kind(name)] for name in names if name in caveats)
 
 
@@ -382,13 +383,14 @@ class _ColumnFormat:
         time, cost = self.format_time_and_cost(row)
         speed_up = self.baseline.compute_speed_up(row) if self.baseline and row is not None else None
         efficiency = None if row is None else row.scaling_efficiency
-        caveats = () if row is None else self.recommendation.get_notes(row).caveats
-        energy = _list_caveat_signs(caveats, "energy_within_noise") + format_number(None if row is None else row.kwh)
+        energy = _list_caveat_signs(self.recommendation, row, "energy_within_noise") + format_number(
+            None if row is None else row.kwh
+        )
         return [
             time,
             *([_format_ratio(speed_up)] if self.baseline else []),
             *(
-                [_list_caveat_signs(caveats, "efficiency_above_110") + _format_ratio(efficiency)]
+                [_list_caveat_signs(self.recommendation, row, "efficiency_above_110") + _format_ratio(efficiency)]
                 if self.has_efficiency
                 else []
             ),
@@ -399,9 +401,8 @@ class _ColumnFormat:
     def format_time_and_cost(self, row: "Prediction | None") -> tuple[str, str]:
         if row is None:
             return "-", "-"
-        names = self.recommendation.get_notes(row).caveats
-        time = _list_caveat_signs(names, "wide_interval", "time_within_noise")
-        cost = _list_caveat_signs(names, "cost_within_noise")
+        time = _list_caveat_signs(self.recommendation, row, "wide_interval", "time_within_noise")
+        cost = _list_caveat_signs(self.recommendation, row, "cost_within_noise")
         return time + format_number(3600 * row.hours / self.divisor), cost + format_number(row.cost)
 
     def format_origin(self, row: "Prediction") -> list[str]:

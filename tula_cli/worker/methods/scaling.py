@@ -67,15 +67,17 @@ class Scaling(Plain):
         b_small = spec.requested_small_batch
         arguments = self.make_arguments(spec.ags)
         try:
-            TulaOptimizer(
-                optimizer,
-                model=model,
-                b_large=4 * b_small,  # any batch at which AGS has an effect
-                b_small=b_small,
-                **arguments,
-                max_grad_norm=spec.train.max_grad_norm,
-                exclude=list_excluded_parameters(model, spec.ags),
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", IdentityWarning)  # `list_remarks` reports it
+                TulaOptimizer(
+                    optimizer,
+                    model=model,
+                    b_large=4 * b_small,  # any batch at which AGS has an effect
+                    b_small=b_small,
+                    **arguments,
+                    max_grad_norm=spec.train.max_grad_norm,
+                    exclude=list_excluded_parameters(model, spec.ags),
+                )
         except ValueError as error:
             raise SpecError(
                 f"train.method {spec.train.method}: {error}",

@@ -101,6 +101,23 @@ def test_where_ranks_hold_each_other_up_the_choice_is_among_what_was_measured(tm
     assert answer.choice.measured and answer.candidates > len(seen)
 
 
+def test_limits_within_which_the_knee_is_do_not_change_the_choice(run: RunDir) -> None:
+    free = ask(run, "knee").choice
+    for limits in ({"deadline_hours": free.hours * 1.01}, {"budget": free.cost * 1.01}):
+        assert ask(run, "knee", **limits).choice == free, limits
+
+
+def test_the_batch_nearest_to_the_knee_is_chosen_if_a_deadline_excludes_the_knee(run: RunDir) -> None:
+    answer = ask(run, "knee")
+    free = answer.choice
+    batch = min(row.batch for row in answer.rows if row.batch > free.batch)
+    deadline = min(row.hours for row in answer.rows if row.batch == batch)
+    assert not [row for row in answer.rows if row.batch <= free.batch and row.hours <= deadline]
+    limited = ask(run, "knee", deadline_hours=deadline)
+    assert limited.choice.batch == batch and limited.choice.hours <= deadline
+    assert f"the batch nearest to {free.batch} that is within the limits" in limited.reason
+
+
 def test_the_answer_is_stored(run: RunDir) -> None:
     answer = ask(run, "knee", curve="cost")
     assert run.read_recommendation() == answer

@@ -181,7 +181,12 @@ class Choice:
 
 
 def choose_configuration(
-    candidates: Candidates, *, objective: Objective, curve: Curve = "time", among: str = "feasible"
+    candidates: Candidates,
+    *,
+    objective: Objective,
+    curve: Curve = "time",
+    among: str = "feasible",
+    unlimited: Candidates | None = None,
 ) -> Choice:
     """Choose among feasible configurations.
 
@@ -192,10 +197,14 @@ def choose_configuration(
             have.
         curve: the curve in which the knee is sought; ignored by the other objectives.
         among: property that the configurations share, for the wording of the reason.
+        unlimited: the configurations without the limits on time and cost, if there are such limits. The knee is sought
+            among these, because the limits cut off a part of the curve; ignored by the other objectives.
     """
     assert len(candidates), "choose among at least one configuration"
     quantity = get_quantity(objective, curve)
-    return _choose_knee(candidates, quantity) if objective == "knee" else _choose_lowest(candidates, quantity, among)
+    if objective != "knee":
+        return _choose_lowest(candidates, quantity, among)
+    return _choose_knee(candidates, quantity, candidates if unlimited is None else unlimited)
 
 
 def find_envelope(rows: Sequence[Prediction], quantity: Quantity = QUANTITIES["time"]) -> tuple[Prediction, ...]:
@@ -308,19 +317,14 @@ def _describe_noise_range(rows: Candidates, quantity: Quantity) -> str:
     return f" (the best batch is {best_batches[0]} to {best_batches[1]} over the range of the gradient noise)"
 
 
-def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:
+def _choose_knee(rows: Candidates, quantity: Quantity, unlimited: Candidates) -> Choice:
+    """Choose the batch nearest to the knee of the curve without limits on time and cost, and its best configuration."""
+    knee, reason = _find_knee_of_rows(unlimited, quantity)
     best = rows.select_rows(find_best_of_each_batch(rows, quantity))
-    line, values = best.predictions(), _fit_envelope(rows, best, quantity)
-    batches = [row.batch for row in line]
-    batch = find_knee(batches, values)
-    if batch is None:
-        chosen, reason = _choose_without_knee(line, quantity)
-    else:
-        chosen = next(row for row in line if row.batch == batch)
-        reason = f"the knee of {quantity.name} against batch{_describe_gain(chosen, line, quantity)}"
-        other = run_kneedle(batches, values)
-        if other not in (None, batch):
-            reason += f"; the Kneedle algorithm, on the searched part of the curve, finds batch {other}"
+    line = best.predictions()
+    chosen = min(line, key=lambda row: (abs(math.log2(row.batch / knee)), row.batch))
+    if chosen.batch != knee:
+        reason = f"the batch nearest to {knee} that is within the limits; without them, {knee} would be {reason}"
     chosen = _find_undominated_at_batch(chosen, rows)
     order = np.argsort(_argsort_rows(best, quantity))
     others = sorted(
@@ -329,6 +333,23 @@ def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:
     )
     reason += _name_equal_batches(chosen, rows, quantity)
     return Choice(chosen, reason, tuple(line[index] for index in others[:_MAX_RUNNERS_UP]))
+
+
+def _find_knee_of_rows(rows: Candidates, quantity: Quantity) -> tuple[int, str]:
+    """Return the batch of the knee, or the smallest almost as good as the best if there is none, and the reason."""
+    best = rows.select_rows(find_best_of_each_batch(rows, quantity))
+    line, values = best.predictions(), _fit_envelope(rows, best, quantity)
+    batches = [row.batch for row in line]
+    batch = find_knee(batches, values)
+    if batch is None:
+        chosen, reason = _choose_without_knee(line, quantity)
+        return chosen.batch, reason
+    chosen = next(row for row in line if row.batch == batch)
+    reason = f"the knee of {quantity.name} against batch{_describe_gain(chosen, line, quantity)}"
+    other = run_kneedle(batches, values)
+    if other not in (None, batch):
+        reason += f"; the Kneedle algorithm, on the searched part of the curve, finds batch {other}"
+    return batch, reason
 
 
 def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Prediction:

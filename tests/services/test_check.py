@@ -874,7 +874,10 @@ def test_what_an_interruption_of_a_script_costs_is_reported(tmp_path):
 def test_the_figures_of_an_adaptive_search_are_reported_to_be_those_of_its_first_round(found):
     assert "adaptive-first-round" not in codes(check(spec()).warnings)
     report = check(spec(search={"strategy": "adaptive"}))
-    assert report.probes <= 4 and values(report.warnings, "adaptive-first-round") == {"chosen_by_auto": False}
+    assert report.probes <= 4 and values(report.warnings, "adaptive-first-round") == {
+        "chosen_by_auto": False,
+        "capped": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -883,7 +886,7 @@ def test_the_figures_of_an_adaptive_search_are_reported_to_be_those_of_its_first
 def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive(found, epochs, expected):
     job = spec(search={"strategy": "auto", "nodes": [1, 2, 4]}, train={"epochs": epochs})
     assert [(item.nodes, len(item.batches)) for item in check(job).jobs] == expected
-    first_round = messages.adaptive_first_round(chosen_by_auto=True)
+    first_round = messages.adaptive_first_round(chosen_by_auto=True, capped=job.search.max_node_hours is not None)
     assert (first_round in check(job).warnings) == (epochs == 1)
     assert len(check(job, online=False).jobs) == 0, "the size of the dataset is not known"
 

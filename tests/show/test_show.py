@@ -824,6 +824,8 @@ def test_the_summary_compares_predicted_with_actual():
     assert re.search(r"time \(min\) +4.80 +6.00 +-20.0", text)
     assert re.search(r"cost \(USD\) +0.160 +0.200 +-20.0", text)
     assert "2 attempts; relaunched because of: out of memory at batch 128" in text
+    resumed = make.summary(recoveries=())
+    assert "2 attempts; resumed after tula cancel or a killed job" in printed(show_train.render_summary(resumed))
 
 
 def test_the_summary_names_no_step_time_where_none_was_timed():

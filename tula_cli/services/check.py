@@ -360,7 +360,9 @@ def _list_warnings(
     if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:
         warnings.append(messages.ranks_share_cores(ranks=ranks, cores=inspection.cpus))
     if spec.search.strategy == "adaptive" and jobs:
-        warnings.append(messages.adaptive_first_round(chosen_by_auto=chosen_by_auto))
+        warnings.append(
+            messages.adaptive_first_round(chosen_by_auto=chosen_by_auto, capped=spec.search.max_node_hours is not None)
+        )
     if spec.search.max_node_hours is None:
         warnings.append(messages.no_cap_on_node_hours())
     return tuple(warnings)

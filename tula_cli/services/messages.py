@@ -210,12 +210,10 @@ def ranks_share_cores(*, ranks: int, cores: int) -> str:
 
 
 @diagnostic
-def adaptive_first_round(*, chosen_by_auto: bool) -> str:
+def adaptive_first_round(*, chosen_by_auto: bool, capped: bool) -> str:
     chosen = "auto chose adaptive" if chosen_by_auto else "adaptive"
-    return (
-        f"search.strategy: {chosen}. The figures are for the first round;"
-        " later rounds depend on its results and stay within search.max_node_hours."
-    )
+    limit = " and stay within search.max_node_hours" * capped
+    return f"search.strategy: {chosen}. The figures are for the first round; later rounds depend on its results{limit}."
 
 
 @diagnostic

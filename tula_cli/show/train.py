@@ -284,7 +284,9 @@ def render_summary(
         yield make_branches_table(branches, chosen)
     if summary.attempts > 1:
         yield ""
-        yield f"{format_count(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'unknown'}"
+        causes = "; ".join(filter(None, summary.causes))
+        reason = f"relaunched because of: {causes}" if causes else "resumed after tula cancel or a killed job"
+        yield f"{format_count(summary.attempts, 'attempt')}; {reason}"
     if summary.lost:
         yield f"{format_count(len(summary.lost), 'interruption')}; {_describe_lost_samples(summary.lost)}"
     yield from (f"warning: {text}" for text in summary.warnings)

@@ -169,11 +169,19 @@ def _parse_in_python(text: str, *, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        hint = _make_quoting_hint(text, mark)
-        if "\\t" in (error.problem or ""):
+        problem = error.problem or ""
+        if "\\t" in problem:
             hint = "use spaces for indentation: YAML does not allow tabs there"
-        elif "could not find expected ':'" in (error.problem or ""):
+        elif "could not find expected ':'" in problem:
             hint = "write a colon after each key; check this line and the one above"
+        elif "is given twice" in problem:
+            hint = "remove one of the two"
+        elif "<stream end>" in problem:
+            hint = "close each bracket and each quotation mark"
+        elif "but got ':'" in problem and mark and _MISSING_COMMA_PATTERN.search(text.splitlines()[mark.line]):
+            hint = "write a comma between the entries of {...}"
+        else:
+            hint = _make_quoting_hint(text, mark)
         raise SpecError(f"{source}{where}: not valid YAML: {error.problem or error.context}", hint) from None
     except RecursionError:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}") from None
@@ -183,6 +191,7 @@ def _parse_in_python(text: str, *, source: str) -> Any:
         raise SpecError(f"{source}: not valid YAML: a value does not have the type of its tag (!!...)") from None
 
 
+_MISSING_COMMA_PATTERN = re.compile(r"[^:,{\s]\s+[\w.-]+:\s")
 _MAPPING_VALUE_PATTERN = re.compile(r"(?:^|[{,]|- )\s*(?P<key>[\w.-]+):\s+(?P<value>\S.*?)(?=,\s*[\w.-]+:\s|\s+#|\s*$)")
 _LIST_VALUE_PATTERN = re.compile(r"(?:^\s*- |\[)\s*(?P<key>)(?P<value>[^\s\[].*?)(?=\s+#|\s*$)")
 _SPECIAL_CHARACTERS = re.compile(r"[\[\]{}:#,&*!|>'\"%@`]")

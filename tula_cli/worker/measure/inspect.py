@@ -501,6 +501,8 @@ def _make_error_answer(
 
 
 def _find_last_frame(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:  # the frames are those of the import
+        return f"correct {error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     return f"raised in {frames[-1].filename}, line {frames[-1].lineno}, {frames[-1].name}" if frames else ""
 

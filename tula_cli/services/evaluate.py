@@ -144,6 +144,11 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
             f"training {files.signature} has not finished an epoch yet, so it has no best weights",
             "use --weights last for the newest weights",
         )
+    if files.read_result() is not None and not (files.path / LAST).exists():
+        raise BadMeasurements(
+            f"the last weights of training {files.signature} have been deleted, for example by tula clean --keep best",
+            "use --weights best",
+        )
     return LAST, newest[0].absolute()
 
 

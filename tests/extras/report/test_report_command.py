@@ -102,11 +102,13 @@ def test_csv_is_a_folder_of_files_or_one_file(trained: str, tmp_path: Path) -> N
         (("--html", "-"), "only be written to a regular file"),
         (("--svg", "a/b/c"), "does not exist"),
         (("--csv", "tula-runs/latest"), "is a file"),
+        (("--svg", "figures.csv"), "is a file"),
         (("--for", "lcrc"), "tula report: option --for was removed\nHINT: tula report --markdown, --latex"),
         (("--runs", "5"), "tula report: option --runs was removed\nHINT: tula report --markdown, --latex"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(words: tuple[str, ...], told: str) -> None:
+    Path("figures.csv").touch()
     code, out, err = tula(*words)
     assert (code, out) == (2, "") and told in err
 

@@ -14,6 +14,7 @@ from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, OverBudget, SpecError
 from tula_cli.options import EvaluationRequest
 from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.files import write_record
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import MAX_RESTARTS, EvaluateTask, Rung, TrainTask
@@ -79,6 +80,17 @@ def test_the_best_weights_of_the_training_that_was_started_last_are_evaluated(ru
     assert task.local_batch == 32 and task.nodes == 1  # a GPU's share of the training's batch
     assert ready(run, weights="last").task.samples == 200
     assert ready(run, training="aaaa").task.weights == "last"  # no epoch of it has ended
+
+
+def test_last_weights_that_were_deleted_are_not_replaced_by_others(run: RunDir) -> None:
+    add_training(run, "aaaa", 100, best=100)
+    files = run.get_training("aaaa")
+    write_record(files.path / "result.json", make.train_result("aaaa"))
+    with pytest.raises(BadMeasurements, match="the last weights of training aaaa have been deleted") as error:
+        ready(run, weights="last")
+    assert error.value.hint == "use --weights best" and ready(run).task.weights == "best"
+    (files.path / "last").symlink_to("checkpoints/000000000100.pt")
+    assert ready(run, weights="last").task.samples == 100
 
 
 def test_a_file_is_evaluated_with_the_model_of_the_training(run: RunDir, tmp_path: Path) -> None:

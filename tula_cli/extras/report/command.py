@@ -93,7 +93,7 @@ def _check_output_paths(html: Path | None, svg: Path | None, csv: Path | None) -
             continue
         if not (folder := path.absolute().parent).is_dir():
             raise SpecError(f"{option} {path}: the folder {folder} does not exist", "create it, or name another folder")
-        if path.is_file() and path.suffix != ".csv":
+        if path.is_file() and (option == "--svg" or path.suffix != ".csv"):
             raise SpecError(f"{option} {path} is a file", "name a folder; --csv can also write a single .csv file")
 
 

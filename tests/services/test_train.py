@@ -296,6 +296,15 @@ def trained_for_two_hours(run: RunDir, choice: Prediction) -> TrainTask:
     return task
 
 
+def test_settings_that_a_finished_training_does_not_apply_are_named(run: RunDir) -> None:
+    task = trained_for_two_hours(run, make_runs.prediction(2, 128))
+    assert list(train._warn_settings_not_applied(Run(run.path, task.spec), task.signature)) == []
+    job = make_runs.spec(train={"epochs": 4, "diagnostics": ["gradient_norms"], "metrics": {"mine": "mine:metric"}})
+    (event,) = train._warn_settings_not_applied(Run(run.path, job), task.signature)
+    assert event.warning.values == {"keys": ["train.metrics", "train.diagnostics"]}
+    assert "tula evaluate" in event.warning.text and "train.seed" in event.warning.text
+
+
 @pytest.mark.parametrize(("market", "share"), [("on_demand", 1.0), ("spot", 0.25)])
 def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, market: str, share: float) -> None:
     spot = {"discount": 0.75, "interruptions_per_day": 1.0}

@@ -390,6 +390,16 @@ def earlier_training_unfinished(*, training: str, samples: int, code: str) -> st
 
 
 @diagnostic
+def settings_not_applied_to_finished_training(*, keys: Sequence[str]) -> str:
+    advice = ""
+    if "train.metrics" in keys:
+        advice += " To compute metrics of its weights, run tula evaluate."
+    if "train.diagnostics" in keys:
+        advice += " To log diagnostics, train again with another train.seed."
+    return f"This training has already finished with other values of {join_words(keys)}.{advice}"
+
+
+@diagnostic
 def earlier_training_other_settings(*, training: str, samples: int, keys: Sequence[str]) -> str:
     return (
         f"Training {training} reached {samples} samples with other settings ({join_words(keys)}), so this training starts"
@@ -533,7 +543,8 @@ def time_too_uncertain(*, low_hours: float, high_hours: float) -> str:
     return (
         "The training time of the chosen configuration is too uncertain for a decision: its 90 % interval is"
         f" {format_duration(3600 * low_hours)} to {format_duration(3600 * high_hours)}."
-        " Measure longer or more (search.min_seconds, search.strategy: full), then run tula recommend again."
+        " Measure all configurations (search.strategy: full). To measure a probe again for longer, raise search.min_seconds and"
+        " search.max_seconds, delete its file in the folder results of the run, and run tula profile."
     )
 
 

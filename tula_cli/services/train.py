@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -400,6 +400,20 @@ def prepare_training(
     return PreparedTraining(run, plan, request, start)
 
 
+def _warn_settings_not_applied(run: Run, signature: str) -> Iterator[WarningEvent]:
+    """Warn of settings that a finished training did not have, although its weights do not depend on them."""
+    trained = run.get_training(signature).read_newest_task()
+    if trained is None:
+        return
+    keys = [
+        name
+        for name in ("metrics", "diagnostics")
+        if getattr(run.spec.train, name) != getattr(trained.spec.train, name)
+    ]
+    if keys:
+        yield WarningEvent(messages.settings_not_applied_to_finished_training(keys=[f"train.{key}" for key in keys]))
+
+
 def run_training(training: PreparedTraining, submission: Submission) -> Work[Summary | DetachedJobs]:
     """Train, or attach to the training if it is already running.
 
@@ -414,6 +428,7 @@ def run_training(training: PreparedTraining, submission: Submission) -> Work[Sum
     plan, run = training.plan, training.run
     if plan.finished:
         yield Note("this training has already finished")
+        yield from _warn_settings_not_applied(run, plan.task.signature)
         return load_summary(run, plan.task.signature)
     launcher = submission.launcher_for(run.spec)
     unfinished = list_unfinished_jobs(run, launcher, [plan.task.job])

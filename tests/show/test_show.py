@@ -956,6 +956,18 @@ def test_a_plan_tells_what_it_may_cost_at_most(run):
     assert "all 6 probes already have results" in printed(show_profile.render_plan(nothing))
 
 
+@pytest.mark.parametrize("cap", [4.0, None])
+def test_the_plan_of_a_round_names_the_limit_of_all_rounds_if_there_is_one(tmp_path: Path, cap: float | None) -> None:
+    run = RunDir.create(tmp_path, make.spec(search={"nodes": [2], "max_node_hours": cap}))
+    make.add_probes(run, 2, (16, 32))
+    plan = dataclasses.replace(
+        make_profile_plan(run), reasons=("batch 32 on 2 nodes: may be the knee",), in_rounds=True
+    )
+    text = printed(show_profile.render_plan(plan))
+    assert "Whether further rounds follow depends on the results" in text
+    assert ("all stay within search.max_node_hours" in text) == (cap is not None)
+
+
 def test_a_language_model_is_reported_by_loss_and_perplexity_and_tokens_a_second(run):
     metrics = {"eval_loss": 1.6, "perplexity": 4.953}
     summary = make.summary(metrics=metrics, best_top1=None, best_loss=1.5)

@@ -107,7 +107,7 @@ def _render_final_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     if any(task.bounds for task in plan.tasks):
         yield "All trials run in one job, each in new processes. The result of each trial determines the next trial."
     elif plan.reasons:
-        limit = "; all stay within search.max_node_hours" * (plan.cap is not None)
+        limit = "; all stay within search.max_node_hours" * (plan.tasks[0].spec.search.max_node_hours is not None)
         yield f"Whether further rounds follow depends on the results{limit}."
     yield describe_upper_bound(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"

@@ -286,17 +286,17 @@ def test_evaluate_tells_what_the_weights_come_to_and_status_tells_it_again(clust
     answer = tula("evaluate", "job.yaml", "--json")
     assert (answer.code, answer.json["error"]["code"]) == (4, "measurements")
     summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "-y", "--json").json["data"]
-    path = newest().get_training(summary["signature"]).get_checkpoint_path(640)
+    path = newest().get_training(summary["signature"]).get_checkpoint_path(5120)
     path.parent.mkdir(parents=True)
     write_checkpoint(path)
     plan = tula("evaluate", "--dry-run").out
-    assert f"evaluate the last weights of training {summary['signature']} at 640 samples on the validation set" in plan
+    assert f"evaluate the last weights of training {summary['signature']} at 5120 samples on the validation set" in plan
     answer = tula("evaluate", "--json").json
-    assert (answer["status"], answer["data"]["samples"], answer["data"]["metrics"]["top1"]) == ("done", 640, 91.5)
+    assert (answer["status"], answer["data"]["samples"], answer["data"]["metrics"]["top1"]) == ("done", 5120, 91.5)
     output = tula("evaluate")
     assert "top1 91.50 %, loss 0.3100" in output.out and "set dataset.test to use a separate test set" in output.out
     assert "these weights were evaluated" in output.err
-    assert "evaluated last at 640 samples on the validation set: top1 91.50, loss 0.3100" in tula("status").out
+    assert "evaluated last at 5120 samples on the validation set: top1 91.50, loss 0.3100" in tula("status").out
     assert tula("status", "--json").json["data"]["evaluations"][0]["size"] == 360
     assert tula("evaluate", "--weights", "nothing.pt").code == 2
 

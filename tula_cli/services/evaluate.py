@@ -144,10 +144,13 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
             f"training {files.signature} has not finished an epoch yet, so it has no best weights",
             "use --weights last for the newest weights",
         )
-    if files.read_result() is not None and not (files.path / LAST).exists():
+    result = files.read_result()
+    if result is not None and int(newest[0].stem) < result.samples:
         raise BadMeasurements(
             f"the last weights of training {files.signature} have been deleted, for example by tula clean --keep best",
-            "use --weights best",
+            "use --weights best"
+            if best is not None
+            else f"to evaluate an older checkpoint: --weights {shlex.quote(str(newest[0]))}",
         )
     return LAST, newest[0].absolute()
 

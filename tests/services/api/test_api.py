@@ -534,12 +534,12 @@ def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce
     summary = tula.train(make.SPEC, nodes=1, batch=64)
     assert summary is not None and summary.gain is None  # nothing was recommended
     run = tula.Run.open(next(Path("tula-runs").glob("toy-*")))
-    path = run.directories[0].get_training(summary.signature).get_checkpoint_path(64)
+    path = run.directories[0].get_training(summary.signature).get_checkpoint_path(5120)
     path.parent.mkdir(parents=True)
     write_checkpoint(path)
     result = tula.evaluate(run, weights="last", nodes=2)
     assert result is not None
-    assert (result.metrics["top1"], result.samples, result.nodes) == (91.5, 64, 2)
+    assert (result.metrics["top1"], result.samples, result.nodes) == (91.5, 5120, 2)
     assert run.status().types[None].evaluations == (result,)
     assert tula.evaluate(run, weights=path, wait=False) is None
 

@@ -85,12 +85,13 @@ def test_the_best_weights_of_the_training_that_was_started_last_are_evaluated(ru
 def test_last_weights_that_were_deleted_are_not_replaced_by_others(run: RunDir) -> None:
     add_training(run, "aaaa", 100, best=100)
     files = run.get_training("aaaa")
-    write_record(files.path / "result.json", make.train_result("aaaa"))
+    result = make.train_result("aaaa").model_copy(update={"samples": 200})
+    write_record(files.path / "result.json", result)
     with pytest.raises(BadMeasurements, match="the last weights of training aaaa have been deleted") as error:
         ready(run, weights="last")
     assert error.value.hint == "use --weights best" and ready(run).task.weights == "best"
-    (files.path / "last").symlink_to("checkpoints/000000000100.pt")
-    assert ready(run, weights="last").task.samples == 100
+    write_checkpoint(files.get_checkpoint_path(200))
+    assert ready(run, weights="last").task.samples == 200
 
 
 def test_a_file_is_evaluated_with_the_model_of_the_training(run: RunDir, tmp_path: Path) -> None:

@@ -73,18 +73,16 @@ def index_out_of_range() -> None:
 
 
 KINDS = {
-    function.__name__: function
-    for function in (
-        exhaust_allocator,
-        exhaust_cublas,
-        exhaust_cudnn,
-        exhaust_nccl,
-        fail_device_assertion,
-        share_gpu_in_nccl,
-        exhaust_host_memory,
-        index_out_of_range,
-    )
+    "allocator": exhaust_allocator,
+    "cublas": exhaust_cublas,
+    "cudnn": exhaust_cudnn,
+    "nccl": exhaust_nccl,
+    "device_assert": fail_device_assertion,
+    "duplicate": share_gpu_in_nccl,
+    "host_memory": exhaust_host_memory,
+    "host_index": index_out_of_range,
 }
+"""The errors of stage `errors`, which are stored under these names."""
 
 if __name__ == "__main__":
     KINDS[sys.argv[1]]()

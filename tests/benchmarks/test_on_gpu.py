@@ -17,7 +17,7 @@ import on_gpu
 import operations
 import pytest
 import torch
-from gpu import product, trials, watch
+from gpu import product, provoke, trials, watch
 from gpu.plan import STAGES, StagePlan
 from gpu.rig import make_job
 from gpu.stage import STAGE_VARIABLE, Stage
@@ -494,3 +494,8 @@ def test_a_table_of_stages_is_part_of_the_help(capsys: pytest.CaptureFixture[str
     assert ",".join(STAGES) in "".join(capsys.readouterr().out.split())
     with pytest.raises(argparse.ArgumentTypeError):
         on_gpu.parse_stages("nothing")
+
+
+def test_every_expected_error_can_be_provoked() -> None:
+    expected = errors.EXPECTED_OUTCOMES.keys() | errors.EXPECTED_ON_CPU.keys()
+    assert provoke.KINDS.keys() == expected

@@ -233,6 +233,15 @@ def test_failing_code_of_the_user_is_a_failed_job_with_its_traceback(user_code, 
     assert module in error["detail"] or "Linear" in error["detail"]
 
 
+def test_the_line_of_a_syntax_error_of_the_user_is_named(user_code):
+    user_code("wrong_syntax", "x = 1\ndef build(:\n")
+    error = inspect_json(spec(model={"name": "wrong_syntax:build"}).model_dump_json())["error"]
+    assert "SyntaxError" in error["message"]
+    assert error["hint"].startswith("correct ") and error["hint"].endswith(
+        "wrong_syntax.py, line 4"
+    )  # two lines precede the code
+
+
 def test_failing_dataset_of_the_user_is_a_failed_job(user_code):
     user_code(
         "failing_data",

@@ -340,7 +340,7 @@ def _build_answer(
     """Choose among candidates, and describe the choice with its basis, warnings and alternatives."""
     choosable = _select_choosable(candidates, all_measurements)
     among = "feasible" if choosable is candidates else "measured"
-    unlimited = candidates
+    unlimited = None
     if query.deadline_hours is not None or query.budget is not None:
         unlimited = _select_candidates(forecasts, all_measurements, replace(query, deadline_hours=None, budget=None))
     choice = choose_configuration(
@@ -348,7 +348,7 @@ def _build_answer(
         objective=query.objective,
         curve=query.curve,
         among=among,
-        unlimited=_select_choosable(unlimited, all_measurements),
+        unlimited=None if unlimited is None else _select_choosable(unlimited, all_measurements),
     )
     measurements = get_measurements_of_type(all_measurements, choice.prediction.type)
     run, estimator = measurements.run, measurements.estimator
@@ -356,7 +356,11 @@ def _build_answer(
     if query.objective == "knee":
         choice = prefer_baseline(choice, baseline, choosable)
     prediction = choice.prediction
-    knees = _describe_knees(measurements, unlimited, query) if query.objective == "knee" else ""
+    knees = (
+        _describe_knees(measurements, candidates if unlimited is None else unlimited, query)
+        if query.objective == "knee"
+        else ""
+    )
     epochs = describe_epochs(prediction, measurements, query.objective)
     stages = add_stage_epochs(
         estimator.stages.list_stages(Config(prediction.nodes, prediction.batch)), estimator.dataset_size

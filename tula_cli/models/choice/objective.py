@@ -204,7 +204,7 @@ def choose_configuration(
     quantity = get_quantity(objective, curve)
     if objective != "knee":
         return _choose_lowest(candidates, quantity, among)
-    return _choose_knee(candidates, quantity, candidates if unlimited is None else unlimited)
+    return _choose_knee(candidates, quantity, unlimited)
 
 
 def find_envelope(rows: Sequence[Prediction], quantity: Quantity = QUANTITIES["time"]) -> tuple[Prediction, ...]:
@@ -252,9 +252,9 @@ def describe_knee_shares(steps: StepTimeFit, line: Candidates, *, gpus_per_node:
     )
     if not likely:
         return ""
-    first, *others = (f"{100 * share_by_batch[batch]:.0f} %" for batch in likely)
-    alternatives = ", ".join(f"{batch}: {share}" for batch, share in zip(likely[1:], others, strict=True))
-    probability = f"the knee is at batch {likely[0]} with a probability of {first}"
+    first, *others = likely
+    alternatives = ", ".join(f"{batch}: {100 * share_by_batch[batch]:.0f} %" for batch in others)
+    probability = f"the knee is at batch {first} with a probability of {100 * share_by_batch[first]:.0f} %"
     return f"; given the uncertainty of the probes, {probability}" + f" ({alternatives})" * bool(alternatives)
 
 
@@ -317,11 +317,15 @@ def _describe_noise_range(rows: Candidates, quantity: Quantity) -> str:
     return f" (the best batch is {best_batches[0]} to {best_batches[1]} over the range of the gradient noise)"
 
 
-def _choose_knee(rows: Candidates, quantity: Quantity, unlimited: Candidates) -> Choice:
+def _choose_knee(rows: Candidates, quantity: Quantity, unlimited: Candidates | None) -> Choice:
     """Choose the batch nearest to the knee of the curve without limits on time and cost, and its best configuration."""
-    knee, reason = _find_knee_of_rows(unlimited, quantity)
     best = rows.select_rows(find_best_of_each_batch(rows, quantity))
     line = best.predictions()
+    if unlimited is None:
+        knee, reason = _find_knee_of_rows(rows, best, quantity)
+    else:
+        best_unlimited = unlimited.select_rows(find_best_of_each_batch(unlimited, quantity))
+        knee, reason = _find_knee_of_rows(unlimited, best_unlimited, quantity)
     chosen = min(line, key=lambda row: (abs(math.log2(row.batch / knee)), row.batch))
     if chosen.batch != knee:
         reason = f"the batch nearest to {knee} that is within the limits; without them, {knee} would be {reason}"
@@ -335,9 +339,8 @@ def _choose_knee(rows: Candidates, quantity: Quantity, unlimited: Candidates) ->
     return Choice(chosen, reason, tuple(line[index] for index in others[:_MAX_RUNNERS_UP]))
 
 
-def _find_knee_of_rows(rows: Candidates, quantity: Quantity) -> tuple[int, str]:
+def _find_knee_of_rows(rows: Candidates, best: Candidates, quantity: Quantity) -> tuple[int, str]:
     """Return the batch of the knee, or the smallest almost as good as the best if there is none, and the reason."""
-    best = rows.select_rows(find_best_of_each_batch(rows, quantity))
     line, values = best.predictions(), _fit_envelope(rows, best, quantity)
     batches = [row.batch for row in line]
     batch = find_knee(batches, values)

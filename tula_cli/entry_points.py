@@ -30,7 +30,7 @@ def load_extra(name: str) -> Any:
     Raises:
         SpecError: the package is not installed, or a library that it needs.
     """
-    hint = f"pip install 'tula-cli[{name}]' (from a clone: pip install '.[{name}]')"
+    hint = make_install_hint(name)
     entry = _find_entry_points().get(name)
     if entry is not None:
         try:
@@ -41,6 +41,10 @@ def load_extra(name: str) -> Any:
         except AttributeError as error:
             raise SpecError(f"tula's optional package {name} does not match this tula: {error}", hint) from error
     raise SpecError(f"tula's optional package {name} is not installed", hint)
+
+
+def make_install_hint(name: str) -> str:
+    return f"pip install 'tula-cli[{name}]' (from a clone: pip install '.[{name}]')"
 
 
 def find_extra(name: str) -> Any:

@@ -26,6 +26,7 @@ class ExportResult:
     new_points: int
     files: int  # files sent in this call
     problem: str = ""  # why the export stopped; empty if all was sent
+    hint: str = ""  # what to do about it
     offline: bool = False  # W&B offline mode: the data is in a folder and needs `wandb sync`
 
 

@@ -11,10 +11,12 @@ import pytest
 from make_runs import START, add_measured, add_training, attempt, metrics, recommendation, summary, train_result
 from make_runs import spec as toy_spec
 
-from tula_cli.extras.trackers.export import ExportResult, export_run
+from tula_cli.entry_points import make_install_hint
+from tula_cli.errors import TrackerError
+from tula_cli.extras.trackers.export import ExportResult, export_run, require_all_sent
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_run
-from tula_cli.services.events import Event, WarningEvent
+from tula_cli.services.events import Event, WarningEvent, run_work
 from tula_cli.spec.sections import Export
 
 KEY = "train-ab12cd34"
@@ -191,6 +193,19 @@ def test_a_folder_that_cannot_be_written_is_reported(run: RunDir, tmp_path: Path
 def test_a_package_that_is_missing_is_reported_with_what_to_do(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "tula_cli.extras.trackers.wandb", raising=False)
-    (warning,) = export_run([open_run(run)], [Export(to="wandb")], active=lambda _: False)
+    warnings: list[Event] = []
+    results = run_work(export_run([open_run(run)], [Export(to="wandb")], active=lambda _: False), warnings.append)
+    (warning,) = warnings
     assert isinstance(warning, WarningEvent) and warning.text.startswith("wandb: import of wandb")
     assert "tula-cli[trackers]" in warning.text
+    with pytest.raises(TrackerError) as error:
+        require_all_sent(results)
+    assert error.value.hint == make_install_hint("trackers"), "not to repeat the export"
+
+
+def test_an_export_that_a_tracker_refused_is_to_be_repeated(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    to = Export(to="tensorboard", uri=str(tmp_path / "file"))
+    with pytest.raises(TrackerError) as error:
+        require_all_sent(run_work(export_run([open_run(run)], [to], active=lambda _: False), lambda _: None))
+    assert "again" in error.value.hint

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 from urllib.parse import unquote
 
+from tula_cli.entry_points import make_install_hint
 from tula_cli.errors import SpecError, TrackerError, TulaError
 from tula_cli.plugins import load_by_name
 from tula_cli.run.directory import Run
@@ -154,12 +155,11 @@ class Destination:
         except TulaError:
             raise
         except ImportError as error:
-            raise TrackerError(f"{self.to}: {error}", "run pip install 'tula-cli[trackers]'") from error
+            hint = make_install_hint("trackers") if self.to in TRACKERS else f"install what {self.to} imports"
+            raise TrackerError(f"{self.to}: {error}", hint) from error
         except Exception as error:  # networks, databases and user code raise errors of any type
             reason = (str(error).strip().splitlines() or [""])[0]
-            raise TrackerError(
-                f"{self.to}: {type(error).__name__}: {reason[:200]}", "run tula export to send the missing values"
-            ) from error
+            raise TrackerError(f"{self.to}: {type(error).__name__}: {reason[:200]}") from error
 
 
 def resolve_destination(export: Export, run: Run) -> Destination:

@@ -109,7 +109,7 @@ class Session:
         self.run, self.destination, self.reports = run, destination, reports
         self.path = run.path / FOLDER / destination.record_path.name
         self.sent = self._read_sent()
-        self.problem = ""  # why the newest update failed; empty if it did not
+        self.problem = self.hint = ""  # why the newest update failed, and what to do; empty if it did not
         self.new_runs = self.new_points = self.files = 0
         self._exporter: Exporter | None = None
         self._open: dict[str, TrackedRun] = {}
@@ -126,6 +126,7 @@ class Session:
             new_points=self.new_points,
             files=self.files,
             problem=self.problem,
+            hint=self.hint,
             offline=self.destination.offline,
         )
 
@@ -144,18 +145,18 @@ class Session:
             if active:
                 return
             time.sleep(LOCK_POLL_SECONDS)
-        problem = ""
+        problem = hint = ""
         try:
             self.sent = self._read_sent()
             self._send(self.run.read_snapshot(), active=active)
         except TrackerError as error:
             self._open, self._exporter = {}, None  # their connection may be lost
-            problem = error.message
+            problem, hint = error.message, error.hint
             if problem != self.problem:
-                yield WarningEvent(f"{error.message}; {error.hint}")
+                yield WarningEvent(f"{error.message}; {error.hint or _SEND_AGAIN_HINT}")
         finally:
             self._lock.release()
-        self.problem = problem
+        self.problem, self.hint = problem, hint
 
     def _read_sent(self) -> ExportRecord:
         known, destination = read_record(self.path, _RECORD), self.destination
@@ -217,7 +218,7 @@ class Session:
                     self._open.popitem()[1].close("running", at=time.time())
         except TrackerError as error:
             if not self.problem:
-                self.problem = error.message
+                self.problem, self.hint = error.message, error.hint
                 yield WarningEvent(error.message)
 
     def _record_run(self, key: str, sent: SentRun) -> None:
@@ -252,6 +253,7 @@ def _may_continue(snapshot: Snapshot, tasks: Sequence[TrainTask]) -> bool:
 
 # --- Export of all runs to all trackers
 
+_SEND_AGAIN_HINT = "run tula export to send the missing values"
 POLL_INTERVAL = 30.0
 """Seconds between two updates, unless `tula export --every` sets another interval."""
 
@@ -261,7 +263,7 @@ def require_all_sent(results: Iterable[ExportResult]) -> None:
     if failed := [result for result in results if result.problem]:
         raise TrackerError(
             f"some values were not sent to {', '.join(result.to for result in failed)}: {failed[0].problem}",
-            "run the same command again to send the missing values",
+            failed[0].hint or "run the same command again to send the missing values",
         )
 
 
@@ -394,7 +396,7 @@ def _update_with_warnings(sessions: Sequence[Session], active: Callable[[Run], b
 
 
 def _make_warning(error: TulaError) -> WarningEvent:
-    return WarningEvent(f"export: {error.message}; run tula export to send the missing values")
+    return WarningEvent(f"export: {error.message}; {error.hint or _SEND_AGAIN_HINT}")
 
 
 def _describe_count(session: Session) -> str:

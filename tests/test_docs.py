@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import promises
 import pytest
@@ -137,6 +138,14 @@ def test_the_tutorial_s_own_job_can_be_measured(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     report = json.loads(done.stdout)["data"]["report"]
     assert done.returncode == 0 and [job["nodes"] for job in report["jobs"]] == [1, 4]
+
+
+@pytest.mark.torch
+def test_the_tutorial_s_samples_are_the_same_in_every_process() -> None:
+    module: dict[str, Any] = {}
+    exec(blocks("docs/tutorial/slurm-job.md", "python")[0], module)
+    train, test = (module["Flowers"](train=part).images for part in (True, False))
+    assert train.equal(module["Flowers"](train=True).images) and not train[: len(test)].equal(test)
 
 
 @pytest.mark.parametrize("page", reference.PAGES)

@@ -20,7 +20,7 @@ def test_parts_of_a_step_memory_and_shares_are_those_of_the_records() -> None:
     report = report_observed_job(make_job(8, 4))
     assert (report.nodes, report.gpus_per_node, report.local_batch, report.batch) == (8, 4, 32, 1024)
     assert report.step_seconds == pytest.approx(0.2) and report.sync_seconds == pytest.approx(0.1)
-    assert report.compute_seconds == pytest.approx(0.099) and report.efficiency == pytest.approx(0.5)
+    assert report.compute_seconds == pytest.approx(0.099) and report.exposed_communication == pytest.approx(0.5)
     assert report.samples_per_second == pytest.approx(5120) and report.steps == 500
     assert report.shares == {"data": 0.01, "eval": 0.05, "epoch": 0.0, "save": 0.02}
     # 14.4 of 16 GiB may be used, 2 GiB of the 4 GiB do not grow with the batch.
@@ -90,6 +90,7 @@ def test_waits_for_data_and_fewer_nodes_are_advised() -> None:
     assert [advice.code for advice in report.warnings] == [
         "fewer-nodes-are-cheaper", "data-waits-are-long", "larger-batch-fits"
     ]  # fmt: skip
+    assert report.warnings[0].values["exposed_communication"] == pytest.approx(0.9)
     assert "fewer-nodes-are-cheaper" not in {a.code for a in report_observed_job(make_job(8, 1, sync=0.001)).warnings}
     short = make_job(8, 1, sync=0.18, wait=30.0)
     (beat,) = short.heartbeats

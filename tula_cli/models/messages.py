@@ -248,14 +248,16 @@ def step_time_as_predicted(*, epoch: int, step_ms: float, predicted_ms: float) -
 def fewer_nodes_are_cheaper(
     *,
     nodes: int,
-    efficiency: float | None,
+    exposed_communication: float | None,
     fewer: int,
     time_ratio: float,
     node_hours_ratio: float,
     low: float,
     high: float,
 ) -> str:
-    now = "" if efficiency is None else f"The efficiency on {format_count(nodes)} is {100 * efficiency:.0f} %. "
+    now = ""
+    if exposed_communication is not None:
+        now = f"On {format_count(nodes)}, {100 * exposed_communication:.0f} % of a step is exposed communication. "
     return (
         f"{now}On {format_count(fewer)}, the training takes {time_ratio:.1f}x the time and {node_hours_ratio:.1f}x the node-hours"
         f" (90 % interval {low:.1f} to {high:.1f})."

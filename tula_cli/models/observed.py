@@ -74,7 +74,7 @@ class ObservedReport:
     sync_seconds: float | None  # per step, not hidden by the backward pass
     data_seconds: float | None  # wait for data per step
     samples_per_second: float | None
-    efficiency: float | None  # share of a step that is not synchronisation
+    exposed_communication: float | None  # share of a step that is synchronisation
     training_seconds: float | None  # since the first step
     shares: dict[str, float]  # shares of that time: data, eval, epoch, save
     peak_bytes: int
@@ -216,7 +216,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         for kind in ("data", "eval", "epoch", "save")
         if training
     }
-    efficiency = None if sync is None else max(0.0, 1 - sync / seconds)
+    exposed_communication = None if sync is None else min(1.0, sync / seconds)
     requests = predict_other_requests(job, fitted_jobs)
     is_long = training is not None and training >= LONG_TRAINING
     return ObservedReport(
@@ -234,7 +234,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         sync_seconds=sync,
         data_seconds=job.data_seconds,
         samples_per_second=None if job.samples is None else job.samples / seconds,
-        efficiency=efficiency,
+        exposed_communication=exposed_communication,
         training_seconds=training,
         shares=shares,
         peak_bytes=peak,
@@ -245,7 +245,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         other_requests=requests,
         observed_at=job.observed_at,
         notes=tuple(_list_notes(job)),
-        warnings=tuple(_list_advice(job, efficiency, requests, shares if is_long else {}, growth)),
+        warnings=tuple(_list_advice(job, exposed_communication, requests, shares if is_long else {}, growth)),
     )
 
 
@@ -362,7 +362,7 @@ def should_advise_request(request: AlternativeRequest) -> bool:
 
 def _list_advice(
     job: MeasuredJob,
-    efficiency: float | None,
+    exposed_communication: float | None,
     requests: Sequence[AlternativeRequest],
     shares: dict[str, float],
     growth: float | None,
@@ -376,7 +376,7 @@ def _list_advice(
         advice.append(
             messages.fewer_nodes_are_cheaper(
                 nodes=job.nodes,
-                efficiency=efficiency,
+                exposed_communication=exposed_communication,
                 fewer=best.nodes,
                 time_ratio=best.time_ratio,
                 node_hours_ratio=best.node_hours_ratio,

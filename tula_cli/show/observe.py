@@ -88,10 +88,6 @@ def _format_step(seconds: float | None) -> str:
 
 
 def _describe_whole_job(report: "ObservedReport") -> Iterator[str]:
-    if report.nodes * report.gpus_per_node == 1:
-        yield "scaling efficiency  -, because the job has one process"
-    elif report.efficiency is not None:
-        yield f"scaling efficiency  {100 * report.efficiency:.0f} % (share of a step not spent on exchanging gradients)"
     if report.samples_per_second is not None:
         yield f"speed               {report.samples_per_second:,.0f} samples/s"
     if report.training_seconds:

@@ -18,10 +18,15 @@ from tula_cli.words import (
 # --- The search for a learning rate
 
 
+def describe_sample_share(share: float) -> str:
+    """Describe the samples of a search for a learning rate, as a share of those of a training."""
+    return f"{100 * share:.1f} % of the samples of a training"
+
+
 @diagnostic
 def expensive_rate_search(*, share: float, samples: int, steps: int) -> str:
     return (
-        f"The search costs {100 * share:.0f} % of the samples of a training, because the training is short and each branch takes"
+        f"The search costs {describe_sample_share(share)}, because the training is short and each branch takes"
         f" at least {steps} steps ({samples} samples)."
     )
 

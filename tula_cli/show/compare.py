@@ -181,6 +181,7 @@ def format_spread(value: "SeedStatistics | None", digits: int) -> str:
 def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[str] = ()) -> Iterator[str]:
     """Describe the branches of a search for a learning rate, and their cost."""
     from tula_cli.models.rate_search import get_reference_rate
+    from tula_cli.services.messages import describe_sample_share
 
     spec, plan = search.task.spec, search.plan
     batch, *others = search.task.batches
@@ -194,7 +195,7 @@ def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[st
         f"each branch trains on {plan.length} samples, starting from a checkpoint taken after {plan.start} samples at batch"
         f" {spec.train.reference_batch}"
     )
-    share = f"{plan.samples} samples in total: {100 * plan.share:.1f} % of a training"
+    share = f"{plan.samples} samples in total: {describe_sample_share(plan.share)}"
     if search.hours is None or search.training_hours is None or search.node_hours is None:
         yield f"{share}; no estimate of time and cost: nothing has been measured yet"
     else:
@@ -207,6 +208,7 @@ def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[st
 def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableType"]:
     """Yield the branches of a search, the learning rate to use, and how to train with it."""
     from tula_cli.services.comparison.learning_rates import describe_critical_batch
+    from tula_cli.services.messages import describe_sample_share
 
     classes = any(branch.top1 is not None for branch in report.branches)
     table = make_table(
@@ -238,6 +240,6 @@ def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableT
         if report.held_out
         else "each loss is the mean over the last quarter of the branch"
     )
-    yield f"cost: {100 * report.share:.1f} % of the samples of a training; {losses}"
+    yield f"cost: {describe_sample_share(report.share)}; {losses}"
     yield ""
     yield f"next: {report.command}"

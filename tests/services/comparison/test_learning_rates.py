@@ -408,3 +408,17 @@ def test_each_branch_is_reported_once_when_it_ends_and_known_ones_with_the_plan(
 def test_without_a_search_there_is_nothing_to_show(run: RunDir) -> None:
     with pytest.raises(BadMeasurements, match="there is no search for a learning rate at batch 64 on 1 node yet"):
         learning_rates.read_report(prepare(run)[0])
+
+
+def test_searches_with_other_options_are_named_where_there_is_none_to_show(run: RunDir) -> None:
+    for request in ({"batch": 32}, {"near_batches": True}):
+        task = prepare(run, **request)[0].task
+        run.write_task(task)
+        run.write_rate_search(record(task, 0.3))
+    with pytest.raises(BadMeasurements) as error:
+        learning_rates.read_report(prepare(run)[0])
+    _, *others = error.value.hint.split("; ")
+    assert {other.partition(": ")[2] for other in others} == {
+        "--learning-rates --batch 32 --nodes 1",
+        "--batches --batch 64 --nodes 1",
+    }

@@ -294,7 +294,7 @@ def read_report(search: LearningRateSearchPlan, file: JobFile | None = None) -> 
         with_others = f" that also tries batches {join_words(others)}" if others else ""
         raise BadMeasurements(
             f"there is no search for a learning rate at batch {first}{with_others} on {format_count(task.nodes)} yet",
-            f"to start it, remove --show; to show another search, {'remove' if others else 'add'} --batches",
+            "; ".join(["to start it, remove --show", *(f"to show another: {o}" for o in _list_other_searches(run, task))]),
         )
     if record is None or not _is_search_complete(run, task):
         raise make_error_of_job(run, task, "the search for a learning rate")
@@ -329,6 +329,22 @@ def read_report(search: LearningRateSearchPlan, file: JobFile | None = None) -> 
         answer=f"Use {times} of batch {reference} at batch {batch}: {format_number(chosen.lr)}.",
         warnings=tuple(_warn_inconclusive_losses(record, rate_search.get_reference_rate(run.spec))),
     )
+
+
+def _list_other_searches(run: RunDir, task: RateSearchTask) -> list[str]:
+    """Return the options of the searches of a run that have results, except those of `task`, oldest first."""
+    started = [
+        other
+        for other in run.read_snapshot().select_tasks(RateSearchTask)
+        if other.key != task.key and run.read_rate_search(other.key) is not None
+    ]
+    options = dict.fromkeys(map(_describe_options, started))
+    return [f"{text}{' with other settings' * (text == _describe_options(task))}" for text in options]
+
+
+def _describe_options(task: RateSearchTask) -> str:
+    kind = "--batches" if len(task.batches) > 1 else "--learning-rates"
+    return f"{kind} --batch {task.batches[0]} --nodes {task.nodes}"
 
 
 def _warn_inconclusive_losses(record: RateSearch, reference_rate: float | None) -> Iterator[Diagnostic]:

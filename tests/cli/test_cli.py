@@ -249,10 +249,10 @@ def test_edited_code_is_a_run_of_its_own(cluster, own_code):
     tula("profile", "job.yaml")
     first = newest()
     own_code.write_text("x = 2")
-    answer = tula("recommend", "job.yaml")
+    answer = tula("recommend", "job.yaml", "--quiet")
     assert answer.code == 4
-    assert f"the code of mine:Net has changed since run {first.id} was made, so a new run is used: " in answer.err
-    assert f"; for the earlier run: --run {first.path.relative_to(Path.cwd())}" in answer.err
+    assert f"The code of mine:Net has changed since run {first.id} was made, so a new run is used: " in answer.err
+    assert f"For the earlier run, add --run {first.path.relative_to(Path.cwd())}." in answer.err
     assert tula("profile", "job.yaml").code == 0
     assert newest().path != first.path
     assert "changed" not in tula("recommend", "job.yaml").err
@@ -312,8 +312,12 @@ def test_profile_attaches_to_what_is_under_way_without_asking(cluster):
 def test_an_override_that_equals_the_job_file_is_not_named(cluster):
     Path("job.yaml").write_text(dump_yaml(make.spec()))
     tula("profile", "job.yaml", "--set", "search.max_node_hours=10.0", "--set", "train.epochs=7")
-    noted = tula("status").err
-    assert "--set train.epochs=7 of an earlier command still applies" in noted and "max_node_hours" not in noted
+    quiet = tula("status", "-q")
+    warning = "warning: --set train.epochs=7 of an earlier command still applies to tula-runs/toy-"
+    assert quiet.err.startswith(warning) and "max_node_hours" not in quiet.err, "it changes the answer"
+    (diagnostic,) = tula("status", "--json").json["diagnostics"]
+    assert diagnostic["code"] == "earlier-overrides-apply"
+    assert "earlier" not in tula("train", "--set", "train.epochs=8", "--dry-run").err, "another value replaces it"
 
 
 def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
@@ -327,7 +331,7 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
         shown = tula("status", *named)
         assert (
             shown.err
-            == f"run {make_relative_path(first.path)}; --set name=first of an earlier command still applies (to use the values of the job file, name that file)\n"
+            == f"warning: --set name=first of an earlier command still applies to {make_relative_path(first.path)}. To use the values of the job file, name that file.\n"
         )
         assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
     assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err

@@ -9,13 +9,14 @@ import make_runs as make
 import pytest
 from make_results import Truth, make_probes, make_spec
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import JobFailed, OverBudget, SpecError
 from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.campaign import PLAN_FILE, load_campaign, plan_campaign, save_campaign
-from tula_cli.services.events import Event, SeedsPlanned, run_work
+from tula_cli.services.events import Event, SeedsPlanned, WarningEvent, run_work
 from tula_cli.services.train_seeds import PreparedSeeds, SeedsReport, prepare_seeds, run_seeds
 from tula_cli.services.waiting import Submission
 from tula_cli.show.campaign import render_campaign
@@ -139,6 +140,15 @@ def test_a_plan_that_an_earlier_version_has_stored_is_used(run: RunDir) -> None:
     assert prepared.plan.bound_hours == pytest.approx(prepared.plan.hours), "one after the other at the fastest"
     lines = [str(line) for line in render_campaign(prepared.plan)]
     assert "2 trainings" in lines[0] and "no plan with this batch finishes before" in lines[1]
+
+
+def test_another_number_of_trainings_than_in_the_stored_plan_is_warned_of(run: RunDir) -> None:
+    job = run.read_spec()
+    train(run, Trains(), 3)
+    events: list[Event] = []
+    run_work(prepare_seeds([Run(run.path, job)], TrainRequest(seeds=2), inspect), events.append)
+    (warning,) = [event.warning for event in events if isinstance(event, WarningEvent)]
+    assert isinstance(warning, Diagnostic) and warning.code == "stored-plan-not-used"
 
 
 def test_the_budget_is_that_of_all_trainings(run: RunDir) -> None:

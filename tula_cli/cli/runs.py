@@ -70,6 +70,7 @@ class JobOrRun:
             runs = find_runs(screen, named, self.root, self.overrides)
             self._warn_config_drift(screen, runs)
             return runs
+        from tula_cli.run import messages
         from tula_cli.run.code import get_user_code, list_runs_with_other_code, make_runs_of_job
         from tula_cli.spec.load import load_spec
 
@@ -78,9 +79,13 @@ class JobOrRun:
         first = runs[0]
         if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):
             code = get_user_code(first.spec, Path.cwd())
-            screen.note(
-                f"{code!s} has changed since run {before[0].id} was made, so a new run is used: {first.id}; for the"
-                f" earlier run: --run {words.quote_path(before[0].path)}"
+            screen.warn(
+                messages.code_has_changed(
+                    code=str(code),
+                    earlier_run=before[0].id,
+                    run=first.id,
+                    earlier_path=words.quote_path(before[0].path),
+                )
             )
         screen.run_id = format_run_ids(runs)
         return runs
@@ -140,7 +145,7 @@ def find_runs(
 ) -> tuple["Run", ...]:
     """Return the runs given by their names, folders or job file; by default that of $TULA_RUN or those of the newest job.
 
-    A note names the runs if they were not given on the command line, and the overrides of earlier commands.
+    A note names the runs if they were not given on the command line, and a warning the overrides of earlier commands.
     """
     from tula_cli.run.job_runs import open_runs
 
@@ -150,6 +155,7 @@ def find_runs(
 def _find_run_directories(
     screen: Screen, named: Sequence[Path], root: str | Path, overrides: Sequence[str]
 ) -> "list[RunDir]":
+    from tula_cli.run import messages
     from tula_cli.run.directory import RunDir
     from tula_cli.run.job_runs import list_distinct_runs, list_siblings
 
@@ -164,12 +170,15 @@ def _find_run_directories(
     screen.run_id = format_run_ids(runs)
     files = [run.read_job_file() for run in runs]
     screen.overrides = (*_list_overrides(files[0]), *overrides)
-    paths_by_overrides: dict[str, list[str]] = {}
-    for run, file in zip(runs, files, strict=True):
-        paths_by_overrides.setdefault(_describe_overrides(file), []).append(words.make_relative_path(run.path))
-    for earlier, paths in paths_by_overrides.items():
-        if why or earlier:
-            screen.note(f"{'run' if len(paths) == 1 else 'runs'} {', '.join(paths)}{why and f' {why}'}{earlier}")
+    paths = [words.make_relative_path(run.path) for run in runs]
+    if why:
+        screen.note(f"{'run' if len(paths) == 1 else 'runs'} {', '.join(paths)} {why}")
+    paths_by_overrides: dict[tuple[str, ...], list[str]] = {}
+    for path, file in zip(paths, files, strict=True):
+        paths_by_overrides.setdefault(_list_changing_overrides(file, overrides), []).append(path)
+    for earlier, changed_paths in paths_by_overrides.items():
+        if earlier:
+            screen.warn(messages.earlier_overrides_apply(overrides=earlier, runs=changed_paths))
     return runs
 
 
@@ -265,8 +274,8 @@ def _list_overrides(file: "JobFile | None") -> tuple[str, ...]:
     return tuple({text.partition("=")[0].strip(): text for text in (file.overrides if file else ())}.values())
 
 
-def _describe_overrides(file: "JobFile | None") -> str:
-    """Describe the overrides that change a value of the job file of a run's settings; empty if there are none."""
+def _list_changing_overrides(file: "JobFile | None", new_overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides of a run's settings that change a value of its job file, and are not replaced by new ones."""
     from tula_cli.spec.merge import flatten_mapping
     from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
@@ -275,17 +284,14 @@ def _describe_overrides(file: "JobFile | None") -> str:
     if overrides and file is not None:
         with contextlib.suppress(SpecError):
             job = dict(flatten_mapping(read_yaml(Path(file.path))))
-    made_with = []
+    replaced_keys = {text.partition("=")[0].strip() for text in new_overrides}
+    changing = []
     for text in overrides:
         key, _, value = text.partition("=")
-        if key.strip() not in job or job[key.strip()] != parse_yaml(value, source=f"--set {key}"):
-            made_with.append(f"--set {shlex.quote(text)}")
-    if not made_with:
-        return ""
-    return (
-        f"; {' '.join(made_with)} of an earlier command still {'applies' if len(made_with) == 1 else 'apply'}"
-        " (to use the values of the job file, name that file)"
-    )
+        is_changed = key.strip() not in job or job[key.strip()] != parse_yaml(value, source=f"--set {key}")
+        if is_changed and key.strip() not in replaced_keys:
+            changing.append(text)
+    return tuple(changing)
 
 
 def resolve_job_or_run(job: Path | None, named: Sequence[Path], root: Path) -> tuple[Path | None, Sequence[Path]]:

@@ -1,7 +1,10 @@
 """The sentences of the run directory: one function per code of a `Diagnostic`."""
 
+import shlex
+from collections.abc import Sequence
+
 from tula_cli.diagnostics import diagnostic
-from tula_cli.words import start_sentence
+from tula_cli.words import join_words, start_sentence
 
 _RESTORE_ADVICE = "Restore it from a copy of the run, if there is one."
 
@@ -24,6 +27,21 @@ def damaged_weights(*, problem: str, consequence: str) -> str:
 @diagnostic
 def damaged_job(*, problem: str) -> str:
     return f"{problem}, so the job is not shown. If the job still runs, cancel the job with the scheduler, then delete that file."
+
+
+@diagnostic
+def earlier_overrides_apply(*, overrides: Sequence[str], runs: Sequence[str]) -> str:
+    settings = " ".join(f"--set {shlex.quote(override)}" for override in overrides)
+    verb = "applies" if len(overrides) == 1 else "apply"
+    return f"{settings} of an earlier command still {verb} to {join_words(runs)}. To use the values of the job file, name that file."
+
+
+@diagnostic
+def code_has_changed(*, code: str, earlier_run: str, run: str, earlier_path: str) -> str:
+    return (
+        f"{start_sentence(code)} has changed since run {earlier_run} was made, so a new run is used: {run}."
+        f" For the earlier run, add --run {earlier_path}."
+    )
 
 
 @diagnostic

@@ -435,6 +435,14 @@ def resume_setting_too_free(*, setting: str, verdict: str, reason: str) -> str:
     )
 
 
+@diagnostic
+def stored_plan_not_used(*, trainings: int) -> str:
+    return (
+        f"The stored plan is for {format_count(trainings, 'training')}, so tula makes a new plan with objective knee."
+        " To train another plan, store it with tula recommend --trainings N --save."
+    )
+
+
 # --- `tula compare`
 
 

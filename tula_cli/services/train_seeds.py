@@ -18,6 +18,7 @@ from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.results import Summary
+from tula_cli.services import messages
 from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
 from tula_cli.services.compare import inspect_once
 from tula_cli.services.comparison.rows import takes_seed
@@ -188,9 +189,7 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
     plan = load_campaign(runs)
     if plan is None or plan.trainings != request.seeds:
         if plan is not None:
-            yield Note(
-                f"The stored plan is for {format_count(plan.trainings, 'training')}, so tula makes a new plan with objective knee."
-            )
+            yield WarningEvent(messages.stored_plan_not_used(trainings=plan.trainings))
         plan = plan_campaign([runs], Query(), [request.seeds], one_at_a_time=not spec.cluster.backend.has_queue)
     run = select_runs(runs, plan.waves[0].node_type or None)[0]
     require_current_format(run.path)

@@ -294,7 +294,9 @@ def read_report(search: LearningRateSearchPlan, file: JobFile | None = None) -> 
         with_others = f" that also tries batches {join_words(others)}" if others else ""
         raise BadMeasurements(
             f"there is no search for a learning rate at batch {first}{with_others} on {format_count(task.nodes)} yet",
-            "; ".join(["to start it, remove --show", *(f"to show another: {o}" for o in _list_other_searches(run, task))]),
+            "; ".join(
+                ["to start it, remove --show", *(f"to show another: {o}" for o in _list_other_searches(run, task))]
+            ),
         )
     if record is None or not _is_search_complete(run, task):
         raise make_error_of_job(run, task, "the search for a learning rate")

@@ -29,6 +29,9 @@ from read_diagnostics import codes, values
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.objective import Choice
+from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import make_runs, open_run, open_runs_of_job
@@ -39,7 +42,7 @@ from tula_cli.run.records.results import ScriptCheckpointSave, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import api, messages
 from tula_cli.services.measurements import describe_epochs
-from tula_cli.services.recommend import count_pending_probes, recommend
+from tula_cli.services.recommend import count_pending_probes, list_choice_warnings, recommend
 from tula_cli.services.recommendation_files import save_answer, should_replace
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
@@ -96,9 +99,24 @@ def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
 def test_where_ranks_hold_each_other_up_the_choice_is_among_what_was_measured(tmp_path: Path) -> None:
     job = make_spec(search={"nodes": [1, 2, 4, 8], "max_batch": 1024})
     seen = [probe for probe in make_shared_storage_probes(0) if probe.nodes in (1, 8) or probe.local_batch <= 32]
-    answer = ask(run_with(tmp_path, seen, job=job))
+    run = run_with(tmp_path, seen, job=job)
+    answer = ask(run)
+    assert "unmeasured-not-considered" in codes(warnings_of(run))
     assert f"the shortest time of {len(seen)} measured configurations" in answer.reason
     assert answer.choice.measured and answer.candidates > len(seen)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_measuring_more_is_advised_only_if_something_is_not_measured(is_complete: bool) -> None:
+    job = make_spec(search={"nodes": [1, 2, 4, 8], "max_batch": 1024})
+    probes = make_shared_storage_probes(0)
+    if not is_complete:
+        probes = [probe for probe in probes if probe.nodes in (1, 8) or probe.local_batch <= 32]
+    estimator = Estimator.fit(job, probes)
+    prediction = estimator.predict(Config(1, 32)).model_copy(update={"hours_low": 1.0, "hours_high": 9.0})
+    warnings = list(list_choice_warnings(estimator, Choice(prediction, "", ()), Query(), other_market=None))
+    assert values(warnings, "time-too-uncertain")["all_measured"] is is_complete
+    assert ("unmeasured-not-considered" in codes(warnings)) is not is_complete
 
 
 def test_limits_within_which_the_knee_is_do_not_change_the_choice(run: RunDir) -> None:

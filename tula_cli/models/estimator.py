@@ -228,6 +228,12 @@ class Estimator:
         fits &= self.stages.compute_fits_mask(counts, batch)
         return counts[fits], batch[fits]
 
+    @property
+    def has_unmeasured_configurations(self) -> bool:
+        """Whether a configuration of the spec that fits has no probe."""
+        counts, batch = self._find_feasible_configurations(None)
+        return len(self._find_probes(counts, batch // (counts * self.spec.cluster.gpus_per_node))) < len(counts)
+
     def _find_starting_configurations(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the feasible configurations at which a training may start, given its ramp stages."""
         counts, batch = self._find_feasible_configurations(nodes)

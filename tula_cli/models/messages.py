@@ -216,8 +216,8 @@ def straggler(*, name: str, factor: float, slow_probes: int, probes: int, waits_
 def unexplained_waits(*, nodes: int, milliseconds: float, small_batch: int, large_batch: int) -> str:
     return (
         f"On {format_count(nodes)}, ranks wait {milliseconds:.3g} ms longer for each other at local batch {large_batch} than"
-        f" at {small_batch}; data loading or a slow node may be the cause. Only measured configurations are considered."
-        " Copy the data to each node, raise train.workers, or measure all configurations (search.strategy: full)."
+        f" at {small_batch}; data loading or a slow node may be the cause."
+        " Copy the data to each node, or raise train.workers."
     )
 
 

@@ -552,12 +552,21 @@ def fit_error_unknown() -> str:
 
 
 @diagnostic
-def time_too_uncertain(*, low_hours: float, high_hours: float) -> str:
+def time_too_uncertain(*, low_hours: float, high_hours: float, all_measured: bool) -> str:
+    advice = "" if all_measured else " Measure all configurations (search.strategy: full)."
     return (
         "The training time of the chosen configuration is too uncertain for a decision: its 90 % interval is"
-        f" {format_duration(3600 * low_hours)} to {format_duration(3600 * high_hours)}."
-        " Measure all configurations (search.strategy: full). To measure a probe again for longer, raise search.min_seconds and"
+        f" {format_duration(3600 * low_hours)} to {format_duration(3600 * high_hours)}.{advice}"
+        " To measure a probe again for longer, raise search.min_seconds and"
         " search.max_seconds, delete its file in the folder results of the run, and run tula profile."
+    )
+
+
+@diagnostic
+def unmeasured_not_considered() -> str:
+    return (
+        "Only measured configurations are considered, because other step times cannot be predicted from the probes."
+        " To consider all, measure them (search.strategy: full)."
     )
 
 

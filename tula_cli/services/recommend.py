@@ -479,7 +479,11 @@ def list_choice_warnings(
         yield messages.fit_error_unknown()
     low, high = chosen.hours_low, chosen.hours_high
     if low is not None and high is not None and is_interval_too_wide(low, high):
-        yield messages.time_too_uncertain(low_hours=max(low, 0.0), high_hours=high)
+        yield messages.time_too_uncertain(
+            low_hours=max(low, 0.0), high_hours=high, all_measured=not estimator.has_unmeasured_configurations
+        )
+    if estimator.held_up and estimator.has_unmeasured_configurations:
+        yield messages.unmeasured_not_considered()
     if chosen.further:
         yield messages.beyond_probed_nodes(
             nodes=chosen.nodes,

@@ -15,7 +15,7 @@ from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_runs_of_job
-from tula_cli.run.records.results import Cell, Comparison, CountedEnergy
+from tula_cli.run.records.results import Cell, Comparison, CountedEnergy, EvaluationRecord
 from tula_cli.run.records.tasks import JobSize, Rung
 from tula_cli.services import cancel, run_list, status, waiting
 from tula_cli.services import status as services_status
@@ -49,6 +49,24 @@ def test_a_run_without_jobs(run):
     now = services_status.get_run_status(run, make.FakeLauncher(), now=START)
     assert (now.jobs, now.training, now.attempts, now.recommendation) == ((), None, (), None)
     assert not now.has_active_jobs()
+
+
+def test_evaluations_of_every_training_are_shown(run):
+    for number, signature in enumerate(("ab12cd34", "ef56ab78")):
+        make.add_training(run, signature=signature, at=START + number)
+        record = EvaluationRecord(
+            signature=signature, key="00", weights="best", path="w", samples=640, test=False, dataset="digits", size=9,
+            metrics={"top1": 90.0 + number}, nodes=1, local_batch=32, seconds=1, evaluated_at=START + 50 - number,
+        )  # fmt: skip
+        run.get_training(signature).write_evaluation(record)
+    now = services_status.get_run_status(run, make.FakeLauncher(), now=START + 100)
+    assert now.training.signature == "ef56ab78"
+    assert [record.signature for record in now.evaluations] == ["ef56ab78", "ab12cd34"]
+    lines = shown(*show_status.render_status(now)).splitlines()
+    assert [line for line in lines if line.startswith("evaluated")] == [
+        "evaluated best at 640 samples on the validation set: top1 91.00",
+        "evaluated training ab12cd34: best at 640 samples on the validation set: top1 90.00",
+    ]
 
 
 def test_a_queued_job_says_what_it_waits_for(run):

@@ -320,7 +320,7 @@ class RunStatus:
     # notes on upgrades during a job, and on quantities that a script's probes could not measure
     notes: tuple[str, ...] = ()
     rehearsal: ResumeTestResult | None = None  # newest resume test of a script
-    # evaluations of the training's weights (tula evaluate), oldest first
+    # evaluations of the weights of all trainings (tula evaluate), oldest first
     evaluations: tuple[EvaluationRecord, ...] = ()
     between_rounds: bool = False  # whether an adaptive search may have a further round to submit
 
@@ -386,9 +386,16 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
         ),
         notes=summarize_probe_notes(snapshot.measured),
         rehearsal=next(reversed(snapshot.resume_test_results), None) if only is None else None,
-        evaluations=tuple(snapshot.get_training(training.signature).read_evaluations()) if training is not None else (),
+        evaluations=_list_evaluations(snapshot, tasks),
         between_rounds=not active_ids and _is_between_rounds(snapshot),
     )
+
+
+def _list_evaluations(snapshot: Snapshot, tasks: Iterable[JobTask]) -> tuple[EvaluationRecord, ...]:
+    """Return the evaluations of the weights of these trainings, oldest first."""
+    signatures = dict.fromkeys(task.signature for task in tasks if isinstance(task, TrainTask))
+    evaluations = [record for name in signatures for record in snapshot.get_training(name).read_evaluations()]
+    return tuple(sorted(evaluations, key=lambda record: record.evaluated_at))
 
 
 def _is_between_rounds(snapshot: Snapshot) -> bool:

@@ -74,7 +74,9 @@ def render_status(status: "RunStatus") -> Iterator["RenderableType"]:
             yield ""
             yield make_branches_table(status.training.tuning.branches, status.training.tuning.chosen)
         yield from describe_changes(status.training.changes)
-        yield from (f"evaluated {describe_evaluation(evaluated)}" for evaluated in status.evaluations)
+        for evaluated in status.evaluations:
+            other = "" if evaluated.signature == status.training.signature else f"training {evaluated.signature}: "
+            yield f"evaluated {other}{describe_evaluation(evaluated)}"
         yield from (f"warning: {text}" for text in status.training.warnings)
     if status.rehearsal is not None and status.rehearsal.over_at is not None:
         yield ""

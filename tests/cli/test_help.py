@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import io
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from tula_cli.cli import app
 from tula_cli.cli.options import ExtraCommand
+from tula_cli.show.screen import Screen
 
 COMMANDS = app.COMMANDS
 each_command = pytest.mark.parametrize(
@@ -141,3 +143,26 @@ def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = (tmp_path / ".bash_completions").iterdir()
     assert str(written) in (tmp_path / ".bashrc").read_text()
+
+
+@each_command
+def test_an_option_with_one_value_that_is_given_twice_is_an_error(name: str) -> None:
+    for param in COMMANDS[name].build().params:
+        if negative := getattr(param, "secondary_opts", ()):
+            words = [param.opts[0], negative[0]]
+        elif param.param_type_name == "option" and not (param.multiple or param.is_flag):
+            words = [param.opts[0], "1", param.opts[-1], "1"]
+        else:
+            continue
+        err = io.StringIO()
+        assert app.run([name, *words], screen=Screen(out=io.StringIO(), err=err)) == 2
+        assert err.getvalue().startswith(f"error: {param.opts[0]}") and "is given 2 times" in err.getvalue()
+
+
+def test_lists_and_plain_flags_may_be_repeated() -> None:
+    words = ["recommend", "--demo", "--demo", "--json", "--json", "--set", "pricing.price=2", "--set", "train.epochs=3"]
+    assert app.run(words, screen=Screen(out=io.StringIO(), err=io.StringIO())) == 0
+
+
+def test_a_line_with_a_repeated_option_can_be_completed() -> None:
+    assert "--no-wait" in completed("tula train --nodes 4 --nodes 2 --no")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from typer.core import TyperCommand
 
-from tula_cli.errors import Interruption, TulaError
+from tula_cli.errors import Interruption, SpecError, TulaError
 from tula_cli.options import Option, find_option, list_fields
 from tula_cli.show.screen import Screen
 
@@ -32,7 +32,26 @@ OUTPUT_PANEL = "Output"
 
 
 class CommandWithPanels(TyperCommand):
-    """A command whose --help shows its options in panels: Options, Advanced, and Output, which all commands share."""
+    """A command whose --help shows its options in panels: Options, Advanced, and Output, which all commands share.
+
+    An option that takes one value is an error if it is given twice; click would use the last value.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line.
+
+        Raises:
+            SpecError: an option with one value, or with a negative form, is given more than once.
+        """
+        given = [param for param in self.make_parser(ctx).parse_args(list(args))[2] if _takes_one_value(param)]
+        repeated = next((param for param in given if given.count(param) > 1), None)
+        if repeated is not None and not ctx.resilient_parsing:  # not while a shell completes the command line
+            flags = "/".join((*repeated.opts, *repeated.secondary_opts))
+            raise SpecError(
+                f"{flags} is given {given.count(repeated)} times",
+                f"give it once: {flags} {getattr(repeated, 'metavar', '') or ''}".rstrip(),
+            )
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options, each under the name of its panel."""
@@ -51,6 +70,11 @@ class CommandWithPanels(TyperCommand):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
+
+
+def _takes_one_value(param: Any) -> bool:
+    is_plain_flag = getattr(param, "is_flag", False) and not param.secondary_opts
+    return param.param_type_name == "option" and not param.multiple and not is_plain_flag
 
 
 # --- Common options

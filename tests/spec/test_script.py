@@ -75,6 +75,7 @@ def test_each_placeholder_can_be_filled() -> None:
         ("accelerate launch --config a.yaml run.py -b {batch}", "run.py"),
         ("python -m pack.train -b {batch}", "pack.train"),
         ("bash run.sh {batch}", "run.sh"),
+        ("bash run.bash {batch}", "run.bash"),
         ("/opt/bin/trainer {batch}", "trainer"),
         ("torchrun --nnodes 2 train.py -b {batch}", "train.py"),
         ("python -m torch.distributed.run -m pkg.train {batch}", "pkg.train"),

@@ -32,7 +32,7 @@ PROGRAM = "import sys; del sys.path[0]; from tula_cli.worker.preloaded import ma
 """Program of the fork server; removes the working folder from sys.path, as its modules are for the ranks to import."""
 MAX_MESSAGE_BYTES = 4096
 """Bytes reserved in the command line of the server, which a forked rank overwrites with its own for ps and pgrep."""
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TULA_LEAVE_AT")
+FORKED_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TULA_LEAVE_AT")
 """Environment variables that may differ between forked ranks; libraries may have read any other one when imported."""
 WORKER_ARGUMENTS = ("-u", "-m", "tula_cli.worker")
 
@@ -54,7 +54,7 @@ class RankCommand:
     @property
     def shared_environment(self) -> dict[str, str]:
         """The environment that all ranks have in common."""
-        return {name: value for name, value in self.environment.items() if name not in RANK_VARIABLES}
+        return {name: value for name, value in self.environment.items() if name not in FORKED_RANK_VARIABLES}
 
 
 class ForkUnavailable(Exception):
@@ -87,7 +87,7 @@ class ForkServer:
     """A process that has imported the modules of ranks, from which ranks are forked.
 
     Args:
-        start: command of a rank, whose folder and environment (without RANK_VARIABLES) the server gets.
+        start: command of a rank, whose folder and environment (without FORKED_RANK_VARIABLES) the server gets.
         output: output of the server; messages of libraries during their import belong in the ranks' log.
     """
 

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonS
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.spec.kinds import OneLineText, Positive, Section, check_word, convert_to_typed_text, require_one_line
+from tula_cli.spec.scripts.placeholders import RANK_VARIABLES
 
 _SBATCH_SETTINGS = {
     "job-name": "name (the name of the job)",
@@ -35,10 +36,7 @@ _RESERVED_SRUN_OPTIONS = frozenset(
     {"error", "kill-on-bad-exit", "output", "unbuffered", "ntasks", "ntasks-per-node", "nodes"}
 )
 _GPU_OPTIONS = frozenset({"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "tres-per-task"})
-_RANK_VARIABLES = frozenset({
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "SUBMITIT_EXECUTOR", "TULA_WRAPPER",
-})  # fmt: skip
+_RESERVED_VARIABLES = RANK_VARIABLES | {"SUBMITIT_EXECUTOR", "TULA_WRAPPER"}
 
 
 def normalize_option_name(name: str) -> str:
@@ -91,7 +89,7 @@ def _check_variable(name: str) -> str:
         raise ValueError(
             f"must be the name of an environment variable: letters, digits and '_', not starting with a digit, got {name!r}"
         )
-    if name in _RANK_VARIABLES:
+    if name in _RESERVED_VARIABLES:
         raise ValueError("tula sets this itself; remove the key")
     return name
 

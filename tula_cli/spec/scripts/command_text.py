@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.launchers import RANK_VARIABLES, has_launcher, is_program_start
+from tula_cli.spec.scripts.launchers import RENDEZVOUS_VARIABLES, has_launcher, is_program_start
 from tula_cli.spec.scripts.shell import MAY_BE_BATCH, PIPE_OPERATORS, Command, ShellWord, split_commands
 
 _OUTPUT_COMMANDS = (
@@ -92,7 +92,7 @@ class _TrainingCommandFinder:
                 self._record_preceding(pipeline)
         self._check_alone(training)
         for name, word in training[0].assignments:
-            if name in RANK_VARIABLES:
+            if name in RENDEZVOUS_VARIABLES:
                 self.left_out.append(f"{name}={word.text}: tula sets it")
             elif word.unknown and self.keeps_setup:
                 self.setup.append(f"export {word.raw}")
@@ -184,7 +184,7 @@ class _TrainingCommandFinder:
         """Return whether variables define the rendezvous of the ranks, which tula determines itself."""
         uses = any(re.search(rf"\$\{{?{name}\b", raw) for name in self.rendezvous)
         return uses or bool(
-            _RENDEZVOUS_PATTERN.search(raw) or RANK_VARIABLES & {name for name, _ in command.assignments}
+            _RENDEZVOUS_PATTERN.search(raw) or RENDEZVOUS_VARIABLES & {name for name, _ in command.assignments}
         )
 
     def _record_folder(self, pipeline: _Pipeline) -> None:

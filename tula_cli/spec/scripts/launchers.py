@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.placeholders import SCRIPT_SUFFIXES
+from tula_cli.spec.scripts.placeholders import PYTHON_PATTERN, RANK_VARIABLES, SCRIPT_SUFFIXES, SHELL_SUFFIXES
 from tula_cli.spec.scripts.shell import (
     Option,
     ShellWord,
@@ -20,10 +20,8 @@ from tula_cli.spec.scripts.shell import (
 from tula_cli.spec.yaml_text import parse_yaml, read_text_file
 from tula_cli.words import format_count
 
-RANK_VARIABLES = frozenset({
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-})  # fmt: skip
-"""Variables that tula sets for each rank, as torchrun does."""
+RENDEZVOUS_VARIABLES = RANK_VARIABLES | {"NODE_RANK"}
+"""Variables from which the ranks of a command know each other; a job file states none of them."""
 PROCESSES_QUESTION, NODES_QUESTION = "processes per node", "nodes"
 """Keys of questions."""
 
@@ -122,7 +120,6 @@ _WRAPPERS = frozenset({
 })  # fmt: skip
 """Programs that run another program once; the words up to that program are kept."""
 _DROPPED_PREFIXES = ("time", "nohup", "exec", "command", "setsid", "eval")
-_PYTHON_PATTERN = re.compile(r"i?python[\d.]*|pypy[\d.]*")
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _COMPLETE_COMMAND_HINT = "give the complete command with which you start the training today"
 _PROCESS_COUNT_HINT = (
@@ -193,7 +190,7 @@ def _starts_program(word: ShellWord) -> bool:
         word.name in _LAUNCHERS
         or word.name in _UNSUPPORTED_LAUNCHERS
         or word.name in _SHELLS
-        or _PYTHON_PATTERN.fullmatch(word.name)
+        or PYTHON_PATTERN.fullmatch(word.name)
     )
     return word.text.endswith(SCRIPT_SUFFIXES) or (bool(is_name) and not re.search("[:,=]", word.text))
 
@@ -250,9 +247,9 @@ def _parse_unwrapped_launch(words: Sequence[ShellWord], known_facts: KnownFacts)
         interpreter = str(Path(folder, "python")) if folder else "python"
         start = words[:size] if launcher is _ACCELERATE else [ShellWord(interpreter, interpreter, first.unknown)]
         return _parse_launch(launcher, start, words[size:], known_facts)
-    if _PYTHON_PATTERN.fullmatch(first.name):
+    if PYTHON_PATTERN.fullmatch(first.name):
         return _parse_python_launch(words, known_facts)
-    size = next((index for index, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
+    size = next((index for index, word in enumerate(words, 1) if word.text.endswith(SHELL_SUFFIXES)), 1)
     return _make_launch_without_launcher(
         Launch(tuple(words[:size]), tuple(words[size:])), known_facts, is_script=first.text.endswith(".py")
     )
@@ -601,7 +598,7 @@ def _make_lightning_launch(launch: Launch, options: Mapping[str, Option], known_
         arguments += map(
             fill_placeholders, [f"--{path}.num_nodes", "{nodes}"] if is_flag else [f"++{path}.num_nodes={{nodes}}"]
         )
-    is_python = bool(_PYTHON_PATTERN.fullmatch(launch.program[0].name))
+    is_python = bool(PYTHON_PATTERN.fullmatch(launch.program[0].name))
     size = 2 if [word.text for word in launch.program[-2:-1]] == ["-m"] else 1
     script = launch.program[-size:]
     start = launch.program[:-size] if is_python else (ShellWord("python", "python"),)

@@ -36,8 +36,15 @@ PLACEHOLDERS = {
 BATCH_PLACEHOLDERS = {"batch", "local_batch", "micro_batch"}
 RANK_PLACEHOLDERS = {"rank", "local_rank"}
 """Placeholders that differ among the processes of a node, so that a command started once per node cannot use them."""
-SCRIPT_SUFFIXES = (".py", ".sh")
+SHELL_SUFFIXES = (".sh", ".bash")
+SCRIPT_SUFFIXES = (".py", *SHELL_SUFFIXES)
 """File extensions of scripts."""
+PYTHON_PATTERN = re.compile(r"i?python[\d.]*|pypy[\d.]*")
+"""Names of Python interpreters."""
+RANK_VARIABLES = frozenset({
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+})  # fmt: skip
+"""Variables that tula sets for each rank, as torchrun does."""
 _PLACEHOLDER_PATTERN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 

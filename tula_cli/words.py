@@ -95,6 +95,11 @@ def join_first(words: Sequence[object], count: int) -> str:
     return join_words(words[:count]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
+def describe_files(files: Sequence[str]) -> str:
+    """Return the first three files, and the number of the others, in parentheses after a space; empty without files."""
+    return f" ({join_first(files, 3)})" * bool(files)
+
+
 def start_sentence(text: str) -> str:
     """Return a text with a capital first letter."""
     return text[:1].upper() + text[1:]

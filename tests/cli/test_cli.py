@@ -251,7 +251,9 @@ def test_edited_code_is_a_run_of_its_own(cluster, own_code):
     own_code.write_text("x = 2")
     answer = tula("recommend", "job.yaml", "--quiet")
     assert answer.code == 4
-    assert f"The code of mine:Net has changed since run {first.id} was made, so a new run is used: " in answer.err
+    assert (
+        f"The code of mine:Net has changed since run {first.id} was made (mine.py changed), so a new run" in answer.err
+    )
     assert f"For the earlier run, add --run {first.path.relative_to(Path.cwd())}." in answer.err
     assert tula("profile", "job.yaml").code == 0
     assert newest().path != first.path
@@ -270,7 +272,10 @@ def test_a_run_that_is_named_is_used_whatever_became_of_the_code(cluster, own_co
         assert tula(command, "--run", run.path).code == 0, command
     trained = tula("train", "--run", run.path)
     assert trained.code == 0
-    assert f"The code of mine:Net has changed since {run.id} was measured. The new code is trained" in trained.err
+    assert (
+        f"The code of mine:Net has changed since {run.id} was measured (mine.py changed). The new code is trained"
+        in trained.err
+    )
     assert newest().path == run.path
 
 

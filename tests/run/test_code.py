@@ -444,7 +444,9 @@ def test_a_run_is_measured_to_its_end_with_the_code_it_began_with(here: Path, ru
     launcher.says = dict.fromkeys(launcher.says, "ended")
     write(here, mine="x = 2")
     (warning,) = profile_plan.plan_probes(Run(run.path, job()), make_inspection()).code.warnings
-    assert warning == messages.earlier_code_used(code="the code of mine:Net", run=run.id, missing_from=None)
+    assert warning == messages.earlier_code_used(
+        code="the code of mine:Net", run=run.id, missing_from=None, files=["mine.py changed"]
+    )
     assert submit(run, job(), launcher) == before
 
 
@@ -456,7 +458,9 @@ def test_training_takes_the_code_that_is_there_now_and_says_so(here: Path, run: 
     now = plan_training(run, job())
     assert now.task.signature != before.task.signature
     (warning,) = now.code.warnings
-    assert warning == messages.code_changed_since_measurement(code="the code of mine:Net", run=run.id)
+    assert warning == messages.code_changed_since_measurement(
+        code="the code of mine:Net", run=run.id, files=["mine.py changed"]
+    )
     train.submit_training(run, now, FakeLauncher())
     task = run.read_task(now.task.id)
     assert isinstance(task, TrainTask)

@@ -71,7 +71,7 @@ class JobOrRun:
             self._warn_config_drift(screen, runs)
             return runs
         from tula_cli.run import messages
-        from tula_cli.run.code import get_user_code, list_runs_with_other_code, make_runs_of_job
+        from tula_cli.run.code import get_user_code, list_code_changes, list_runs_with_other_code, make_runs_of_job
         from tula_cli.spec.load import load_spec
 
         runs = make_runs_of_job(Path(self.root), load_spec(job, overrides=self.overrides))
@@ -85,6 +85,7 @@ class JobOrRun:
                     earlier_run=before[0].id,
                     run=first.id,
                     earlier_path=words.quote_path(before[0].path),
+                    files=list_code_changes(before[0], first.spec, Path.cwd()),
                 )
             )
         screen.run_id = format_run_ids(runs)

@@ -166,10 +166,14 @@ def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: 
     if run is not None and run_snapshot is not None and run_snapshot.digest != present:
         if keep or is_gone:
             warning = messages.earlier_code_used(
-                code=str(code), run=run.id, missing_from=str(workdir) if is_gone else None
+                code=str(code),
+                run=run.id,
+                missing_from=str(workdir) if is_gone else None,
+                files=() if is_gone else list_changed_files(run, run_snapshot, selection),
             )
             return Source(Path(run_snapshot.workdir), run_snapshot.digest, kept=run_snapshot.name, warnings=(warning,))
-        changes = [messages.code_changed_since_measurement(code=str(code), run=run.id)]
+        files = list_changed_files(run, run_snapshot, selection)
+        changes = [messages.code_changed_since_measurement(code=str(code), run=run.id, files=files)]
     return Source(workdir, present, warnings=(*changes, *code.warnings, *list_selection_warnings(selection)))
 
 
@@ -178,6 +182,43 @@ def find_measured_snapshot(run: RunDir) -> CodeSnapshot | None:
     names = {task.code for task in run.read_snapshot().probe_tasks if task.code}
     snapshots = [snapshot for name in names if run.get_code_dir(name).is_dir() and (snapshot := run.read_code(name))]
     return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
+
+
+def list_changed_files(run: RunDir, earlier: CodeSnapshot | None, selection: Selection) -> list[str]:
+    """Return the files of the code that differ from an earlier snapshot, each with the word changed, added or removed.
+
+    Empty if there is no copy to compare with.
+    """
+    if earlier is None or not (copy := run.get_code_dir(earlier.name)).is_dir():
+        return []
+    current = {file.relative_to(selection.base).as_posix() for file in selection.modules}
+    changes = []
+    for name in sorted({*current, *earlier.modules}):
+        if name in current and name not in earlier.files:
+            changes.append(f"{name} added")
+        elif name in current and not _has_same_content(selection.base / name, copy / name):
+            changes.append(f"{name} changed")
+        elif not (selection.base / name).exists():
+            changes.append(f"{name} removed")
+    return changes
+
+
+def _has_same_content(file: Path, other: Path) -> bool:
+    try:
+        return file.read_bytes() == other.read_bytes()
+    except OSError:
+        return False
+
+
+def list_code_changes(run: RunDir, spec: JobSpec, workdir: Path, *, digest: str | None = None) -> list[str]:
+    """Return the files that differ from a snapshot of a run, as `list_changed_files` does.
+
+    Args:
+        digest: of the snapshot's code; None for the newest.
+    """
+    snapshots = [snapshot for snapshot in run.read_code_snapshots() if digest in (None, snapshot.digest)]
+    selection = get_user_code(spec, workdir).select()
+    return list_changed_files(run, snapshots[-1] if snapshots else None, selection)
 
 
 def list_runs_with_other_code(run: Run) -> list[RunDir]:

@@ -506,9 +506,13 @@ class RunDir:
         """Return the record of a snapshot, or None if there is none of that name (or the name is empty)."""
         return read_record(self.path / f"code/{name}.json", CodeSnapshot) if name else None
 
+    def read_code_snapshots(self) -> list[CodeSnapshot]:
+        """Return all code with which jobs of this run were submitted, the newest last."""
+        return sorted(read_records(self.path / "code", CodeSnapshot), key=lambda snapshot: snapshot.taken_at)
+
     def read_code_digests(self) -> set[str]:
         """Return the digests of all code with which jobs of this run were submitted."""
-        return {snapshot.digest for snapshot in read_records(self.path / "code", CodeSnapshot)}
+        return {snapshot.digest for snapshot in self.read_code_snapshots()}
 
     def list_logs(self) -> list[Path]:
         logs = [path for path in (self.path / "logs").glob("*.log") if path.is_file()]

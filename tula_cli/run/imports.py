@@ -1,11 +1,9 @@
 """The files that the import strings of a spec refer to."""
 
-import ast
 import functools
 import hashlib
 import itertools
 import sys
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string
 from tula_cli.run.directory import LATEST_FILE
 from tula_cli.run.files import is_regular_file
+from tula_cli.run.python_file import PythonFile, parse_python
 from tula_cli.spec.job import JobSpec
 
 CHUNK_BYTES = 2**20  # bytes read at a time
@@ -141,7 +140,7 @@ def follow_imports(starts: Iterable[Path], workdir: Path, roots: Sequence[Path])
         file = waiting.popleft()
         if file not in files:
             files[file] = None
-            waiting.extend(_list_imported_files(file, workdir, roots))
+            waiting.extend(list_imported_files(file, workdir, roots))
     return tuple(sorted(files))
 
 
@@ -234,32 +233,15 @@ def find_source_file(stem: Path) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
-def _list_imported_files(file: Path, workdir: Path, roots: Sequence[Path]) -> Iterator[Path]:
+def list_imported_files(file: Path, workdir: Path, roots: Sequence[Path]) -> Iterator[Path]:
     """Yield the files under `workdir` that the import statements of a file refer to, at any position in it."""
-    for node in _parse_nodes(file):
-        match node:
-            case ast.Import(names=names):
-                for alias in names:
-                    yield from resolve_module(alias.name, roots)
-            case ast.ImportFrom(module=module, names=names, level=level):
-                base = f"{module}." if module else ""
-                folders = [file.parents[level - 1]] if 0 < level <= len(file.parents) else roots
-                if level and not folders[0].is_relative_to(workdir):
-                    continue
-                for alias in names:  # a submodule, or an attribute for which there is no file
-                    yield from resolve_module(f"{base}{alias.name}", folders)
-            case ast.Call(func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module")):
-                if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-                    yield from resolve_module(node.args[0].value, roots)
+    python_file = read_python_file(file)
+    for name, level in python_file.imports if python_file else ():
+        folders = [file.parents[level - 1]] if 0 < level <= len(file.parents) else roots
+        if not level or folders[0].is_relative_to(workdir):
+            yield from resolve_module(name, folders)
 
 
-def _parse_nodes(file: Path) -> list[ast.AST]:
-    """Return all AST nodes of a python file; empty if it does not parse, because that error belongs to the job."""
-    if file.suffix != ".py":
-        return []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the user's strings
-            return list(ast.walk(ast.parse(_read_file(file))))
-    except (SyntaxError, ValueError, RecursionError):
-        return []
+def read_python_file(file: Path) -> PythonFile | None:
+    """Return the imports of a python file; None if python cannot parse it, because that error belongs to the job."""
+    return parse_python(_read_file(file)) if file.suffix == ".py" else None

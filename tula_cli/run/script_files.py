@@ -25,14 +25,21 @@ from tula_cli.run.imports import (
     list_import_roots,
     resolve_module,
 )
+from tula_cli.run.loadable_files import select_loadable_files
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.secrets import CODE_SUFFIXES, is_key_file
-from tula_cli.spec.scripts.placeholders import LAUNCHER_PACKAGES, fill_text, find_placeholders
+from tula_cli.spec.scripts.placeholders import (
+    LAUNCHER_PACKAGES,
+    PYTHON_PATTERN,
+    SCRIPT_SUFFIXES,
+    SHELL_SUFFIXES,
+    fill_text,
+    find_placeholders,
+)
 from tula_cli.spec.scripts.script import Script
 
-SHELL_SUFFIXES = (".sh", ".bash")
-SCRIPT_SUFFIXES = (".py", *SHELL_SUFFIXES)
-_PYTHON_PATTERN = re.compile(r"(python|pypy)[\d.]*")
+_LAUNCHERS = LAUNCHER_PACKAGES | {"composer", "env", "nice", "numactl", "srun", "stdbuf", "taskset", "torchrun", "uv"}
+"""Programs that run the user's program unchanged."""
 _SHELL_PATTERN = re.compile(r"(ba|da|k|z)?sh")
 _PYTHON_INLINE_PATTERN, _PYTHON_MODULE_PATTERN = re.compile(r"-[bBdEhiIOqsSuvx]*c"), re.compile(r"-[bBdEhiIOqsSuvx]*m")
 _SHELL_INLINE_PATTERN = re.compile(r"-[a-z]*c[a-z]*")
@@ -129,7 +136,7 @@ def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
         elif role is None:
             role = _Role.WORD if position else _Role.FIRST
             name = PurePath(word).name
-            python, shell = bool(_PYTHON_PATTERN.fullmatch(name)), bool(_SHELL_PATTERN.fullmatch(name))
+            python, shell = bool(PYTHON_PATTERN.fullmatch(name)), bool(_SHELL_PATTERN.fullmatch(name))
         yield position, role
 
 
@@ -249,8 +256,8 @@ MAX_FILES_WALKED = 20_000
 def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | None = None) -> Selection:
     """Return the files for a snapshot of a script's code; empty if the command runs no file of the user's own.
 
-    The digest covers code and settings. It does not cover data, keys, job files of tula, and JSON files that git does
-    not track and the command does not name, because most of those are written by the script itself.
+    The digest covers settings and the code that the script can load. It does not cover data, keys, job files of tula, and
+    JSON files that git does not track and the command does not name, because most of those are written by the script itself.
 
     Args:
         workdir: where the command runs.
@@ -271,14 +278,19 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
         program, base, {file: listed[file] for file in user_files if file not in keys}
     )
     named, start = _list_named_files(words, home), program.file.relative_to(base).as_posix()
-    modules = [
+    modules = {
         file for file in copied if file == program.file or _belongs_to_code(file, tracked=listed[file], named=named)
-    ]
+    }
+    if _runs_unchanged(program, words, home):
+        in_named_folders = [file for file in modules if not named.isdisjoint(file.parents)]
+        text = " ".join([script.command, script.resume.args if script.resume else "", script.probe_args])
+        starts = [program.file, *(modules & named), *in_named_folders]
+        modules = select_loadable_files(modules, starts, text, base, _list_roots_below(program, home, path, base))
     return Selection(
         base,
         _list_source_roots(program, home, path, base, copied),
         tuple(sorted(modules)),
-        tuple(sorted({*copied} - {*modules})),
+        tuple(sorted({*copied} - modules)),
         (*left_out, *beyond),
         keys=tuple(keys),
         start=start,
@@ -310,8 +322,26 @@ def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path
         base = home if program.file.is_relative_to(home) else program.root
         files, left_out = _walk_folder(program.root)
         listed = dict.fromkeys(files, False)
-    roots = [program.root, *(root for root in list_import_roots(home, path) if root.is_relative_to(base))]
-    return base, {**dict.fromkeys(follow_imports([program.file], base, roots), False), **listed}, left_out
+    imported = follow_imports([program.file], base, _list_roots_below(program, home, path, base))
+    return base, {**dict.fromkeys(imported, False), **listed}, left_out
+
+
+def _list_roots_below(program: Program, home: Path, path: Sequence[str], base: Path) -> list[Path]:
+    return [program.root, *(root for root in list_import_roots(home, path) if root.is_relative_to(base))]
+
+
+def _runs_unchanged(program: Program, words: Sequence[str], home: Path) -> bool:
+    """Return whether a command starts a Python program by itself or by a known launcher, which load no code for it."""
+    for position, role in _classify_words(words):
+        word = words[position]
+        if program.module == word if role is _Role.MODULE else word and _find_file(word, role, home) == program.file:
+            return program.file.suffix == ".py"
+        is_launcher = PurePath(word).name in _LAUNCHERS or PYTHON_PATTERN.fullmatch(PurePath(word).name)
+        if (role is _Role.FIRST and not is_launcher) or (
+            role is _Role.MODULE and word.partition(".")[0] not in LAUNCHER_PACKAGES
+        ):
+            return False
+    return False
 
 
 def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:

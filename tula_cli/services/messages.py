@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
 from tula_cli.words import (
+    describe_files,
     describe_node_counts,
     describe_pending_probes,
     format_bytes,
@@ -387,10 +388,10 @@ def nodes_unusable_for_started_training(*, nodes: Sequence[int], batches: Sequen
 
 
 @diagnostic
-def earlier_training_unfinished(*, training: str, samples: int, code: str) -> str:
+def earlier_training_unfinished(*, training: str, samples: int, code: str, files: Sequence[str]) -> str:
     return (
-        f"Training {training} reached {samples} samples with other code ({code}), so this training starts from the beginning."
-        " Restore that code to resume the earlier one."
+        f"Training {training} reached {samples} samples before {code} changed{describe_files(files)}, so this training starts from the"
+        " beginning. Restore that code to resume the earlier one."
     )
 
 

@@ -25,7 +25,7 @@ from tula_cli.models.ramp_costs import (
     move_task_to_stage_nodes,
 )
 from tula_cli.options import NodeRange, TrainRequest, parse_nodes
-from tula_cli.run.code import choose_code, get_user_code
+from tula_cli.run.code import choose_code, get_user_code, list_code_changes
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, add_weights_digest
@@ -252,7 +252,10 @@ def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
             and snapshot.get_training(earlier).read_summary() is None
         ):
             warning = messages.earlier_training_unfinished(
-                training=earlier, samples=samples, code=str(get_user_code(spec, Path.cwd()))
+                training=earlier,
+                samples=samples,
+                code=str(get_user_code(spec, Path.cwd())),
+                files=list_code_changes(run, spec, Path.cwd(), digest=digest),
             )
             code = dataclasses.replace(code, warnings=(*code.warnings, warning))
     return code

@@ -12,7 +12,7 @@ from tula_cli.models.choice.campaign import Campaign, ScheduledTraining
 from tula_cli.models.choice.node_schedule import is_within
 from tula_cli.options import TrainRequest
 from tula_cli.query import Query
-from tula_cli.run.code import choose_code
+from tula_cli.run.code import choose_code, list_code_changes
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame
@@ -31,7 +31,7 @@ from tula_cli.services.training_end import MAX_FIRST_FAILURES, load_summary
 from tula_cli.services.waiting import Submission, explain_interruption, wait_for_jobs, warn_about_submitted_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
-from tula_cli.words import format_count, format_number, join_words
+from tula_cli.words import describe_files, format_count, format_number, join_words
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,7 +119,8 @@ class PreparedSeeds:
         plan = plan_training(run, nodes=training.nodes, batch=training.batch, inspect=self.inspect)
         if plan.task.signature != training.signature:
             raise TulaError(
-                "the code of the job has changed since the first training was started",
+                "the code of the job has changed since the first training was started"
+                + describe_files(list_code_changes(run, run.spec, Path.cwd())),
                 "to continue these trainings, restore the code; to train with the new code, run the same command again, which"
                 " restarts all seeds",
             )

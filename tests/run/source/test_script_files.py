@@ -1,4 +1,4 @@
-"""A script's code: which files are copied, which count in the digest, and what runs them from the snapshot."""
+"""A script's code: which files are copied, which identify it, and what runs them from the snapshot."""
 
 import subprocess
 import time
@@ -50,14 +50,17 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "runs", job())
 
 
-def files(spec: JobSpec, workdir: Path, *path: str) -> tuple[list[str], list[str]]:
-    """Return what is in the digest, and what else is copied."""
+def list_copied_files(spec: JobSpec, workdir: Path, *path: str) -> list[str]:
     assert spec.script is not None
     result = select_script_files(spec.script, workdir, path=path)
-    modules, others = (
-        [file.relative_to(result.base).as_posix() for file in part] for part in (result.modules, result.others)
-    )
-    return modules, others
+    return sorted(file.relative_to(result.base).as_posix() for file in (*result.modules, *result.others))
+
+
+def list_identifying_files(spec: JobSpec, workdir: Path, *path: str) -> list[str]:
+    """Return the copied files that the digest covers."""
+    assert spec.script is not None
+    result = select_script_files(spec.script, workdir, path=path)
+    return [file.relative_to(result.base).as_posix() for file in result.modules]
 
 
 def take(run: RunDir, spec: JobSpec, workdir: Path) -> Path:
@@ -76,23 +79,21 @@ def test_a_repository_is_copied_with_what_is_new_in_it_but_not_with_what_it_igno
     (here / ".gitignore").write_text("big/\n*.log\n")
     write(here, "new.py", "notes.txt", "big/x.py", "train.log")
     (here / "weights.bin").write_bytes(b"\0\1")
-    assert files(job(), here) == (
-        ["conf/base.yaml", "new.py", "pkg/model.py", "train.py"],
-        ["README.md", "data/labels.csv", "notes.txt"],
-    )
+    assert list_copied_files(job(), here) == [
+        "README.md", "conf/base.yaml", "data/labels.csv", "new.py", "notes.txt", "pkg/model.py", "train.py",
+    ]  # fmt: skip
 
 
 def test_without_git_code_and_settings_below_the_script_are_copied(here: Path) -> None:
     write(here, "main/train.py", "main/deep/net.py", "main/a.yaml", "main/b.toml", "main/c.cfg")
     write(here, "main/run.sh", "main/log.json", "main/data.csv", "main/notes.md", "beside.py", "other/x.py")
-    modules, others = files(job("main/train.py {batch}"), here)
-    assert modules == [f"main/{name}" for name in ("a.yaml", "b.toml", "c.cfg", "deep/net.py", "run.sh", "train.py")]
-    assert others == ["main/log.json"]
+    names = ("a.yaml", "b.toml", "c.cfg", "deep/net.py", "log.json", "run.sh", "train.py")
+    assert list_copied_files(job("main/train.py {batch}"), here) == [f"main/{name}" for name in names]
 
 
 def test_without_git_packages_that_the_script_imports_come_with_it(here: Path) -> None:
     write(here, "lib/block.py", "lib/more.py", {"main/train.py": "import lib.net", "lib/net.py": "from . import block"})
-    assert files(job("main/train.py {batch}"), here)[0] == ["lib/block.py", "lib/net.py", "main/train.py"]
+    assert list_copied_files(job("main/train.py {batch}"), here) == ["lib/block.py", "lib/net.py", "main/train.py"]
 
 
 @pytest.mark.parametrize("with_git", [True, False])
@@ -150,7 +151,7 @@ def test_what_is_large_is_linked_and_told_and_what_is_near_the_script_comes_firs
 def test_a_repository_inside_comes_along(here: Path, run: RunDir) -> None:
     write(here / "third", {"net.py": "x = 1"})
     commit(here / "third")
-    write(here, "train.py")
+    write(here, {"train.py": "import third.net, third.new"})
     commit(here)
     write(here / "third", "new.py", {"net.py": "x = 2"})
     home = take(run, job(), here)
@@ -162,14 +163,14 @@ def test_a_repository_inside_comes_along(here: Path, run: RunDir) -> None:
 
 def test_a_walk_without_git_ends_and_tells_what_it_left_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(here, "train.py", "a/one.py", "b/two.py", *(f"data/{number}.jpg" for number in range(6)))
-    assert len(files(job(), here)[0]) == 3
+    assert len(list_copied_files(job(), here)) == 3
     monkeypatch.setattr(code_selection, "MAX_ENTRIES", 5)
     assert code.choose_code(None, job(), here, keep=True).warnings == (), "a folder of data is none of code"
     write(here, "data/net.py")
     (warning,) = code.choose_code(None, job(), here, keep=True).warnings
     assert warning.code == "files-too-large-to-copy" and warning.values["paths"] == "data"
     monkeypatch.setattr(script_files, "MAX_FILES_WALKED", 4)
-    assert files(job(), here)[0] == ["train.py"]
+    assert list_copied_files(job(), here) == ["train.py"]
     (warning,) = code.choose_code(None, job(), here, keep=True).warnings
     assert warning.code == "files-too-large-to-copy" and warning.values["paths"] == "a, b, data"
 
@@ -179,7 +180,7 @@ def test_what_the_script_imports_is_copied_though_git_ignores_it(here: Path) -> 
     write(here, {"train.py": "import made"})
     commit(here)
     write(here, "made.py", "unused.py")
-    assert files(job(), here)[0] == ["made.py", "train.py"]
+    assert list_copied_files(job(), here) == ["made.py", "train.py"]
 
 
 def test_a_script_that_git_ignores_comes_with_its_own_folder(here: Path) -> None:
@@ -187,7 +188,7 @@ def test_a_script_that_git_ignores_comes_with_its_own_folder(here: Path) -> None
     (here / ".gitignore").write_text("scratch\n")
     commit(here)
     write(here, "scratch/train.py", "scratch/mine.py")
-    assert files(job("scratch/train.py {batch}"), here)[0] == ["scratch/mine.py", "scratch/train.py"]
+    assert list_copied_files(job("scratch/train.py {batch}"), here) == ["scratch/mine.py", "scratch/train.py"]
 
 
 # --- the digest
@@ -203,7 +204,8 @@ Change = Callable[[Path], None]
         (lambda here: write(here, {"train.py": "x = 2"}), True),
         (lambda here: write(here, {"pkg/helper.py": "x = 2"}), True),
         (lambda here: write(here, {"conf.yaml": "lr: 2"}), True),
-        (lambda here: write(here, "fresh.py"), True),
+        (lambda here: write(here, "fresh.py", "plot.py", "submit.sh"), False),
+        (lambda here: write(here, "queue.py"), True),  # in place of python's module
         (lambda here: write(here, {"ds.json": "2"}), True),  # the command names it
         (lambda here: write(here, {"data.csv": "2", "README.md": "2"}), False),
         (lambda here: write(here, {"history.json": "[1]"}), False),  # as a script writes it
@@ -217,7 +219,7 @@ def test_an_edit_of_the_code_is_another_run_and_data_is_not(
     write(
         here,
         {
-            "train.py": "x = 1",
+            "train.py": "import pkg.helper",
             "pkg/helper.py": "x = 1",
             "conf.yaml": "lr: 1",
             "ds.json": "1",
@@ -241,6 +243,100 @@ def test_two_scripts_of_one_repository_are_two_runs_wherever_they_are_called(her
     assert code.compute_code_digest(job("main.py {batch}"), here) == code.compute_code_digest(
         job("../main.py {batch}"), here / "a"
     )
+
+
+FOLDER = {
+    "train.py": "import numpy as np\nfrom model import Net\nnp.plot()",
+    "model.py": "class Net: pass",
+    "plot.py": "import model",
+    "prepare.py": "",
+    "submit.sh": "sbatch train.py",
+    "models/__init__.py": "",
+    "models/resnet.py": "from . import blocks",
+    "models/blocks.py": "",
+    "evaluate.py": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "command", "loadable"),
+    [
+        ({}, "train.py {batch}", ""),
+        ({}, "env A=1 torchrun --nproc_per_node 4 train.py {batch}", ""),
+        ({}, "python -m torch.distributed.run --nproc_per_node 4 train.py {batch}", ""),
+        ({}, "train.py {batch} --model resnet", "models/__init__.py models/blocks.py models/resnet.py"),
+        ({}, "train.py {batch} --plugins=models", "models/__init__.py models/blocks.py models/resnet.py"),
+        ({}, "train.py {batch} --then evaluate.py", "evaluate.py"),
+        ({"model.py": "NAMES = ['resnet']"}, "train.py {batch}", "models/__init__.py models/blocks.py models/resnet.py"),
+        ({"model.py": '"""See prepare.py."""'}, "train.py {batch}", ""),
+        ({"model.py": "import subprocess, sys\nsubprocess.run([sys.executable, 'evaluate.py'], check=True)"},
+         "train.py {batch}", "evaluate.py"),
+        ({"model.py": "import importlib\nimportlib.import_module('models.blocks')"},
+         "train.py {batch}", "models/__init__.py models/blocks.py"),
+        ({"model.py": "import sys\nsys.path.append('lib')\nimport helper", "lib/helper.py": "import other", "lib/other.py": ""},
+         "train.py {batch}", "lib/helper.py lib/other.py"),
+        ({"net.yaml": "_target_: models.blocks.Block"}, "train.py {batch}", "models/__init__.py models/blocks.py net.yaml"),
+    ],
+)  # fmt: skip
+def test_only_scripts_that_can_be_loaded_identify_the_code(
+    here: Path, changes: dict[str, str], command: str, loadable: str
+) -> None:
+    write(here, FOLDER | changes)
+    assert list_identifying_files(job(command), here) == sorted(["train.py", "model.py", *loadable.split()])
+    assert list_copied_files(job(command), here) == sorted(FOLDER | changes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import importlib\nimportlib.import_module(f'models.{name}')",
+        "from importlib import import_module as load\nload(name)",
+        "from importlib import import_module\nlist(map(import_module, names))",
+        "__import__(name)",
+        "import runpy",
+        "from pkgutil import iter_modules",
+        "exec(open(name).read())",
+        "import subprocess\nsubprocess.run(['python', name])",
+        "import subprocess as sp\nsp.run(['python', name])",
+        "import os\nos.system(f'bash {name}.sh')",
+        "hydra.utils.instantiate(config)",
+        "torch.hub.load(repo_or_dir=path, model='net', source='local')",
+        "AutoModel.from_pretrained('mine', trust_remote_code=True)",
+        "Config.fromfile(f'configs/{name}.py')",
+        "print 'python 2'",
+    ],
+)
+def test_all_scripts_identify_code_that_loads_files_by_computed_names(here: Path, text: str) -> None:
+    write(here, FOLDER | {"model.py": text})
+    assert list_identifying_files(job(), here) == sorted(FOLDER)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model.eval()",
+        "import platform\nplatform.system()",
+        "import subprocess\nsubprocess.check_output(['git', 'rev-parse', 'HEAD'], cwd=root)",
+        "torch.hub.load('pytorch/vision', 'resnet18', pretrained=flag)",
+        "torch.load(path)",
+    ],
+)
+def test_usual_calls_of_training_scripts_load_no_other_files(here: Path, text: str) -> None:
+    write(here, FOLDER | {"model.py": text})
+    assert list_identifying_files(job(), here) == ["model.py", "train.py"]
+
+
+@pytest.mark.parametrize(
+    "command", ["bash submit.sh {batch}", "python -m pytest train.py {batch}", "runner train.py {batch}"]
+)
+def test_all_scripts_identify_code_whose_launch_cannot_be_followed(here: Path, command: str) -> None:
+    write(here, FOLDER)
+    assert list_identifying_files(job(command), here) == sorted(FOLDER)
+
+
+def test_the_digest_of_a_folder_with_loadable_scripts_is_that_of_all_its_files(here: Path) -> None:
+    write(here, {"train.py": "import model", "model.py": "x = 1"})
+    assert code.compute_code_digest(job(), here) == "be7bf05a"
 
 
 # --- what runs
@@ -303,7 +399,7 @@ def test_a_script_above_the_working_directory_comes_with_its_repository(here: Pa
 
 
 def test_a_script_elsewhere_without_git_comes_with_its_own_folder(here: Path, run: RunDir, tmp_path: Path) -> None:
-    write(tmp_path / "shared" / "vision", "utils.py", "deep/net.py", {"train.py": "import utils"})
+    write(tmp_path / "shared" / "vision", "utils.py", {"train.py": "import utils, deep.net", "deep/net.py": ""})
     write(tmp_path / "shared", "outside.py")
     name = str(tmp_path / "shared" / "vision" / "train.py")
     home = take(run, job(f"{name} {{batch}}"), here)
@@ -328,7 +424,7 @@ def test_without_a_snapshot_a_command_stays_as_it_is_and_one_that_is_gone_is_rep
 def test_a_module_whose_package_is_a_repository_or_a_link_is_found_from_the_working_directory(
     here: Path, run: RunDir, tmp_path: Path
 ) -> None:
-    write(here, "pkg/train.py", "beside.py")
+    write(here, {"pkg/train.py": "import beside", "beside.py": ""})
     commit(here / "pkg")
     write(tmp_path / "far", "net.py", {"fit.py": "import far.net"})
     (here / "far").symlink_to(tmp_path / "far")
@@ -400,12 +496,32 @@ def test_a_run_goes_on_with_its_own_code_where_the_script_is_not(here: Path, run
     kept = code.choose_code(run, job(), here, keep=True)
     assert (kept.kept, kept.workdir) == (name, here)
     code_name = "the code of train.py"
-    assert kept.warnings == (messages.earlier_code_used(code=code_name, run=run.id, missing_from=None),)
+    assert kept.warnings == (
+        messages.earlier_code_used(code=code_name, run=run.id, missing_from=None, files=["train.py changed"]),
+    )
     now = code.choose_code(run, job(), here, keep=False)
-    assert now.kept == "" and now.warnings[0] == messages.code_changed_since_measurement(code=code_name, run=run.id)
+    assert now.kept == "" and now.warnings[0] == messages.code_changed_since_measurement(
+        code=code_name, run=run.id, files=["train.py changed"]
+    )
     elsewhere = code.choose_code(run, job(), tmp_path, keep=False)
     assert (elsewhere.kept, elsewhere.workdir) == (name, here)
     assert elsewhere.warnings[0].values["missing_from"] == str(tmp_path)
+
+
+def test_the_files_that_differ_are_named(here: Path, run: RunDir) -> None:
+    write(
+        here, {"train.py": "import gone, model", "gone.py": "", "model.py": "x = 1", "plot.py": "", "old.yaml": "a: 1"}
+    )
+    probe(run, job(), here)
+    write(here, {"train.py": "import model, more, new", "model.py": "x = 2", "plot.py": "x = 2"}, "more.py", "new.py")
+    (here / "gone.py").unlink()
+    (here / "plot.py").unlink()
+    warning = code.choose_code(run, job(), here, keep=False).warnings[0]
+    names = ["gone.py removed", "model.py changed", "more.py added", "new.py added", "train.py changed"]
+    assert warning.values["files"] == names
+    assert "was measured (gone.py removed, model.py changed, more.py added and 2 more). The" in str(warning)
+    assert code.list_code_changes(run, job(), here) == names
+    assert code.list_code_changes(run, job(), here, digest="unknown") == []
 
 
 def test_runs_of_the_same_script_with_other_code_are_found(here: Path, tmp_path: Path) -> None:
@@ -416,7 +532,7 @@ def test_runs_of_the_same_script_with_other_code_are_found(here: Path, tmp_path:
 
 
 def test_a_script_that_changes_between_plan_and_submission_is_refused(here: Path, run: RunDir) -> None:
-    write(here, "helper.py", {"train.py": "x = 1"})
+    write(here, "helper.py", {"train.py": "import helper"})
     planned = code.choose_code(None, job(), here, keep=True)
     write(here, {"helper.py": "x = 2"})
     with pytest.raises(TulaError, match=r"the code of train\.py changed while tula copied it"):

@@ -4,10 +4,12 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 
 from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Diverged, JobFailed, TulaError
+from tula_cli.run.code import list_code_changes
 from tula_cli.run.directory import Run
 from tula_cli.run.records.results import Cell
 from tula_cli.services import status, train, waiting
@@ -24,6 +26,7 @@ from tula_cli.services.events import ComparisonProgress
 from tula_cli.services.plans import ComparePlan, sum_hours
 from tula_cli.services.status import RunStatus
 from tula_cli.services.training_end import MAX_FIRST_FAILURES, load_summary
+from tula_cli.words import describe_files
 
 START_SECONDS = 15.0
 """Seconds after which a training that is not running yet is reported as waiting."""
@@ -38,7 +41,8 @@ def submit_cell(run: Run, cell: Cell, launcher: Launcher, *, inspect: Inspect) -
     planned = plan_cell(run, cell, inspect)
     if planned.task.signature != cell.signature:
         raise TulaError(
-            "the code of the job has changed since the comparison was started",
+            "the code of the job has changed since the comparison was started"
+            + describe_files(list_code_changes(run, run.spec, Path.cwd())),
             "run the same command again to compare with the current code",
         )
     return train.submit_training(run, planned, launcher)

@@ -1,4 +1,4 @@
-"""Run cases in separate folders and return their outcomes."""
+"""Run cases, each in a new folder of the same path, and return their outcomes."""
 
 import json
 import os
@@ -57,14 +57,18 @@ def link_programs(folder: Path) -> Path:
 class Commands:
     """Runs commands in processes forked from one that has imported their modules.
 
+    All cases have the same path, which is part of the key of a cached inspection if a job names modules of the folder:
+    then cases with the same job build the model once.
+
     Args:
-        folder: for the folders of the cases.
+        folder: for the folder of the cases, the inspections, and links to programs.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self.inspections = self.folder / "inspections"
         self.inspections.mkdir(parents=True)
+        self.case_folder = self.folder / "case"
         base = make_environment(self.folder / "first")
         self.server = subprocess.Popen(
             [sys.executable, str(HERE / "command_server.py")],
@@ -82,11 +86,11 @@ class Commands:
         self.server.wait()
 
     def case(self, case: Case, *, again: bool = False) -> Outcome:
-        """Run a case and return its outcome; with `again`, in the folder as the first run left it."""
-        folder = self.folder / case.name / "work"
+        """Run a case and return its outcome; with `again`, in the folder as the previous call left it."""
+        folder = self.case_folder / "work"
         if again:
             return self._outcome(case, folder, make_environment(folder))
-        shutil.rmtree(folder.parent, ignore_errors=True)  # of a first attempt, if the test is repeated
+        shutil.rmtree(folder.parent, ignore_errors=True)
         folder.mkdir(parents=True)
         recorded_runs.copy_jobs(folder)
         if case.run:

@@ -137,9 +137,9 @@ def run_training(training: Training, commands: Commands, weights: Weights) -> tu
     codes = []
     if training.mended:
         codes.append(commands.case(case).data["exit_code"])
-        (commands.folder / case.name / "work" / "mended").touch()
+        (commands.case_folder / "work" / "mended").touch()
     outcome = commands.case(case, again=training.mended)
-    answer = json.loads((commands.folder / case.name / "stdout").read_text())
+    answer = json.loads((commands.case_folder / "stdout").read_text())
     if outcome.data["exit_code"]:
         return outcome, {}
     state = weights.read(answer["data"]["weights"])

@@ -1,9 +1,12 @@
-"""A process that imports torch once and forks the ranks of scripts, because the import is most of the time of a short script.
+"""A process that imports torch once and forks the ranks of scripts, because its import and orderly shutdown are most of the time of
+a short script.
 
 A rank starts where the shim's sitecustomize would be: torch is imported, its hooks are installed, the script follows.
 `tests/shim/test_launched.py` tests the complete start.
 """
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -21,6 +24,7 @@ from pydantic import TypeAdapter
 
 from tula_cli.host.processes import adopt_orphans, set_parent_death_signal
 from tula_cli.run.records.scripts import RankResult, ShimPlan
+from tula_cli.worker.preloaded import _exit_quickly
 
 ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "tula_cli" / "shim"
@@ -93,8 +97,8 @@ class ScriptRanks:
         return ScriptOutcome(folder, **json.loads(answer), output=text)
 
 
-def _run_rank(rank: int, request: dict[str, Any], port: int) -> None:
-    """Run the script as one rank, until this process exits."""
+def _run_rank(rank: int, request: dict[str, Any], port: int, finished: list[dict[str, Any]]) -> None:
+    """Run the script as one rank, until this process exits; append the request to `finished` if the script raises no error."""
     set_parent_death_signal()
     folder, world = Path(request["folder"]), request["world"]
     with open(folder / f"{rank}.log", "wb", buffering=0) as text:
@@ -108,7 +112,12 @@ def _run_rank(rank: int, request: dict[str, Any], port: int) -> None:
     sys.argv = [request["script"], *request["arguments"]]
     sys.path[0:0] = [str(Path(request["script"]).parent), str(SHIM), str(ROOT / "templates")]
     importlib.import_module("tula_shim.install").install()
-    runpy.run_path(request["script"], run_name="__main__")
+    try:
+        runpy.run_path(request["script"], run_name="__main__")
+        finished.append(request)
+    finally:
+        if not finished:  # frozen objects are not collected at exit, and native code would report leaks
+            gc.unfreeze()
 
 
 def _receive_requests() -> tuple[int, dict[str, Any], int] | None:
@@ -151,10 +160,13 @@ def _kill_leftover_processes() -> int:
 
 
 if __name__ == "__main__":
+    finished_requests: list[dict[str, Any]] = []
+    atexit.register(_exit_quickly, finished_requests)  # registered before torch's handlers, so it is called last
     for module in MODULES:
         importlib.import_module(module)
+    gc.freeze()  # otherwise each garbage collection in a rank would copy the memory pages of a million objects of torch
     with adopt_orphans():  # orphans of a rank become children of this process
         mine = _receive_requests()
     if mine is None:
         os._exit(0)  # an orderly shutdown of torch takes seconds
-    _run_rank(*mine)
+    _run_rank(*mine, finished_requests)

@@ -869,6 +869,8 @@ def test_a_summary_tells_where_the_time_went():
         r"  evaluation +1.00 +1.00 +\+0.0\n +checkpoints +0 +0.100 +-100.0\n  starting, stopping +0.467", text
     )
     assert "branches" not in text
+    script_text = printed(show_train.render_summary(summary.model_copy(update={"lost": ()})))
+    assert re.search(r"  evaluation, saving, new epochs +1.00 +1.00 ", script_text)
     where = Path.cwd() / "tula-runs/digits-1/train/ab12cd34/best"
     output = printed(show_train.render_summary(summary, script_output=where.with_name("out")))
     assert output.endswith("\nfiles of the script: tula-runs/digits-1/train/ab12cd34/out\n")

@@ -331,7 +331,7 @@ def list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, flo
     names = {
         "steps": "steps",
         "data": "  waiting for data",
-        "evaluation": "evaluation",
+        "evaluation": "evaluation" if summary.lost is None else "evaluation, saving, new epochs",
         "checkpoints": "checkpoints",
         "branches": "branches",
         "rest": "starting, stopping" if summary.attempts == 1 else "starting, stopping, repeated steps",

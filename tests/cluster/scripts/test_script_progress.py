@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from make_results import Truth, make_probe
 
+from tula_cli.cluster import relaunch
 from tula_cli.cluster.scripts import checkpoints, start
 from tula_cli.cluster.scripts.metrics import find_last_and_best, is_lower_better, read_metrics
 from tula_cli.cluster.scripts.training import ScriptTraining, TrainingMonitor
@@ -80,7 +81,7 @@ def row(kind: str, step: int, when: float) -> dict[str, object]:
     if kind == "row":
         return {"kind": kind, "step": step, "samples": 16.0 * step, "time": when}
     ahead = {"samples": 16.0 * (step + 1), "before": 16.0 * (step - 1)}
-    return {"kind": kind, "step": step, "time": when, "causes": ["save"], **ahead}
+    return {"kind": kind, "step": step, "time": when, "causes": ["save"], "seconds": 0.1, **ahead}
 
 
 def test_what_an_attempt_saved_whose_supervisor_was_lost_counts(run: RunDir) -> None:
@@ -440,6 +441,60 @@ def test_checkpoints_between_two_polls_are_counted_one_by_one(run: RunDir) -> No
     assert [save.seconds and round(save.seconds, 1) for save in result] == [None, 1.0, 0.5, 0.7]
     training.record_save(attempt, command(), stable_seconds=0.0)
     assert run.get_training("x").read_script_saves().saves == result
+
+
+@pytest.mark.parametrize("name", ["state.json", "state.json.tmp", "renamed-3.pt"])
+def test_checkpoints_before_one_after_the_last_step_are_counted_too(run: RunDir, name: str) -> None:
+    training, attempt = ScriptTraining(run, task(run, "train-x-1", 16)), planned(run, STARTED)
+    begun = {step: STARTED + 0.1 * step for step in (11, 21)}
+    out = training.output_folder
+    rows = [{**row("gap", step, when + 0.5), "saved": {f"{out}/{name}": when}} for step, when in begun.items()]
+    saves(out, begun[21] + 2)
+    tells(run, "train-x-1", *rows, row("row", 30, begun[21] + 2), step=30, samples=480.0, stepped_at=begun[21] + 1.5)
+    training.record_save(attempt, command(), stable_seconds=0.0)
+    assert [save.steps for save in run.get_training("x").read_script_saves().saves] == [10, 10, 10]
+
+
+def test_a_checkpoint_of_another_library_is_counted_at_the_step_whose_epoch_it_ended(run: RunDir) -> None:
+    training, attempt = ScriptTraining(run, task(run, "train-x-1", 16)), planned(run, STARTED)
+    gap = {**row("gap", 21, STARTED + 12), "causes": ["epoch"], "seconds": 3.0}
+    saves(training.output_folder, STARTED + 11)
+    tells(run, "train-x-1", row("row", 15, STARTED + 8), gap, step=25, samples=400.0, stepped_at=STARTED + 14)
+    training.record_save(attempt, command())
+    assert [save.steps for save in run.get_training("x").read_script_saves().saves] == [20]
+
+
+def test_remaining_time_includes_gaps_between_steps_as_frequent_as_so_far(run: RunDir) -> None:
+    training, attempt = ScriptTraining(run, task(run, "train-x-1", 16)), planned(run, STARTED)
+
+    def read_remaining_seconds(*rows: dict[str, object], step: int, after: int) -> float:
+        tells(run, "train-x-1", *rows, step=step, samples=16.0 * step, stepped_at=STARTED + 14, seconds=0.1)
+        training.log_progress(attempt, command(), after=after)
+        return float(run.get_training("x").read_newest_metrics()[-1]["eta"])
+
+    total = training.total_samples
+    assert total is not None
+    gap = {**row("gap", 21, STARTED + 12), "seconds": 3.1}
+    remaining_steps = (total - 16 * 10) / 16
+    assert read_remaining_seconds(step=10, after=0) == pytest.approx(0.1 * remaining_steps), "no gap yet"
+    gaps_to_come = (total - 16 * 20) / (16 * 20)
+    assert read_remaining_seconds(gap, step=30, after=10) == pytest.approx(
+        0.1 * (remaining_steps - 20) + 3.0 * gaps_to_come
+    )
+    assert read_remaining_seconds(gap, step=35, after=30) == pytest.approx(
+        0.1 * (remaining_steps - 25) + 3.0 * gaps_to_come
+    ), "counted once"
+
+
+def test_time_of_a_script_is_divided_into_steps_gaps_and_starts(run: RunDir) -> None:
+    task(run, "train-x-1", 16)
+    attempts = run.read_attempts("train-x-1")
+    assert relaunch._measure_time_parts_of_script(run, attempts, 60.0) is None
+    rows = [row("row", 1, STARTED + 5), {**row("gap", 21, STARTED + 20), "seconds": 8.1}, row("row", 100, STARTED + 33)]
+    tells(run, "train-x-1", *rows, step=100, samples=1600.0, stepped_at=STARTED + 30, seconds=0.1)
+    parts = relaunch._measure_time_parts_of_script(run, attempts, 60.0)
+    assert parts is not None
+    assert (parts.steps, parts.evaluation, parts.rest) == pytest.approx((17.0, 11.0, 32.0))
 
 
 def test_files_that_are_saved_beside_the_checkpoint_are_not_checkpoints(run: RunDir) -> None:

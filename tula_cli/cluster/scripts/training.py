@@ -217,6 +217,8 @@ class ScriptTraining(ScriptProgram):
 
     task: TrainTask
     _first_steps: list[RankResult] = field(default_factory=list, compare=False)
+    _gaps: dict[int, dict[str, Any]] = field(default_factory=dict, compare=False)
+    """Rows of the steps of the current attempt that included an evaluation, a save or a new epoch, by step."""
 
     @property
     def training(self) -> TrainingRun:
@@ -449,14 +451,18 @@ class ScriptTraining(ScriptProgram):
         if heartbeat is None or heartbeat.step <= after:
             return after
         if after == 0:
+            self._gaps.clear()
             self.detect_resume_by_script(attempt, command)
         for note in attempt.read_notes(0) if after == 0 else ():
             self._add_warning(self.get_start_position(command)[0], note)
+        self._gaps.update({gap["step"]: gap for gap in attempt.read_gaps(0)})
         row = attempt.read_newest_row(0)
         samples, steps = self._find_reached_position(command, heartbeat.step, heartbeat.samples)
         batch = (heartbeat.step_samples or 0) * self.task.ranks or self.task.batch
         total = self.total_samples
         remaining = None if total is None else max(0, total - samples) / batch * heartbeat.seconds
+        if remaining is not None and total is not None:
+            remaining += self._estimate_remaining_gap_seconds(command, total, heartbeat.seconds)
         self._add_row(
             "step",
             samples,
@@ -468,6 +474,20 @@ class ScriptTraining(ScriptProgram):
             **({"ags": row["ags"]} if "ags" in row else {}),
         )
         return heartbeat.step
+
+    def _estimate_remaining_gap_seconds(self, command: LeaderCommand, total: int, step_time: float) -> float:
+        """Return the seconds of the evaluations, saves and new epochs to come, if they are as frequent as in this attempt.
+
+        A resumed attempt may start just before the end of an epoch, so its gaps count for at least one epoch.
+        """
+        if not self._gaps:
+            return 0.0
+        newest = self._gaps[max(self._gaps)]
+        start, _ = self.get_start_position(command)
+        reached, _ = self._find_reached_position(command, newest["step"] - 1, newest["before"])
+        covered = max(1, reached - start, self.epoch_samples or 0 if start else 0)
+        seconds = sum(max(0.0, float(gap["seconds"]) - step_time) for gap in self._gaps.values())
+        return seconds / covered * max(0, total - reached)
 
     def check_step_samples(self, attempt: ScriptAttempt, command: LeaderCommand, *, previous: float) -> float:
         """Warn if the number of samples per step has changed; return that of the newest steps.
@@ -762,11 +782,12 @@ class ScriptTraining(ScriptProgram):
 def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
     """Return the steps, and the samples of rank 0, that were complete when a checkpoint was written (Unix time).
 
-    A row of a save records the step in which the checkpoint was written. Without one, the last row or heartbeat before
-    it is used, which gives rather too few steps than too many.
+    A row of a save, or of an evaluation or new epoch at that time, records the step in which the checkpoint was written.
+    Without one, the last row or heartbeat before it is used, which gives rather too few steps than too many.
     """
     rows = attempt.read_rows(0)
-    after = [row for row in rows if row["kind"] == "gap" and "save" in row["causes"] and row["time"] >= when]
+    gaps = [row for row in rows if row["kind"] == "gap" and row["time"] >= when]
+    after = [row for row in gaps if "save" in row["causes"] or row["time"] - row["seconds"] <= when]
     if after:
         return after[0]["step"] - 1, after[0].get("before")  # "samples" may include prefetched ones
     stood = [(row["step"], row["samples"]) for row in rows if "step" in row and row["time"] <= when]
@@ -782,11 +803,12 @@ def _list_earlier_saves(
     """Return when an attempt saved checkpoints like one of `saved_at`, with the steps and samples as of rank 0.
 
     These are the calls of torch.save with its path, except for numbers in it and an ending such as .tmp. If there are
-    none, they are those with a name that the step of the checkpoint saved and that has since been renamed. Other files
-    that the same step saved, such as best weights, and checkpoints saved in another way do not count.
+    none, they are those with a name that the step of the checkpoint saved and that has since been renamed. No row has
+    the files saved after the last step, so those of the newest row are used. Other files that the same step saved, such
+    as best weights, and checkpoints saved in another way do not count.
     """
     rows = [row for row in attempt.read_rows(0) if row["kind"] == "gap" and row.get("saved")]
-    names = next(([*row["saved"]] for row in rows if row["time"] >= saved_at), [])
+    names = [*next((row["saved"] for row in rows if row["time"] >= saved_at), rows[-1]["saved"] if rows else ())]
     paths = [mask_numbers(str(checkpoint))]
     if not any(_is_path_or_part(name, paths) for name in names):
         paths = [mask_numbers(name) for name in names if not Path(name).exists()]

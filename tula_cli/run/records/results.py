@@ -256,7 +256,7 @@ class Summary(Record):
     predicted_step: float | None  # seconds per step at the final batch, micro-batches and nodes
     actual_step: float | None  # measured seconds per step at the same settings
     predicted_parts: TimeParts | None = None
-    actual_parts: TimeParts | None = None  # None for a script
+    actual_parts: TimeParts | None = None  # of a script, `evaluation` includes checkpoints and new epochs
     predicted_kwh: float | None = None
     actual_kwh: float | None = None  # None if a GPU has no energy counter
     counted: float | None = None  # share of actual_hours covered by the energy counters

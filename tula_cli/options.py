@@ -9,7 +9,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -191,6 +191,52 @@ def check_type(name: str, value: object, annotation: object) -> None:
     if origins[matching[0]] is Sequence:
         for item in cast("Collection[object]", value):
             check_type(name, item, get_args(matching[0])[0])
+
+
+def require_positive(**given: object) -> None:
+    """Check that arguments are whole numbers of at least 1: Python callers bypass the checks of the command line.
+
+    Args:
+        given: values by argument name; None if not given.
+
+    Raises:
+        SpecError: a value is not a whole number, or is below 1.
+    """
+    for name, value in given.items():
+        if value is None:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise SpecError(f"{name} {value!r}: must be an integer")
+        if value < 1:
+            raise SpecError(f"{name} {value}: must be at least 1")
+
+
+def require_callable(**given: object) -> None:
+    """Check that arguments are callable.
+
+    Args:
+        given: values by argument name; None if not given.
+
+    Raises:
+        SpecError: a value is not callable.
+    """
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise SpecError(f"{name} {value!r}: must be a function")
+
+
+def require_list(**given: object) -> None:
+    """Check that arguments are lists and not strings, which would be iterated by character.
+
+    Args:
+        given: values by argument name; None if not given.
+
+    Raises:
+        SpecError: a value is a string or not iterable.
+    """
+    for name, value in given.items():
+        if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+            raise SpecError(f"{name} must be a list, got {value!r}", f"for example [{value!r}]")
 
 
 def _is_of_type(value: object, kind: object) -> bool:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from replay_data import Where
 from scipy.optimize import minimize, nnls
 
-from tula_cli.models.time import stragglers
+from tula_cli.models.time import job_fit
 from tula_cli.models.time.step_time import PRIORS, Estimate, Observation, Priors
 
 Floats = NDArray[np.float64]
@@ -24,7 +24,7 @@ def make_product_model(priors: Priors) -> Model:
     """Return the model of `tula recommend` with other priors."""
 
     def product(probes: Sequence[Observation], collective: str) -> Predictor:
-        fit, _ = stragglers.fit_observations(probes, probes, collective=collective, priors=priors)
+        fit, _ = job_fit.fit_observations(probes, probes, collective=collective, priors=priors)
 
         def predict(places: Sequence[Where]) -> list[Estimate]:
             columns = ([p.nodes for p in places], [p.gpus_per_node for p in places], [p.local_batch for p in places])

@@ -47,8 +47,8 @@ from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
 from tula_cli.models.ramp import NoisePath
 from tula_cli.models.ramp_costs import StageObjective, StageTimes
 from tula_cli.models.time import stretches
+from tula_cli.models.time.job_fit import fit_step_time_and_find_stragglers
 from tula_cli.models.time.step_time import Estimates, StepTimeFit
-from tula_cli.models.time.stragglers import fit_step_time_and_find_stragglers
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tula_cli.errors import SpecError, require_list
+from tula_cli.errors import SpecError
+from tula_cli.options import require_list
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.parsed_spec import read_stored_values
 from tula_cli.run.records.recommendations import Recommendation

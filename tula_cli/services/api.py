@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.inspection import CachedInspection
 from tula_cli.diagnostics import DiagnosticWarning
-from tula_cli.errors import BadMeasurements, OverBudget, SpecError, require_callable, require_positive
+from tula_cli.errors import BadMeasurements, OverBudget, SpecError
 from tula_cli.models.choice.baseline import BaselineSaving
 from tula_cli.models.choice.campaign import Campaign
 from tula_cli.models.observed import ObservedReport
@@ -34,6 +34,8 @@ from tula_cli.options import (
     TrainRequest,
     Wait,
     check_type,
+    require_callable,
+    require_positive,
     with_arguments,
 )
 from tula_cli.plugins import suggest_nearest

@@ -15,8 +15,9 @@ from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.scripts.start import get_learning_rate
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive
+from tula_cli.errors import BadMeasurements, Problem, SpecError
 from tula_cli.models.cost import describe_price
+from tula_cli.options import require_positive
 from tula_cli.presets import NORMALISING_OPTIMIZERS
 from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir

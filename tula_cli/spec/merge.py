@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.assets import list_config_files
-from tula_cli.errors import SpecError, require_list
+from tula_cli.errors import SpecError
+from tula_cli.options import require_list
 from tula_cli.spec.old_keys import replace_old_keys, replace_old_path
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 

@@ -8,26 +8,13 @@ else delays ranks: data from a shared source, or a different slow rank each time
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median, median_low
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import messages
-from tula_cli.models.observations import convert_to_observation
-from tula_cli.models.time import step_time, stretches
-from tula_cli.models.time.step_time import (
-    PRIORS,
-    LocalResidual,
-    Observation,
-    Priors,
-    StepModel,
-    StepTimeFit,
-    choose_priors,
-)
-from tula_cli.run.records.base import Components
+from tula_cli.models.time.step_time import Observation, StepModel
 from tula_cli.run.records.probes import Measured, RankStepTimes
-from tula_cli.run.records.recommendations import TrainedSteps
-from tula_cli.spec.job import JobSpec
 
 MIN_STRAGGLER_RATIO = 1.2
 """A rank that takes this multiple of the median rank's time is slow: ranks of one cluster normally differ by a few per
@@ -37,11 +24,6 @@ _MIN_PROBES = 2  # minimum number of probes
 MIN_SYNC_GROWTH = 0.5
 """Exposed synchronisation counts as growing with the batch if it grows by more than this share of the largest batch's
 compute."""
-DELAYED_RANKS_RESIDUAL = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
-"""Local residual of the steps of delayed ranks: a third off the model in the median; how fast it changes over batch and
-replicas."""
-_MAX_SHARE_OF_DIVIDED_MODEL = 0.75
-"""Gradient bytes per rank, most over fewest ranks, below which a script counts as sharded."""
 FAR_NOISE = 3.0
 """Probes lie far off their fit if its noise is this multiple of that of other clusters."""
 
@@ -65,83 +47,6 @@ class Straggler:
             probes=self.all_probes,
             waits_for_data=self.waits,
         )
-
-
-def fit_step_time_and_find_stragglers(
-    spec: JobSpec, measured: Sequence[Measured], trained: Sequence[TrainedSteps] = ()
-) -> tuple[StepTimeFit, list[Diagnostic]]:
-    """Fit the step-time model; its warnings name slow nodes or ranks and unexplained waits.
-
-    With such delays, predictions for unmeasured configurations have wide intervals.
-
-    Args:
-        trained: step times of trainings, used in addition to the probes.
-
-    Raises:
-        BadMeasurements: as `step_time.fit_step_time`.
-    """
-    probes = [convert_to_observation(probe) for probe in measured]
-    observations = [*probes, *map(stretches.convert_to_observation, trained)]
-    named = [straggler.warning for straggler in find_stragglers(measured)]
-    priors = choose_priors_of_job(spec, measured)
-    return fit_observations(probes, observations, collective=spec.cluster.collective, priors=priors, named=named)
-
-
-def choose_priors_of_job(spec: JobSpec, measured: Iterable[Measured]) -> Priors:
-    """Return the priors of a job, from its settings and the gradient sizes that its probes measured."""
-    sharded = spec.train.sharded
-    return choose_priors(gradient_bytes=find_gradient_bytes(measured, sharded=sharded), sharded=sharded)
-
-
-def find_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
-    """Return the size in bytes of the whole model's gradients, from the probes; 0 if unknown.
-
-    Args:
-        sharded: whether tula's own loop shards the model. In a script that shards it, each rank reports its part, which
-            is smaller the more ranks there are.
-    """
-    sizes, sizes_by_ranks = [0], dict[int, int]()
-    for probe in measured:
-        ranks, memory = probe.nodes * probe.gpus_per_node, probe.memory
-        if isinstance(memory, Components):
-            # with several micro-batches per step, their sum is a second copy (`worker/measure/meter.py`)
-            sizes.append(memory.gradients * ranks if sharded else memory.gradients // min(2, probe.accumulate))
-        elif memory.states is not None:
-            sizes_by_ranks[ranks] = max(memory.states.gradients, sizes_by_ranks.get(ranks, 0))
-    if sizes_by_ranks:
-        on_fewest, on_most = sizes_by_ranks[min(sizes_by_ranks)], sizes_by_ranks[max(sizes_by_ranks)]
-        is_divided = on_most < _MAX_SHARE_OF_DIVIDED_MODEL * on_fewest
-        sizes += [size * ranks if is_divided else size for ranks, size in sizes_by_ranks.items()]
-    return max(sizes)
-
-
-def fit_observations(
-    probes: Sequence[Observation],
-    observations: Sequence[Observation],
-    *,
-    collective: str,
-    priors: Priors = PRIORS,
-    named: Sequence[Diagnostic] = (),
-) -> tuple[StepTimeFit, list[Diagnostic]]:
-    """Fit the step-time model to observations; if ranks are delayed, fit it again with priors that allow for delays.
-
-    Args:
-        probes: observations that are compared with the fit.
-        observations: all observations that are fitted.
-        collective: `cluster.collective`.
-        priors: of the first fit.
-        named: warnings of known stragglers.
-
-    Raises:
-        BadMeasurements: as `step_time.fit_step_time`.
-    """
-    fit = step_time.fit_step_time(observations, collective=collective, priors=priors)
-    causes = list(named) or warn_unexplained_waits(probes, fit.model)
-    if causes:
-        fit = step_time.fit_step_time(
-            observations, collective=collective, priors=replace(priors, local_step=DELAYED_RANKS_RESIDUAL)
-        )
-    return fit, causes
 
 
 def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from tula_cli import words
 from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import BadMeasurements, Interruption, JobFailed, require_list
-from tula_cli.options import ComparisonRequest
+from tula_cli.errors import BadMeasurements, Interruption, JobFailed
+from tula_cli.options import ComparisonRequest, require_list
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
 from tula_cli.run.records.results import Comparison

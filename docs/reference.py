@@ -186,7 +186,7 @@ pipe, each row and each sentence is one line. The six commands of the workflow c
 
 def render_commands_page() -> str:
     """Return the page of all commands and of the exit codes."""
-    params = {name: _render_parameters(command.build().callback) for name, command in COMMANDS.items()}
+    params = {name: _render_parameters(command.build_command().callback) for name, command in COMMANDS.items()}
     shared = set.intersection(*(set(rows) for rows in params.values()))
     parts = [NOTE, "# Commands", COMMANDS_HEAD, _render_overview()]
     parts += ["Every command takes:", _render_table([row for row in next(iter(params.values())) if row in shared])]
@@ -198,7 +198,7 @@ def render_commands_page() -> str:
 
 
 def _command_summary(command: options.Command) -> str:
-    return inspect.cleandoc(command.load().__doc__ or "")
+    return inspect.cleandoc(command.load_function().__doc__ or "")
 
 
 def _render_overview() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.diagnostics import Diagnostic, diagnostic
-from tula_cli.show.screen import Screen, to_plain_data
+from tula_cli.show.screen import Screen, convert_to_plain_data
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
@@ -40,22 +40,22 @@ def test_a_dataclass_keeps_its_sentences_and_has_the_codes_beside_them() -> None
 
     coded = {"code": "too-many-epochs", "values": {"epochs": 9, "most": 3}, "text": "9 epochs are more than 3."}
     warning = too_many_epochs(epochs=9, most=3)
-    assert to_plain_data(Report((warning,), warning, 2)) == {
+    assert convert_to_plain_data(Report((warning,), warning, 2)) == {
         "warnings": [coded["text"]],
         "reason": coded["text"],
         "nodes": 2,
         "diagnostics": {"warnings": [coded], "reason": [coded]},
     }
-    assert to_plain_data(Report((), None, 2)) == {"warnings": [], "reason": None, "nodes": 2}
+    assert convert_to_plain_data(Report((), None, 2)) == {"warnings": [], "reason": None, "nodes": 2}
 
 
 def test_the_envelope_has_the_codes_of_warnings_once() -> None:
     screen = Screen(as_json=True, out=io.StringIO(), err=io.StringIO())
-    screen.warn(too_many_epochs(epochs=9, most=3))
-    screen.warn(too_many_epochs(epochs=9, most=3))
-    screen.warn("text of another program")
-    screen.answer(1, ())
-    screen.finish()
+    screen.print_warning(too_many_epochs(epochs=9, most=3))
+    screen.print_warning(too_many_epochs(epochs=9, most=3))
+    screen.print_warning("text of another program")
+    screen.print_answer(1, ())
+    screen.finish_answer()
     envelope = json.loads(screen.out.getvalue())
     assert envelope["warnings"] == ["9 epochs are more than 3.", "text of another program"]
     assert [(entry["code"], entry["values"]["most"]) for entry in envelope["diagnostics"]] == [("too-many-epochs", 3)]

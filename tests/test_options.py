@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import tula_cli as tula
 from tula_cli.cli import app
-from tula_cli.cli.options import register
+from tula_cli.cli.options import register_command
 from tula_cli.errors import SpecError
 from tula_cli.options import (
     ComparisonRequest,
@@ -49,12 +49,12 @@ class CommandLine:
     def __init__(self) -> None:
         self.asked: list[WithNewOption] = []
         self.app = typer.Typer()
-        register(self.app, self.ask(), example="tula ask")
+        register_command(self.app, self.ask(), example="tula ask")
 
     def ask(self):  # type: ignore[no-untyped-def]
         def ask(screen: Screen, query: WithNewOption) -> None:
             self.asked.append(query)
-            screen.answer({}, [])
+            screen.print_answer({}, [])
 
         return ask
 
@@ -113,7 +113,9 @@ def test_a_command_and_its_function_take_every_field(name: str, options: type) -
     assert {field.name for field, _ in fields} <= set(parameters)
     assert all(parameters[field.name].default == field.default for field, _ in fields)
     flags = {
-        flag for parameter in COMMANDS[name].build().params for flag in (*parameter.opts, *parameter.secondary_opts)
+        flag
+        for parameter in COMMANDS[name].build_command().params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
     }
     for field, option in fields:
         assert option is not None and set(option.make_flag(field.name).split("/")) <= flags

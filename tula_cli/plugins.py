@@ -37,7 +37,7 @@ def is_import_string(name: str) -> bool:
     return ":" in name
 
 
-def load_by_name(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
+def load_named_object(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
     """Return the object that `name` refers to.
 
     Args:

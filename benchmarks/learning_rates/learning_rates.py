@@ -197,7 +197,7 @@ def measure(settings: Sequence[tuple[Any, ...]], out: Path, options: argparse.Na
         ]
         batch = k * jobs[0].train.reference_batch
         searches = [search(job, batch, ranks) for job in jobs]
-        rules = [arm.rule for arm in rate_search.list_arms(jobs[0], batch)]
+        rules = [arm.rule for arm in rate_search.list_rate_arms(jobs[0], batch)]
         grid = {
             rule: [train_in_full(rate_search.make_job_of_rule(job, rule), batch, ranks) for job in jobs]
             for rule in rules
@@ -232,7 +232,7 @@ def judge(line: Mapping[str, Any]) -> Iterator[tuple[bool, bool, float]]:
     best = grid[(min if less_is_better else max)(means, key=means.__getitem__)]
     for content in line["searches"]:
         record = RateSearch.model_validate(content)
-        chosen = rate_search.choose_rate(record.branches, record.start_loss)
+        chosen = rate_search.find_branch_with_highest_rate(record.branches, record.start_loss)
         lowest = min(record.branches, key=_get_loss)
         right = [
             branch is not None and is_within_noise(grid[branch.rule], best, less_is_better=less_is_better)

@@ -32,7 +32,7 @@ def simulate_step_times(rng: Generator, count: int, alike: float) -> NDArray[np.
 def detect_changes(series: NDArray[np.float64]) -> list[int]:
     """Return the indices at which a change is detected."""
     test = ChangePointTest()
-    return [at for at, value in enumerate(series) if test.add(float(value)) is not None]
+    return [at for at, value in enumerate(series) if test.add_value(float(value)) is not None]
 
 
 def measure(count: int) -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ def make_product_model(priors: Priors) -> Model:
         def predict(places: Sequence[Where]) -> list[Estimate]:
             columns = ([p.nodes for p in places], [p.gpus_per_node for p in places], [p.local_batch for p in places])
             refused = [bool(fit.describe_why_unpredictable(p.nodes, p.gpus_per_node, p.local_batch)) for p in places]
-            steps = fit.predict_all(*columns)
-            return [Estimate(math.nan) if why else steps.at(index) for index, why in enumerate(refused)]
+            steps = fit.predict_step_times(*columns)
+            return [Estimate(math.nan) if why else steps.get_estimate(index) for index, why in enumerate(refused)]
 
         return predict
 

@@ -64,8 +64,8 @@ def _score(
     ]
     nodes, gpus, batches = ([getattr(at, name) for at in places] for name in ("nodes", "gpus_per_node", "local_batch"))
     seconds = np.array([wanted[place].seconds for place in places])
-    steps = fit.predict_all(nodes, gpus, batches)
-    alone = fit.predict_all(nodes, [1] * len(nodes), batches).seconds
+    steps = fit.predict_step_times(nodes, gpus, batches)
+    alone = fit.predict_step_times(nodes, [1] * len(nodes), batches).seconds
     return LevelScore(
         cluster, app, corner, len(places), float(np.median(np.abs(steps.seconds / seconds - 1))),
         float(np.mean((steps.low <= seconds) & (seconds <= steps.high))), float(np.median(steps.high / steps.low)),

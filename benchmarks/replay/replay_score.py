@@ -71,7 +71,7 @@ def _open_candidates(offer: Offer, fit: step_time.StepTimeFit, seen: Iterable[Ob
             job_seconds=offer.size(place) * START_SECONDS,
             measured=measured.get(place),
         )
-        for place, seconds in zip(places, fit.predict_all(*columns).seconds, strict=True)
+        for place, seconds in zip(places, fit.predict_step_times(*columns).seconds, strict=True)
     ]
 
 

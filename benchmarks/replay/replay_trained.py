@@ -88,7 +88,7 @@ def _are_neighbours(one: Where, other: Where) -> bool:
 
 
 def _predict(fit: StepTimeFit, place: Where) -> Sequence[float]:
-    steps = fit.predict_all([place.nodes], [place.gpus_per_node], [place.local_batch])
+    steps = fit.predict_step_times([place.nodes], [place.gpus_per_node], [place.local_batch])
     return [float(values[0]) for values in (steps.seconds, steps.low, steps.high)]
 
 

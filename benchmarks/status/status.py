@@ -86,7 +86,7 @@ def _measure_status(root: Path, jobs: int) -> Cost:
         return {id_: SchedulerState("ended") for id_ in ids}
 
     with mock.patch.object(queue, "query_states", ended):
-        look = _make_measurement("status", lambda: status.get_run_status(run, submit.SlurmLauncher(), now=START + 999))
+        look = _make_measurement("status", lambda: status.read_run_status(run, submit.SlurmLauncher(), now=START + 999))
     return look(jobs, run.path)
 
 

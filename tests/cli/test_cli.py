@@ -446,7 +446,7 @@ def test_130_on_ctrl_c_and_the_jobs_continue(cluster, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(live.LineDisplay, "update", lambda self, now: interrupt(now))
+    monkeypatch.setattr(live.LineDisplay, "update_status", lambda self, now: interrupt(now))
     ended = tula("profile", "job.yaml")
     assert ended.code == 130 and cluster.launcher.cancelled == []
     assert "the jobs continue" in ended.err and "tula cancel tula-runs/toy-" in ended.err
@@ -1705,7 +1705,7 @@ def test_ctrl_c_tells_of_the_jobs_of_all_types(two_types, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(live.LineDisplay, "update", interrupt)
+    monkeypatch.setattr(live.LineDisplay, "update_status", interrupt)
     ended = tula("profile", "job.yaml")
     assert ended.code == 130
     cancels = "; ".join(f"tula cancel tula-runs/{part.id}" for part in parts().values())

@@ -54,7 +54,7 @@ def test_no_description_in_the_list_of_commands_is_cut() -> None:
 def test_help_shows_every_option_once_and_the_ordinary_ones_fit_a_screen(name: str) -> None:
     text = shown(name, "--help")
     panels = re.split(r"^(?:Arguments|Options|Advanced):$", text, maxsplit=1, flags=re.MULTILINE)[1]
-    for param in COMMANDS[name].build().params:
+    for param in COMMANDS[name].build_command().params:
         if param.param_type_name == "option":
             name_of_option = max(param.opts, key=len)
             assert len(re.findall(rf"^  (?:-\w, )?{name_of_option}(?![\w-])", panels, re.MULTILINE)) == 1, param.opts
@@ -100,7 +100,7 @@ def test_each_other_name_suggests_a_command_that_exists() -> None:
 @each_command
 def test_the_list_of_commands_shows_the_summary_of_each_function(name: str) -> None:
     """The list has it from a table, because it imports no command."""
-    function = COMMANDS[name].load()
+    function = COMMANDS[name].load_function()
     assert inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0] == COMMANDS[name].summary
     assert function.__name__.rstrip("_") == name
 

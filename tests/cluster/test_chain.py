@@ -42,7 +42,7 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
 from tula_cli.run.records.tasks import JobSize, ProbeTask, Rung, TrainTask
 from tula_cli.services import train
-from tula_cli.services.training_end import make_error_of_training
+from tula_cli.services.training_end import make_training_error
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.signature import compute_cluster_signature
 
@@ -1324,7 +1324,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
     first = chain.run.get_training("s").read_attempts()[0]
     assert first.outcome == outcome, first.message
     assert first.host == get_node_name() and first.hosts == "node11" and first.message
-    error = make_error_of_training(chain.task, [first], saved_samples=0)
+    error = make_training_error(chain.task, [first], saved_samples=0)
     row = table_of_endings()[outcome]
     assert str(error.exit_code) == row[2] and error.hint
     follows = make_runs.execute_reaction(chain.run, chain.task, first.failure)
@@ -1410,7 +1410,7 @@ def test_a_loss_that_is_not_finite_ends_a_script_at_once(chain: Chain, cluster: 
     chain.script = after_progress(chain, 64, "print('Loss is nan, stopping training'); sys.exit(1)")
     chain.start("11")
     assert chain.outcomes() == ["diverged"]
-    error = make_error_of_training(chain.task, chain.run.get_training("s").read_attempts(), saved_samples=0)
+    error = make_training_error(chain.task, chain.run.get_training("s").read_attempts(), saved_samples=0)
     assert error.exit_code == 9 and "Loss is nan, stopping training" in error.message
 
 
@@ -1458,7 +1458,7 @@ def test_the_last_job_of_a_chain_ends_with_the_storage_failure(chain: Chain, clu
     chain.script = EIO
     chain.start("15")
     assert chain.outcomes() == ["storage"] * 3 and not cluster.delayed
-    error = make_error_of_training(chain.task, chain.run.get_training("s").read_attempts(), saved_samples=0)
+    error = make_training_error(chain.task, chain.run.get_training("s").read_attempts(), saved_samples=0)
     assert error.exit_code == 14
 
 

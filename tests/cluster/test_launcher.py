@@ -534,16 +534,16 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
         assert train.submit_training(run, plan, launcher) == plan.task.job
     assert len(versions.jobs()) == run.read_spec().train.max_attempts
     versions.set("1000", "PENDING", "Priority", starts=format_time(2e9))
-    job = services_status.get_run_status(run, launcher, now=time.time()).jobs[0]
+    job = services_status.read_run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason, job.starts_at) == ("queued", "Priority", 2e9)
     versions.set("1000", "NODE_FAIL", "NodeDown")
-    job = services_status.get_run_status(run, launcher, now=time.time()).jobs[0]
+    job = services_status.read_run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason) == (
         "queued",
         "continues after job 1000 (NODE_FAIL: a node of the job failed)",
     )
     assert cancel.cancel_jobs(open_runs_of_job(run), lambda _: launcher) == [plan.task.job]
-    assert services_status.get_run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
+    assert services_status.read_run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
     assert cancel.cancel_jobs(open_runs_of_job(run), lambda _: launcher) == []
 
 
@@ -723,7 +723,7 @@ def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeyp
         signal.signal(number, handler)
     assert [queued.get("exclude") for queued in versions.jobs()] == [None, *["old[1-2],gpu7"] * (len(job.links) - 1)]
     versions.set(job.links[0], "COMPLETED")
-    shown = services_status.get_run_status(run, SlurmLauncher(), now=time.time())
+    shown = services_status.read_run_status(run, SlurmLauncher(), now=time.time())
     assert shown.jobs[0].state == "queued"
     attempt = shown.attempts[-1].attempt
     assert (attempt.outcome, attempt.host) == ("device_fault", "gpu7")
@@ -731,7 +731,7 @@ def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeyp
         versions.set(link, "CANCELLED")
     again = submitted(run, task)
     assert "#SBATCH --exclude='old[1-2],gpu7'\n" in versions.script(again.scheduler_id)
-    shown = services_status.get_run_status(run, SlurmLauncher(), now=time.time()).jobs[0]
+    shown = services_status.read_run_status(run, SlurmLauncher(), now=time.time()).jobs[0]
     assert shown.state == "queued"
 
 
@@ -754,7 +754,7 @@ def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):
     run.write_attempt(attempt)
     for link in job.links:
         slurm.set(link, "COMPLETED")
-    shown = services_status.get_run_status(run, SlurmLauncher(), now=now).jobs[0]
+    shown = services_status.read_run_status(run, SlurmLauncher(), now=now).jobs[0]
     assert shown.state == "failed"
     assert shown.reason.startswith("CUDA error: uncorrectable ECC error encountered on gpu7; the memory of a GPU")
 

@@ -36,7 +36,7 @@ from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import MAX_RESTARTS, ProbeTask, Rung, Task, TrainTask, make_probe_id
-from tula_cli.services.training_end import make_error_of_training
+from tula_cli.services.training_end import make_training_error
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
 CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
@@ -256,7 +256,7 @@ def test_a_full_disk_under_the_ranks_is_reported_with_the_folder_and_not_tried_a
     assert attempt.shortage is not None and attempt.shortage.folder == "/scratch/gone"
     assert "free on the disk of /scratch/gone" in attempt.message
     assert len(ranks.starts) == 1 and not (run.path / shortages.RESERVE_NAME).exists(), "it was given back"
-    error = make_error_of_training(training, [attempt], saved_samples=0)
+    error = make_training_error(training, [attempt], saved_samples=0)
     assert (error.exit_code, error.code) == (13, "disk")
     cluster_supervise.supervise(run.path, training.id)  # as `tula train` starts it once there is room
     assert (
@@ -356,7 +356,7 @@ def test_training_out_of_memory_with_micro_batches_of_one_sample_ends(
     assert ranks.starts == ["train-s-1", "train-s-2", "train-s-3"], "a smaller batch takes as much at a time"
     newest = run.get_training("s").read_newest_task()
     assert newest is not None and (newest.batch, newest.splits) == (4, 4)
-    error = make_error_of_training(newest, run.get_training("s").read_attempts(), saved_samples=0)
+    error = make_training_error(newest, run.get_training("s").read_attempts(), saved_samples=0)
     assert "out of memory at the smallest batch, 4 with micro-batches of 1:" in error.message
 
 

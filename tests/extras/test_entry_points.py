@@ -13,7 +13,7 @@ import pytest
 from tula_cli import entry_points
 from tula_cli.cli import app
 from tula_cli.cli.options import ExtraCommand
-from tula_cli.entry_points import GROUP, find_extra, load_extra
+from tula_cli.entry_points import GROUP, load_extra, load_extra_if_installed
 from tula_cli.errors import SpecError
 from tula_cli.run.package import write_package_archive
 from tula_cli.show.screen import Screen
@@ -36,7 +36,7 @@ def test_every_optional_package_has_a_folder_an_entry_point_and_a_pip_extra() ->
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_an_entry_point_names_the_object_of_its_package(name: str) -> None:
-    assert load_extra(name) is find_extra(name)
+    assert load_extra(name) is load_extra_if_installed(name)
     assert type(load_extra(name)).__module__ == f"tula_cli.extras.{name}"
 
 
@@ -44,7 +44,7 @@ def test_a_source_tree_that_is_only_on_the_path_has_the_packages_of_its_project_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
-    assert {name: type(find_extra(name)).__module__ for name in PACKAGES} == {
+    assert {name: type(load_extra_if_installed(name)).__module__ for name in PACKAGES} == {
         n: f"tula_cli.extras.{n}" for n in PACKAGES
     }
 
@@ -54,16 +54,16 @@ def test_an_installed_tree_has_the_packages_of_its_metadata(monkeypatch: pytest.
     entry = metadata.EntryPoint("report", "tula_cli.extras.report:package", GROUP)
     monkeypatch.setattr(metadata, "entry_points", lambda **_: (entry,))
     monkeypatch.setattr(entry_points, "PROJECT_FILE", tmp_path / "pyproject.toml")
-    assert find_extra("report") and find_extra("trackers") is None
+    assert load_extra_if_installed("report") and load_extra_if_installed("trackers") is None
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
-    assert find_extra("report") and find_extra("trackers") is None
+    assert load_extra_if_installed("report") and load_extra_if_installed("trackers") is None
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
     with pytest.raises(SpecError, match="optional package weather is not installed") as error:
         load_extra("weather")
     assert "pip install 'tula-cli[weather]'" in error.value.hint
-    assert find_extra("weather") is None
+    assert load_extra_if_installed("weather") is None
 
 
 @pytest.fixture
@@ -94,9 +94,9 @@ def test_an_entry_point_whose_package_was_removed_is_that_of_no_package(installe
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_help_shows_the_summary_of_the_function(command: ExtraCommand) -> None:
     """`tula --help` has it from the core, `tula COMMAND --help` from the package."""
-    text = inspect.cleandoc(command.load().__doc__ or "")
+    text = inspect.cleandoc(command.load_function().__doc__ or "")
     assert text.partition("\n\n")[0] == command.summary
-    assert command.load().__name__ == command.name
+    assert command.load_function().__name__ == command.name
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

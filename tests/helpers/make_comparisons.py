@@ -115,7 +115,7 @@ def run_comparison(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID) 
 
 
 def compare(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | None = None) -> accuracy.CompareReport:
-    now = services_status.get_run_status(run, launcher or make.FakeLauncher(), now=time.time())
+    now = services_status.read_run_status(run, launcher or make.FakeLauncher(), now=time.time())
     return accuracy.build_compare_report(Run(run.path, run.read_spec()), comparison, jobs=now.jobs)
 
 

@@ -52,7 +52,9 @@ def script_job() -> Any:
 def add_recommendation(run: RunDir, objective: Any = "time") -> RunDir:
     """Return the run with a saved recommendation, which training uses."""
     runs = open_runs_of_job(run)
-    recommendation_files.save_answer(runs, recommending.recommend(runs, Query(objective=objective), now=1.0))
+    recommendation_files.save_answer(
+        runs, recommending.recommend_configuration(runs, Query(objective=objective), now=1.0)
+    )
     return run
 
 

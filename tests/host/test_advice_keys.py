@@ -23,7 +23,7 @@ from tula_cli.run.records.tasks import TrainTask, make_probe_id
 from tula_cli.services import profile_report
 from tula_cli.services.plans import ProfilePlan
 from tula_cli.services.search import list_feasible_candidates
-from tula_cli.services.training_end import make_error_of_training
+from tula_cli.services.training_end import make_training_error
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import SCRIPT_TRAIN_KEYS, TULA_LOOP_SECTIONS
@@ -80,7 +80,7 @@ def _end_of_training(run: RunDir, outcome: OutcomeClass) -> TulaError:
     task = run.get_training("ab12cd34").read_newest_task()
     assert isinstance(task, TrainTask)
     last = make.attempt(task.id, end=2e9, outcome=outcome, message="so it was", rank=0)
-    return make_error_of_training(task, [last], saved_samples=0)
+    return make_training_error(task, [last], saved_samples=0)
 
 
 def _end_of_probes(spec: JobSpec, outcome: OutcomeClass, folder: Path) -> TulaError:

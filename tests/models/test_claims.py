@@ -13,10 +13,10 @@ from tula_cli.models.claims import (
     describe_unmet_expectations,
     detect_batch_change,
     find_dataset_size,
-    find_differences,
     fit_lr_exponent,
     join_steps,
     list_mismatches,
+    list_probe_differences,
     select_undisturbed_steps,
     warn_inconsistent_probes,
     warn_script_scales_lr,
@@ -161,8 +161,10 @@ def test_no_clean_step_is_an_error() -> None:
 
 
 def test_probes_of_two_trainings_are_reported_apart() -> None:
-    assert find_differences([result(), result(), result()]) == []
-    differences = find_differences([result(), result(), result(parameters=12, optimizer="torch.optim.adamw.AdamW")])
+    assert list_probe_differences([result(), result(), result()]) == []
+    differences = list_probe_differences(
+        [result(), result(), result(parameters=12, optimizer="torch.optim.adamw.AdamW")]
+    )
     assert differences == [
         messages.probes_differ(aspect="parameters", first="10", other="12"),
         messages.probes_differ(aspect="optimizer", first="torch.optim.sgd.SGD", other="torch.optim.adamw.AdamW"),

@@ -143,7 +143,7 @@ def predict_progress(batch: int, *, epochs: int, noise: Noise) -> SameProgress:
         hours_low=2.7, hours_high=3.6, cost=12.0, peak_memory=None, headroom=None, measured=False,
     )  # fmt: skip
     table = efficiency.add_same_progress(Candidates.from_predictions([row]), epochs=epochs, reference=128, noise=noise)
-    progress = table.prediction(0).same_progress
+    progress = table.make_prediction(0).same_progress
     assert progress is not None
     return progress
 

@@ -46,8 +46,10 @@ def test_a_table_says_of_each_configuration_what_is_said_of_it_alone(name: str) 
     result = fitted(name)
     table = result.predict_configurations(*result.find_known_configurations())
     assert len(table) > 10 and table["measured"].any() and not table["measured"].all()
-    spot = {Config(row.nodes, row.batch): row for row in result.predict_on_spot(table).predictions()}
-    for config, row in zip(convert_to_configs(*result.find_known_configurations()), table.predictions(), strict=True):
+    spot = {Config(row.nodes, row.batch): row for row in result.predict_on_spot(table).make_predictions()}
+    for config, row in zip(
+        convert_to_configs(*result.find_known_configurations()), table.make_predictions(), strict=True
+    ):
         alone = result.predict(config)
         assert same(row, alone)
         there = result.predict_if_known(config, "spot")
@@ -70,7 +72,7 @@ def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) 
     result, job = fitted(name), fitted(name).spec
     table = result.predict_configurations(*result.find_known_configurations())
     for here in (table, result.predict_on_spot(table)):
-        for row in here.select_rows(range(0, len(here), 5)).predictions():
+        for row in here.select_rows(range(0, len(here), 5)).make_predictions():
             hours, paid = one_by_one(result, job, row)
             assert (row.hours, row.cost) == pytest.approx((hours, paid), rel=1e-9)
 
@@ -95,7 +97,7 @@ def one_by_one(result: Estimator, job: JobSpec, row: Prediction) -> tuple[float,
     seconds = cost.compute_training_seconds(
         work, step_time=row.step_time, overheads=overheads, checkpoint_every=every, **value
     )
-    own_memory = result.memory.for_ranks(row.nodes * gpus).compute_reserved(row.local_batch)
+    own_memory = result.memory.adapt_to_ranks(row.nodes * gpus).compute_reserved_memory(row.local_batch)
     reserved = row.peak_memory if row.measured else own_memory
     assert reserved == row.peak_memory
     paid = cost.compute_cost(
@@ -129,13 +131,13 @@ def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> Non
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     result = fitted("spot")
-    whole = result.candidates().predictions()
+    whole = result.predict_candidates().make_predictions()
     monkeypatch.setattr(estimator, "_CONFIGURATIONS_PER_CHUNK", 7)
-    assert all(same(*rows) for rows in zip(whole, result.candidates().predictions(), strict=True))
+    assert all(same(*rows) for rows in zip(whole, result.predict_candidates().make_predictions(), strict=True))
 
 
 def test_a_script_that_tells_little_has_a_table_too() -> None:
     result = Estimator.fit(make_spec(), [as_script_probe(probe) for probe in make_probes(Truth(), PLAN)])
     table = result.predict_configurations(*result.find_known_configurations())
     assert np.isfinite(table["hours"]).all() and np.isnan(table["kwh"]).all()
-    assert same(table.prediction(3), result.predict(convert_to_configs(*result.find_known_configurations())[3]))
+    assert same(table.make_prediction(3), result.predict(convert_to_configs(*result.find_known_configurations())[3]))

@@ -45,7 +45,7 @@ def test_every_strategy_finds_a_truth_without_noise_or_overlap(truth: Truth, str
     far = {"partial": 0.6, "sweep": 0.3, "full": 0.1}[strategy]
     job = make_spec(search={"strategy": strategy})
     plan = choose_probes(job, dataset_size=truth.dataset_size, max_local_batch=1024)
-    rows = Estimator.fit(job, make_probes(truth, plan)).candidates().predictions()
+    rows = Estimator.fit(job, make_probes(truth, plan)).predict_candidates().make_predictions()
     assert {row.nodes for row in rows} == {2, 4, 8, 16}
     for row in rows:
         expected = truth.step_time(row.nodes, row.local_batch)
@@ -59,11 +59,11 @@ def test_the_fastest_recommended_is_within_five_per_cent_of_the_optimum_under_no
     for seed in range(20):
         truth = Truth(noise=0.03, jitter=0.02)
         results = make_probes(truth, SWEEP, seed=seed)
-        best = Estimator.fit(make_spec(), results).candidates().predictions()[0]
+        best = Estimator.fit(make_spec(), results).predict_candidates().make_predictions()[0]
         exact = Truth()
         optimum = min(
             exact.step_time(row.nodes, row.local_batch) * (truth.dataset_size // row.batch)
-            for row in Estimator.fit(make_spec(), results).candidates().predictions()
+            for row in Estimator.fit(make_spec(), results).predict_candidates().make_predictions()
         )
         chosen = exact.step_time(best.nodes, best.local_batch) * (truth.dataset_size // best.batch)
         regrets.append(chosen / optimum - 1)
@@ -109,7 +109,7 @@ def test_an_out_of_memory_masks_its_local_batch_and_larger_ones_everywhere(assum
         make_out_of_memory(2, 128, assumed=assumed),
     ]
     forecast = Estimator.fit(make_spec(), results)
-    assert max(row.local_batch for row in forecast.candidates().predictions()) == 64
+    assert max(row.local_batch for row in forecast.predict_candidates().make_predictions()) == 64
     assert "128 ran out of memory" in forecast.describe_why_infeasible(Config(8, 8 * 256))
     with pytest.raises(Infeasible, match="128 ran out of memory"):
         forecast.predict(Config(4, 512))
@@ -126,7 +126,7 @@ def test_memory_and_margin_mask_what_was_not_measured() -> None:
     # 300 samples fill 1000 MiB, and 250 leave a tenth free.
     for mib, largest in ((1100, 256), (1000, 128)):
         forecast = Estimator.fit(make_spec(), make_probes(Truth(capacity=mib * MIB), {2: (16, 32), 16: (2, 8)}))
-        assert max(row.local_batch for row in forecast.candidates().predictions()) == largest, mib
+        assert max(row.local_batch for row in forecast.predict_candidates().make_predictions()) == largest, mib
     assert "10 %" in forecast.describe_why_infeasible(Config(2, 512))
 
 
@@ -142,7 +142,7 @@ def test_an_inspection_tells_capacity_and_growth_where_the_probes_do_not() -> No
 
 def test_no_batch_is_larger_than_the_dataset_or_broken_among_the_gpus() -> None:
     forecast = Estimator.fit(make_spec(), make_probes(Truth(dataset_size=1000, gpus_per_node=1), SWEEP))
-    assert max(row.batch for row in forecast.candidates().predictions()) == 512
+    assert max(row.batch for row in forecast.predict_candidates().make_predictions()) == 512
     assert "larger than the dataset" in forecast.describe_why_infeasible(Config(2, 1024))
     assert "is not divisible" in forecast.describe_why_infeasible(Config(3, 32))
 
@@ -191,13 +191,13 @@ def test_nodes_with_different_drivers_are_reported() -> None:
 
 def test_one_number_of_nodes_leaves_the_others_out() -> None:
     forecast = Estimator.fit(make_spec(), make_probes(Truth(), {4: (8, 64, 256)}))
-    assert {row.nodes for row in forecast.candidates().predictions()} == {4}
+    assert {row.nodes for row in forecast.predict_candidates().make_predictions()} == {4}
     assert "one number of nodes" in forecast.describe_why_unknown(Config(8, 512))
 
 
 def test_one_probe_predicts_only_itself() -> None:
     forecast = Estimator.fit(make_spec(), [make_probe(Truth(), 4, 64)])
-    assert [(row.nodes, row.local_batch) for row in forecast.candidates().predictions()] == [(4, 64)]
+    assert [(row.nodes, row.local_batch) for row in forecast.predict_candidates().make_predictions()] == [(4, 64)]
 
 
 def test_doubtful_measurements_are_named() -> None:

@@ -122,7 +122,7 @@ def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
     each = 32 * (SIZE // 32)
     spec = job(pricing=SPOT)
     often, seldom = (forecast(spec, saves(n, n)) for n in (3200, each))
-    first, second = (result.candidates().predictions() for result in (often, seldom))
+    first, second = (result.predict_candidates().make_predictions() for result in (often, seldom))
     assert {row.market for row in first} == {"spot", "on_demand"} == {row.market for row in second}
     for here, there in zip(*(sorted((r for r in rows if r.market == "spot"), key=lambda r: (r.nodes, r.batch)) for rows in (first, second)), strict=True):  # fmt: skip
         assert here.hours < there.hours and here.cost < there.cost
@@ -132,11 +132,11 @@ def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
 
 def test_no_spot_nodes_are_offered_while_nobody_knows_what_is_lost() -> None:
     result = forecast(job(pricing=SPOT), [])
-    assert {row.market for row in result.candidates().predictions()} == {"on_demand"}
+    assert {row.market for row in result.predict_candidates().make_predictions()} == {"on_demand"}
     lost = [warning.values.get("epochs_lost_on_spot") for warning in result.warnings]
     assert True not in lost, "that would be a guess"
     anew = forecast(job(None, pricing=SPOT), [])
-    spot = [row for row in anew.candidates().predictions() if row.market == "spot"]
+    spot = [row for row in anew.predict_candidates().make_predictions() if row.market == "spot"]
     for row in spot:
-        same_nodes = anew.candidates([row.nodes]).predictions()
+        same_nodes = anew.predict_candidates([row.nodes]).make_predictions()
         assert row.hours > next(other.hours for other in same_nodes if other.market == "on_demand")

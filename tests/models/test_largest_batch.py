@@ -106,7 +106,7 @@ def test_headroom_is_the_share_that_the_largest_batch_leaves_free() -> None:
     gpu = Gpu(3, script=False, accumulate=1)
     bracket, _ = gpu.search()
     assert bracket.compute_headroom() == pytest.approx(1 - gpu.memory(bracket.fitting).peak / gpu.capacity, abs=0.01)
-    with_margin = bracket.estimate_largest(margin=0.1)
+    with_margin = bracket.estimate_largest_batch(margin=0.1)
     assert with_margin is not None and gpu.memory(with_margin).peak == pytest.approx(0.9 * gpu.capacity, rel=0.02)
 
 
@@ -117,7 +117,7 @@ def test_memory_that_no_batch_could_use_is_not_free() -> None:
     bracket = gpu.bracket(
         [trial.model_copy(update={"capacity": capacity}) if isinstance(trial, Measured) else trial for trial in trials]
     )
-    headroom, with_margin = bracket.compute_headroom(), bracket.estimate_largest(margin=0.1)
+    headroom, with_margin = bracket.compute_headroom(), bracket.estimate_largest_batch(margin=0.1)
     assert headroom is not None and headroom < 0.05
     assert with_margin is not None and gpu.memory(with_margin).peak == pytest.approx(0.9 * gpu.capacity, rel=0.05)
 

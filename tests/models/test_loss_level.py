@@ -113,7 +113,7 @@ def followed(curve: Sequence[float], *, lr_factor: float = 8.0) -> tuple[LossLev
     """Take a curve; return its level and the step at which it has blown up, or None."""
     level = LossLevel()
     for step, loss in enumerate(curve, 1):
-        level.add(loss, samples=step, lr_factor=lr_factor)
+        level.add_loss(loss, samples=step, lr_factor=lr_factor)
         if level.above >= compute_max_spike_steps(len(curve)):
             return level, step
     return level, None
@@ -170,7 +170,7 @@ def test_a_training_that_was_interrupted_judges_as_one_that_was_not() -> None:
     curve, _ = BLOWN["a classifier back at chance"]
     whole, resumed = LossLevel(), LossLevel()
     for step, loss in enumerate(curve, 1):
-        whole.add(loss, samples=step, lr_factor=8)
-        resumed.add(loss, samples=step, lr_factor=8)
+        whole.add_loss(loss, samples=step, lr_factor=8)
+        resumed.add_loss(loss, samples=step, lr_factor=8)
         resumed = LossLevel(**json.loads(json.dumps(dataclasses.asdict(resumed))))
     assert resumed == whole

@@ -28,7 +28,7 @@ def test_what_is_drawn_while_waiting_and_for_a_sample_are_reported_apart() -> No
     model = power.fit_power_model([counted(probe) for probe in make_probes(truth, SWEEP)])
     assert model is not None
     assert (model.idle, model.per_sample) == pytest.approx((IDLE, PER_SAMPLE))
-    assert model.predict(0.2, 512).watts == pytest.approx(joules(0.2, 512) / 0.2)
+    assert model.predict_power(0.2, 512).watts == pytest.approx(joules(0.2, 512) / 0.2)
     assert model.words == "90.0 W per GPU and 0.700 J per sample, from 9 of 9 probes; median error 0.0 %"
 
 
@@ -40,7 +40,7 @@ def test_the_interval_holds_what_it_says() -> None:
         probes = [counted(p, f) for p, f in zip(make_probes(truth, SWEEP), noise, strict=False)]
         model = power.fit_power_model(probes)
         assert model is not None
-        result, seconds = model.predict(truth.step_time(8, 256), 256), truth.step_time(8, 256)
+        result, seconds = model.predict_power(truth.step_time(8, 256), 256), truth.step_time(8, 256)
         new = joules(seconds, 256) / seconds * (1 + 0.05 * random.standard_normal())
         assert result.error is not None
         inside += abs(new / result.watts - 1) <= result.error
@@ -50,7 +50,7 @@ def test_the_interval_holds_what_it_says() -> None:
 def test_few_probes_tell_one_power_and_one_alone_no_interval() -> None:
     power_model = power.fit_power_model([counted(make_probe(Truth(), 2, 64))])
     assert power_model is not None and power_model.error is None and power_model.per_sample == 0
-    assert power_model.predict(1.0, 8).error is None
+    assert power_model.predict_power(1.0, 8).error is None
     two = power.fit_power_model([counted(make_probe(Truth(), 2, size)) for size in (16, 256)])
     assert two is not None and two.per_sample == 0
     assert two.error is not None and two.error > 0.5, "they draw quite different powers"

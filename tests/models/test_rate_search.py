@@ -32,12 +32,12 @@ def branch(
 
 
 def test_the_learning_rate_of_the_reference_batch_its_root_multiple_and_its_multiple_are_tried() -> None:
-    arms = rate_search.list_arms(job(), 256)
+    arms = rate_search.list_rate_arms(job(), 256)
     assert [(arm.rule, arm.factor) for arm in arms] == [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)]
 
 
 def test_rules_that_a_limit_makes_equal_are_tried_once() -> None:
-    assert [arm.factor for arm in rate_search.list_arms(job(max_lr_factor=1.5), 256)] == [1.0, 1.5]
+    assert [arm.factor for arm in rate_search.list_rate_arms(job(max_lr_factor=1.5), 256)] == [1.0, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_the_highest_learning_rate_close_to_the_lowest_loss_is_chosen(
 ) -> None:
     branches = [
         branch(loss, arm.rule, factor=arm.factor, diverged=loss is None)
-        for loss, arm in zip(losses, rate_search.list_arms(job(), 512), strict=True)
+        for loss, arm in zip(losses, rate_search.list_rate_arms(job(), 512), strict=True)
     ]
-    choice = rate_search.choose_rate(branches, 3.5)
+    choice = rate_search.find_branch_with_highest_rate(branches, 3.5)
     assert (choice and choice.rule) == chosen
 
 
@@ -80,7 +80,7 @@ def test_other_batches_are_tried_with_the_rule_that_was_chosen() -> None:
         (512, "none"), (512, "sqrt"), (512, "linear"), (256, "sqrt"), (1024, "sqrt"),
     ]  # fmt: skip
     assert branches[-1].factor == 4.0
-    assert (largest := rate_search.choose_batch(branches[3:], 1.0)) is not None
+    assert (largest := rate_search.find_branch_with_largest_batch(branches[3:], 1.0)) is not None
     assert largest.batch == 1024
 
 
@@ -91,7 +91,7 @@ def test_where_every_learning_rate_diverges_no_other_batch_is_tried() -> None:
 
 @pytest.mark.parametrize("others", [(), (256, 1024)])
 def test_a_search_costs_at_most_a_tenth_of_a_training(others: tuple[int, ...]) -> None:
-    plan = rate_search.plan_search(job(), (512, *others), dataset_size=50_000)
+    plan = rate_search.plan_rate_search(job(), (512, *others), dataset_size=50_000)
     assert plan.branches == 3 + len(others)
     assert 0.05 < plan.share <= 0.1
     assert plan.samples == plan.start + plan.branches * plan.length + plan.noise_batches * 64
@@ -101,7 +101,7 @@ def test_a_search_costs_at_most_a_tenth_of_a_training(others: tuple[int, ...]) -
 
 
 def test_in_a_short_training_a_branch_still_takes_some_steps() -> None:
-    plan = rate_search.plan_search(job(epochs=2), (512,), dataset_size=2000)
+    plan = rate_search.plan_rate_search(job(epochs=2), (512,), dataset_size=2000)
     assert (plan.start, plan.length) == (rate_search.MIN_STEPS * 64, rate_search.MIN_STEPS * 512)
     assert plan.noise_batches == rate_search.MIN_NOISE_BATCHES and plan.share > 1
 
@@ -142,8 +142,8 @@ def test_what_cannot_be_searched_is_refused(train: dict[str, Any], batch: int, m
 )
 def test_the_overrides_train_with_the_rule(train: dict[str, Any], rule: LrRule, overrides: list[str]) -> None:
     spec = job(**train)
-    assert rate_search.list_overrides(spec, rule) == overrides
+    assert rate_search.list_rule_overrides(spec, rule) == overrides
     settings = dict(override.removeprefix("train.").split("=") for override in overrides)
     changed = job(**{**train, **settings})  # valid, and at the learning rate of the rule
-    (factor,) = {arm.factor for arm in rate_search.list_arms(spec, 256) if arm.rule == rule}
+    (factor,) = {arm.factor for arm in rate_search.list_rate_arms(spec, 256) if arm.rule == rule}
     assert rate_search.compute_lr_scale(changed, 256) == factor

@@ -82,7 +82,7 @@ def test_own_arms_replace_the_default_ones_but_not_the_control() -> None:
     spec = job(auto={"arms": [mine]}, ags={"delta": 0.7})
     assert [arm.name for arm in self_tuning.list_arms_of_training(spec, 256)] == ["lbt", "mine"]
     tuned = self_tuning.make_job_of_arm(spec, self_tuning.list_arms_of_training(spec, 256)[1])
-    assert (tuned.train.method, tuned.ags.resolved().delta) == ("ags", 0.7)
+    assert (tuned.train.method, tuned.ags.fill_from_preset().delta) == ("ags", 0.7)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,10 @@ def test_records_of_arms_with_more_settings_are_read() -> None:
 
 def test_arms_of_ags_scale_the_update_where_the_optimizer_would_divide_a_factor_out() -> None:
     arm = Arm(name="ags", method="ags")
-    assert self_tuning.make_job_of_arm(job(optimizer={"name": "AdamW"}), arm).ags.resolved().apply_to == "update"
-    assert self_tuning.make_job_of_arm(job(), arm).ags.resolved().apply_to == "gradient"
+    assert (
+        self_tuning.make_job_of_arm(job(optimizer={"name": "AdamW"}), arm).ags.fill_from_preset().apply_to == "update"
+    )
+    assert self_tuning.make_job_of_arm(job(), arm).ags.fill_from_preset().apply_to == "gradient"
 
 
 def test_the_factor_grows_in_the_warm_up_and_then_stays() -> None:
@@ -180,13 +182,13 @@ def test_the_loss_decides_with_and_without_accuracies() -> None:
 
 def test_a_diverged_arm_never_wins() -> None:
     gone = [branch(name, loss=0.1, diverged=True) for name in "abcx"]
-    assert self_tuning.find_winner([branch("lbt", loss=1), *gone]) == "lbt"
-    assert self_tuning.find_winner([branch("lbt", loss=2), *gone, branch("d", loss=1)]) == "d"
+    assert self_tuning.find_winning_arm([branch("lbt", loss=1), *gone]) == "lbt"
+    assert self_tuning.find_winning_arm([branch("lbt", loss=2), *gone, branch("d", loss=1)]) == "d"
 
 
 def test_where_all_diverge_the_control_is_left() -> None:
     results = [branch(name, loss=None, top1=None, diverged=True) for name in ("a", "lbt", "b")]
-    assert self_tuning.find_winner(results) == "lbt"
+    assert self_tuning.find_winning_arm(results) == "lbt"
 
 
 def test_after_arms_that_broke_down_the_best_of_the_rest_wins() -> None:
@@ -210,12 +212,12 @@ def test_after_arms_that_broke_down_the_best_of_the_rest_wins() -> None:
 def test_the_favourite_wins_unless_another_is_clearly_better_and_so_does_the_job_s_decay(
     losses: dict[str, float], winner: str
 ) -> None:
-    assert self_tuning.find_winner(branches_of(**losses)) == winner
+    assert self_tuning.find_winning_arm(branches_of(**losses)) == winner
 
 
 def test_a_favourite_that_diverged_does_not_win() -> None:
     gone = branch("ramp", loss=None, diverged=True)
-    assert self_tuning.find_winner([*branches_of(lbt=2, a=1), gone]) == "a"
+    assert self_tuning.find_winning_arm([*branches_of(lbt=2, a=1), gone]) == "a"
 
 
 # --- what it takes

@@ -541,7 +541,7 @@ import importlib.util, json, multiprocessing, sys
 from pathlib import Path
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.worker.__main__ import change_to_job_folder
-from tula_cli.plugins import load_by_name
+from tula_cli.plugins import load_named_object
 
 def look(queue):
     import mine, pack.lazy, late
@@ -550,7 +550,7 @@ def look(queue):
 if __name__ == "__main__":
     run = RunDir(Path(sys.argv[1]))
     change_to_job_folder(run.read_task(sys.argv[2]), run)
-    answer = {"model": load_by_name("mine:VALUE", {}, kind="model"), "cwd": str(Path.cwd())}
+    answer = {"model": load_named_object("mine:VALUE", {}, kind="model"), "cwd": str(Path.cwd())}
     answer["far"] = importlib.util.find_spec("far") is not None
     answer["data"] = Path("data/x.txt").read_text()
     for method in sys.argv[3:]:

@@ -20,7 +20,7 @@ from tula_cli.run.job_runs import (
     save_runs,
     select_runs,
 )
-from tula_cli.services.recommend import recommend
+from tula_cli.services.recommend import recommend_configuration
 from tula_cli.services.recommendation_files import save_answer
 
 TYPES = {"a": {"pricing": {"price": 1.0}}, "b.x": {"cluster": {"gpus_per_node": 2}, "pricing": {"price": 2.0}}}
@@ -83,7 +83,7 @@ def test_runs_of_one_job_on_two_clusters_are_chosen_among(tmp_path: Path) -> Non
         for nodes, local in ((1, 32), (1, 64), (2, 16), (2, 32)):
             make.add_measured(run, nodes, local)
     together = open_runs(runs)
-    answer = recommend(together, Query(objective="cost"), now=1.0)
+    answer = recommend_configuration(together, Query(objective="cost"), now=1.0)
     assert {row.type for row in answer.recommendation.rows} == {run.id for run in runs}
     assert answer.chosen_run.path == runs[1].path
     save_answer(together, answer)
@@ -104,7 +104,7 @@ def test_copies_of_a_run_are_compared_and_each_keeps_its_type(family: tuple[Run,
     (tmp_path / "link").symlink_to(family[0].path)
     together = open_runs([family[0], RunDir(tmp_path / "link"), family[0], RunDir(copy)])
     assert [run.path for run in together] == [family[0].path, copy]
-    answer = recommend(together, Query(), now=1.0)
+    answer = recommend_configuration(together, Query(), now=1.0)
     assert len({row.type for row in answer.recommendation.rows}) == 2
     save_answer(together, answer, every=True)
     for run in together:
@@ -146,6 +146,6 @@ def test_runs_of_fewer_gpus_are_known_when_they_are_opened(tmp_path: Path) -> No
     job = make.spec(cluster={"gpus_per_node": 2}, search={"gpus_per_node": [1, 2], "nodes": [1]})
     runs = make.create_runs(tmp_path, job)
     for family in (runs, open_runs_of_job(runs[0], [])):
-        assert [(run.spec.cluster.gpus_per_node, run.spec.measured_with_fewer_gpus) for run in family] == [
+        assert [(run.spec.cluster.gpus_per_node, run.spec.is_supplement_with_fewer_gpus) for run in family] == [
             (1, True), (2, False),
         ]  # fmt: skip

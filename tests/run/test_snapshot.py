@@ -22,7 +22,7 @@ def test_one_look_at_many_ended_slurm_jobs_reads_each_file_at_most_once(tmp_path
     run = benchmark.make_run(tmp_path, 66)
     monkeypatch.setattr(queue, "query_states", lambda ids: {id_: SchedulerState("ended") for id_ in ids})
     with benchmark.count_reads() as reads:
-        status = services_status.get_run_status(run, submit.SlurmLauncher(), now=benchmark.START + 999)
+        status = services_status.read_run_status(run, submit.SlurmLauncher(), now=benchmark.START + 999)
     assert [job.state for job in status.jobs] == ["done"] * 66
     assert len(reads) == len(set(reads))
     missing = {path for path in reads if not path.exists()}
@@ -105,7 +105,7 @@ def test_a_damaged_curve_is_reported_and_one_that_a_kill_has_cut_off_is_not(run)
         path.write_bytes(bad)
         (words,) = run.read_snapshot().training_warnings
         assert (words.values["path"], words.values["count"]) == (str(path), count)
-    now = services_status.get_run_status(run, make.FakeLauncher({}), now=make.START)
+    now = services_status.read_run_status(run, make.FakeLauncher({}), now=make.START)
     assert now.warnings == (words,) and now.training.samples == 1920
 
 

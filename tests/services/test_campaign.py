@@ -16,7 +16,7 @@ from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_runs_by_job, open_runs_of_job
 from tula_cli.services.campaign import MAX_TRAININGS, plan_campaign, plan_trainings
-from tula_cli.services.recommend import recommend
+from tula_cli.services.recommend import recommend_configuration
 from tula_cli.show.campaign import render_campaign
 from tula_cli.show.screen import Screen
 from tula_cli.words import format_duration, format_number
@@ -43,7 +43,7 @@ def test_many_trainings_are_planned_on_few_nodes_each(run: RunDir) -> None:
 
 
 def test_the_knee_limits_the_batch_and_time_does_not(run: RunDir) -> None:
-    knee = recommend(open_runs_of_job(run), Query(), now=1.0).recommendation.choice.batch
+    knee = recommend_configuration(open_runs_of_job(run), Query(), now=1.0).recommendation.choice.batch
     by_knee, by_time = plan(run, 1), plan(run, 1, objective="time")
     assert by_knee.max_batch == knee >= by_knee.batch
     assert by_time.max_batch is None and by_time.batch > knee and by_time.hours < by_knee.hours
@@ -153,7 +153,7 @@ def test_a_plan_has_the_warnings_of_the_answer_with_their_codes(
 ) -> None:
     isolate_environment(monkeypatch, tmp_path)
     query = Query(nodes=64, max_nodes=64)
-    answer = recommend(open_runs_of_job(run), query, now=1.0)
+    answer = recommend_configuration(open_runs_of_job(run), query, now=1.0)
     assert answer.warnings and plan(run, 3, nodes=64, max_nodes=64).warnings == tuple(answer.warnings)
     screen = Screen(out=io.StringIO(), err=io.StringIO())
     options = ["--trainings", "3", "--nodes", "64", "--max-nodes", "64", "--json"]

@@ -26,9 +26,9 @@ from tula_cli.services import estimate as services_estimate
 from tula_cli.services import logs as services_logs
 from tula_cli.services import messages
 from tula_cli.services import nodes as services_nodes
-from tula_cli.services.check import check, check_all_node_types
-from tula_cli.services.estimate import estimate
-from tula_cli.services.nodes import check_node_count, collect_node_check, submit_node_check, watch_node_check
+from tula_cli.services.check import check_job, check_job_on_all_node_types
+from tula_cli.services.estimate import estimate_memory
+from tula_cli.services.nodes import choose_node_count, collect_node_check, submit_node_check, watch_node_check
 from tula_cli.services.search import ASSUMED_START_SECONDS, estimate_search, list_measured_probes
 from tula_cli.show import check as show_check
 from tula_cli.show import check as show_estimate
@@ -90,13 +90,13 @@ def test_a_scheduler_of_ones_own_that_is_not_there_is_reported_before_the_model_
         raise AssertionError("built")
 
     with pytest.raises(SpecError, match="there is no module 'no_such_site'"):
-        check_all_node_types(
+        check_job_on_all_node_types(
             [RunDir.from_spec(Path("runs"), make.spec(cluster={"kind": "no_such_site:Pbs"}))], inspector=never
         )
 
 
 def test_jobs_are_those_of_the_search(found):
-    report = check(spec())
+    report = check_job(spec())
     assert [(job.nodes, job.batches) for job in report.jobs] == [(1, (32, 64, 128, 256, 512)), (2, (32, 128, 512))]
     assert report.jobs[1].local_batches == (16, 64, 256)
     assert report.probes == 8
@@ -104,7 +104,7 @@ def test_jobs_are_those_of_the_search(found):
 
 
 def test_bounds_are_jobs_times_nodes_times_their_longest(found):
-    report = check(spec())
+    report = check_job(spec())
     assert report.node_hours_at_most == pytest.approx((1 + 2) * 6 / 60)
     assert report.machine_hours_at_most == pytest.approx(2 * 6 / 60)
     assert report.price_at_most == pytest.approx(3.0)
@@ -137,7 +137,7 @@ def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_mo
 
 
 def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
-    report = check(spec())
+    report = check_job(spec())
     shown = "\n".join(str(line) for line in show_check.render_check(report, {}))
     assert re.search(r"expected .* with one job at a time, .* node-h \(assuming 0.1 s per step\)\nat most", shown)
 
@@ -146,23 +146,23 @@ def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
 def test_a_missing_file_of_the_jobs_is_an_error_before_anything_is_submitted(setting: str) -> None:
     sections = {"setup": {"setup": "nowhere.sh"}, "wrapper": {"slurm": {"wrapper": "nowhere.sh"}}}
     with pytest.raises(SpecError, match=rf"{setting}: cannot read .*nowhere\.sh: No such file or directory"):
-        check(spec(cluster={"kind": "slurm", **sections[setting]}))
+        check_job(spec(cluster={"kind": "slurm", **sections[setting]}))
 
 
 def test_slurm_has_no_machine_hours(found):
-    assert check(spec(cluster={"kind": "slurm"})).machine_hours_at_most is None
+    assert check_job(spec(cluster={"kind": "slurm"})).machine_hours_at_most is None
 
 
 def test_memory_price_needs_a_capacity(found):
     per_memory = spec(pricing={"kind": "gb_hour", "price": 1.0})
-    assert check(per_memory).price_at_most is None
+    assert check_job(per_memory).price_at_most is None
     found(capacity=10**9)
-    assert check(per_memory).price_at_most == pytest.approx(0.3)
+    assert check_job(per_memory).price_at_most == pytest.approx(0.3)
 
 
 def test_memory_bounds_the_batches(found):
     found(capacity=200 * MB)
-    report = check(spec())
+    report = check_job(spec())
     assert report.largest_local_batch == 70  # (200 x 0.9 - 40) / 2
     assert report.jobs[0].batches == (32, 64)
     assert report.jobs[1].batches == (32, 64, 128)
@@ -170,7 +170,7 @@ def test_memory_bounds_the_batches(found):
 
 def test_model_that_does_not_fit_is_a_problem(found):
     found(capacity=30 * MB)
-    report = check(spec())
+    report = check_job(spec())
     assert report.jobs == ()
     assert report.largest_local_batch == 0
     assert codes(report.problems) == ["no-feasible-batch"] and "memory" in report.problems[0].text
@@ -178,52 +178,54 @@ def test_model_that_does_not_fit_is_a_problem(found):
 
 def test_batch_beyond_the_dataset_is_a_problem(found):
     found(dataset_size=20)
-    assert "larger than the dataset" in check(spec()).problems[0].text
+    assert "larger than the dataset" in check_job(spec()).problems[0].text
 
 
 def test_batches_that_do_not_divide_are_a_problem(found):
-    report = check(spec(search={"nodes": [3]}))
+    report = check_job(spec(search={"nodes": [3]}))
     assert report.jobs == ()
     assert "No batch 32 x 2^k up to 1000 is divisible by 3 nodes" in report.problems[0].text
 
 
 def test_nodes_without_a_batch_are_left_out_aloud(found):
-    report = check(spec(search={"nodes": [1, 3]}))
+    report = check_job(spec(search={"nodes": [1, 3]}))
     assert [job.nodes for job in report.jobs] == [1]
     assert values(report.warnings, "nodes-without-batch") == {"nodes": [3]}
 
 
 @pytest.mark.parametrize("strategy", ["adaptive", "partial"])
 def test_nodes_that_a_strategy_does_not_measure_are_not_said_to_hold_no_batch(found, strategy):
-    report = check(spec(search={"strategy": strategy, "nodes": [1, 2, 4]}))
+    report = check_job(spec(search={"strategy": strategy, "nodes": [1, 2, 4]}))
     assert len(report.jobs) < 3
     assert "nodes-without-batch" not in codes(report.warnings)
 
 
 def test_more_ranks_than_cores_are_a_warning(found):
-    assert "ranks-share-cores" not in codes(check(spec()).warnings)
-    report = check(spec(cluster={"gpus_per_node": 2}))
+    assert "ranks-share-cores" not in codes(check_job(spec()).warnings)
+    report = check_job(spec(cluster={"gpus_per_node": 2}))
     assert values(report.warnings, "ranks-share-cores") == {"ranks": 4, "cores": 2}
 
 
 def test_values_that_hardly_go_together_are_warnings(found):
     late = {"kind": "multistep", "milestones": [1, 10, 1000]}
-    warnings = check(spec(train={"epochs": 10, "workers": 200}, schedule=late)).warnings
+    warnings = check_job(spec(train={"epochs": 10, "workers": 200}, schedule=late)).warnings
     assert values(warnings, "milestones-after-end") == {"milestones": [10, 1000], "epochs": 10}
     assert values(warnings, "too-many-loader-processes") == {"workers": 200, "processes": 200, "cores": 2}
-    slow = check(spec(train={"epochs": 10}, schedule={"warmup_epochs": 11})).warnings
+    slow = check_job(spec(train={"epochs": 10}, schedule={"warmup_epochs": 11})).warnings
     assert messages.warmup_after_end(warmup_epochs=11.0, epochs=10) in slow
-    small = check(spec(train={"epochs": 10, "method": "ags"}, ags={"b_small": 64}, search={"max_batch": 128})).warnings
+    small = check_job(
+        spec(train={"epochs": 10, "method": "ags"}, ags={"b_small": 64}, search={"max_batch": 128})
+    ).warnings
     assert messages.batch_not_scaled(b_small=64, batches=[32, 64], method="ags") in small
     short = {"name": "AdamW", "lr": 0.1, "beta2_half_life": 100}
-    warnings = check(spec(optimizer=short, train={"epochs": 10, "reference_batch": 128})).warnings
+    warnings = check_job(spec(optimizer=short, train={"epochs": 10, "reference_batch": 128})).warnings
     assert messages.beta2_half_life_below_batch(half_life=100.0, reference_batch=128) in warnings
     grown = {"epochs": 10, "method": "lrs", "ramp": [{"epochs": 1, "batch": 512}]}
-    unplaced = check(spec(train=grown, search={"max_batch": 128}))
+    unplaced = check_job(spec(train=grown, search={"max_batch": 128}))
     assert codes(unplaced.problems) == ["nodes-unusable-for-stages"]
     assert "nodes-unusable-for-stages" not in codes(unplaced.warnings)
     soon = {"kind": "multistep", "milestones": [1, 9], "warmup_epochs": 10}
-    fine = check(spec(train={"epochs": 10, "workers": 4}, schedule=soon)).warnings
+    fine = check_job(spec(train={"epochs": 10, "workers": 4}, schedule=soon)).warnings
     assert not {"milestones-after-end", "warmup-after-end", "too-many-loader-processes"} & set(codes(fine))
 
 
@@ -238,34 +240,34 @@ def test_values_that_hardly_go_together_are_warnings(found):
 )
 def test_more_ranks_than_gpus_on_this_machine_are_a_problem(found, gpus, cluster, needed, advice):
     found(device="cuda", gpus=gpus)
-    problems = check(spec(cluster=cluster)).problems
+    problems = check_job(spec(cluster=cluster)).problems
     problem = messages.too_few_gpus(nodes=[1, 2], needed=needed, available=gpus, advice=advice)
     assert problems == ((problem,) if needed else ())
 
 
 def test_gpus_of_a_cluster_are_not_those_of_this_machine(found):
     found(device="cuda", gpus=1)
-    assert check(spec(cluster={"kind": "slurm"})).problems == ()
+    assert check_job(spec(cluster={"kind": "slurm"})).problems == ()
 
 
 def test_more_than_the_cap_is_a_problem(found):
-    report = check(spec(search={"max_node_hours": 0.2}))
+    report = check_job(spec(search={"max_node_hours": 0.2}))
     assert values(report.problems, "search-exceeds-cap") == {"node_hours": pytest.approx(0.3), "cap": 0.2}
 
 
 def test_a_collective_that_training_does_not_use_is_a_warning(found):
-    warnings = check(spec(cluster={"collective": "parameter_server"})).warnings
+    warnings = check_job(spec(cluster={"collective": "parameter_server"})).warnings
     assert codes(warnings).count("parameter-server-collective") == 1
-    assert "parameter-server-collective" not in codes(check(spec(cluster={"collective": "tree"})).warnings)
+    assert "parameter-server-collective" not in codes(check_job(spec(cluster={"collective": "tree"})).warnings)
 
 
 def test_missing_cap_is_a_warning(found):
-    assert "no-cap-on-node-hours" in codes(check(spec(search={"max_node_hours": None})).warnings)
+    assert "no-cap-on-node-hours" in codes(check_job(spec(search={"max_node_hours": None})).warnings)
 
 
 def test_failed_estimate_is_a_warning_and_bounds_nothing(found):
     found(footprints=(), estimate_error="it reads numbers", capacity=10)
-    report = check(spec())
+    report = check_job(spec())
     assert report.largest_local_batch is None
     assert report.probes == 8
     assert values(report.warnings, "memory-not-estimated") == {"reason": "it reads numbers"}
@@ -273,23 +275,23 @@ def test_failed_estimate_is_a_warning_and_bounds_nothing(found):
 
 def test_warnings_of_the_inspection_are_passed_on(found):
     found(warnings=("odd",))
-    assert values(check(spec()).warnings, "inspection-warning") == {"text": "odd"}
+    assert values(check_job(spec()).warnings, "inspection-warning") == {"text": "odd"}
 
 
 def test_reference_batch_above_the_dataset_size_is_warned_about(found):
-    report = check(spec(train={"reference_batch": 1001}))
+    report = check_job(spec(train={"reference_batch": 1001}))
     expected = {"reference_batch": 1001, "dataset_size": 1000}
     assert values(report.warnings, "reference-batch-exceeds-dataset") == expected
-    assert "reference-batch-exceeds-dataset" not in codes(check(spec(train={"reference_batch": 1000})).warnings)
+    assert "reference-batch-exceeds-dataset" not in codes(check_job(spec(train={"reference_batch": 1000})).warnings)
 
 
 def test_offline_nothing_is_built(monkeypatch):
     monkeypatch.setattr(services_check, "inspect", lambda _: pytest.fail("inspected"))
-    unbounded = check(spec(), online=False)
+    unbounded = check_job(spec(), online=False)
     assert unbounded.jobs == () and unbounded.is_extent_unknown
     text = "\n".join(map(str, show_check.render_check(unbounded, {})))
     assert "without --offline, or set search.max_batch" in text and "finished" not in text
-    report = check(spec(search={"max_batch": 64}), online=False)
+    report = check_job(spec(search={"max_batch": 64}), online=False)
     assert not report.is_extent_unknown
     assert report.inspection is None
     assert report.jobs[0].batches == (32, 64)
@@ -299,7 +301,7 @@ def test_offline_nothing_is_built(monkeypatch):
 
 
 def test_rows_are_the_local_batches_of_the_search_up_to_the_first_that_does_not_fit(found):
-    report = estimate(spec(), capacity=200 * MB)
+    report = estimate_memory(spec(), capacity=200 * MB)
     assert [row.local_batch for row in report.rows] == [16, 32, 64, 128]
     assert [report.fits(row) for row in report.rows] == [True, True, True, False]
     assert report.largest_local_batch == 70
@@ -308,36 +310,36 @@ def test_rows_are_the_local_batches_of_the_search_up_to_the_first_that_does_not_
 
 def test_capacity_of_the_inspection_is_the_default(found):
     found(capacity=100 * MB)
-    assert estimate(spec()).largest_local_batch == 25
-    assert estimate(spec(), capacity=200 * MB).capacity == 200 * MB
+    assert estimate_memory(spec()).largest_local_batch == 25
+    assert estimate_memory(spec(), capacity=200 * MB).capacity == 200 * MB
 
 
 def test_without_a_capacity_nothing_is_said_to_fit(found):
-    report = estimate(spec())
+    report = estimate_memory(spec())
     assert report.largest_local_batch is None
     assert report.fits(report.rows[0]) is None
 
 
 def test_components_add_up_to_the_peak(found):
-    for row in estimate(spec()).rows:
+    for row in estimate_memory(spec()).rows:
         parts = row.memory.static + row.memory.batch + row.memory.activations
         assert parts == pytest.approx(row.memory.peak, abs=2)
 
 
 def test_accumulation_counts_micro_batches(found):
-    report = estimate(spec(train={"accumulate": 4}), capacity=200 * MB)
+    report = estimate_memory(spec(train={"accumulate": 4}), capacity=200 * MB)
     assert report.largest_local_batch % 4 == 0
     assert report.rows[0].local_batch % 4 == 0
 
 
 def test_search_without_a_batch_still_tells_memory(found):
-    assert [row.local_batch for row in estimate(spec(search={"nodes": [3]})).rows][:3] == [1, 2, 4]
+    assert [row.local_batch for row in estimate_memory(spec(search={"nodes": [3]})).rows][:3] == [1, 2, 4]
 
 
 def test_estimate_that_failed_says_why(found):
     found(footprints=(), estimate_error="it reads numbers")
     with pytest.raises(JobFailed, match="it reads numbers"):
-        estimate(spec())
+        estimate_memory(spec())
 
 
 def probe(local_batch: int, **changes) -> Measured:
@@ -347,9 +349,9 @@ def probe(local_batch: int, **changes) -> Measured:
 
 
 def test_an_estimate_tells_what_data_takes_of_the_nodes_own_memory(found):
-    assert estimate(spec()).data is None  # no size of a sample is known
+    assert estimate_memory(spec()).data is None  # no size of a sample is known
     found(sample_bytes=MB, cpus=5)
-    report = estimate(spec(), capacity=200 * MB)
+    report = estimate_memory(spec(), capacity=200 * MB)
     assert (report.largest_row, report.loaders) == (64, 4)
     assert report.data.shared == 2 * (2 * 4 + 1) * 64 * MB  # two loaders, two batches a process, one in use
     assert any("up to 1.07 GiB in /dev/shm per rank, at local batch 64 with 4 loader processes" in line
@@ -357,49 +359,49 @@ def test_an_estimate_tells_what_data_takes_of_the_nodes_own_memory(found):
 
 
 def test_probes_of_the_job_correct_the_estimate(found):
-    report = estimate(spec(), results=[probe(16), probe(64)])
+    report = estimate_memory(spec(), results=[probe(16), probe(64)])
     row = next(row for row in report.rows if row.local_batch == 32)
     assert (row.memory.peak, row.memory.libraries) == (236 * MB, 50 * MB)
     assert report.capacity == 500 * MB
     assert report.largest_local_batch == (450 - 50 - 140) // 3
     assert report.correction == "corrected by 2 probes of this job (local batches 16 to 64)"
-    assert estimate(spec(), results=[]).correction == ""
+    assert estimate_memory(spec(), results=[]).correction == ""
 
 
 def test_how_far_the_corrected_model_is_off_is_reported(found):
-    report = estimate(spec(), results=[probe(16), probe(32), probe(64)])
+    report = estimate_memory(spec(), results=[probe(16), probe(32), probe(64)])
     assert report.correction.endswith("(local batches 16 to 64; median error of the peak memory 0.0 %)")
 
 
 def test_probes_stand_in_for_an_estimate_that_failed(found):
     found(footprints=(), estimate_error="it reads numbers")
-    report = estimate(spec(), results=[probe(16), probe(64)])
+    report = estimate_memory(spec(), results=[probe(16), probe(64)])
     assert report.largest_local_batch == 86
     assert report.correction.startswith("from 2 probes alone")
 
 
 def test_out_of_memory_in_a_probe_bounds_the_estimate(found):
-    report = estimate(spec(), results=[probe(16), make_out_of_memory(1, 64)])
+    report = estimate_memory(spec(), results=[probe(16), make_out_of_memory(1, 64)])
     assert report.largest_local_batch == 63
     assert [report.fits(row) for row in report.rows] == [True, True, False]
     assert "a local batch of 64 ran out of memory" in report.correction
 
 
 def test_what_ran_fits_even_above_the_margin(found):
-    report = estimate(spec(), results=[probe(16), probe(96)])
+    report = estimate_memory(spec(), results=[probe(16), probe(96)])
     assert report.largest_local_batch == 96
 
 
 def test_outcomes_on_the_probes_gpu_say_nothing_of_another_one(found):
     results = [probe(16), probe(96), make_out_of_memory(1, 128)]
-    assert estimate(spec(), capacity=10_000 * MB, results=results).largest_local_batch > 1000
-    assert estimate(spec(), capacity=300 * MB, results=results).largest_local_batch == (270 - 50 - 140) // 3
+    assert estimate_memory(spec(), capacity=10_000 * MB, results=results).largest_local_batch > 1000
+    assert estimate_memory(spec(), capacity=300 * MB, results=results).largest_local_batch == (270 - 50 - 140) // 3
 
 
 def test_probes_on_different_hardware_do_not_correct(found):
     other = probe(64)
     other = other.model_copy(update={"environment": other.environment.model_copy(update={"hardware": "another"})})
-    report = estimate(spec(), results=[probe(16), other])
+    report = estimate_memory(spec(), results=[probe(16), other])
     assert report.rows[0].memory.peak == footprint(16).memory.peak
     assert "different hardware" in report.correction
 
@@ -787,34 +789,34 @@ def offer(monkeypatch, **sizes: int) -> None:
 @pytest.mark.parametrize(("searched", "nodes"), [([1, 2], 2), ([4, 8], 4), ([1], 2), ([8, 3], 3)])
 def test_the_fewest_nodes_of_the_search_are_looked_at(monkeypatch, searched, nodes):
     offer(monkeypatch, main=16)
-    assert check_node_count(spec(cluster=SLURM, search={"nodes": searched}), None) == nodes
+    assert choose_node_count(spec(cluster=SLURM, search={"nodes": searched}), None) == nodes
 
 
 def test_a_small_partition_bounds_the_nodes(monkeypatch):
     offer(monkeypatch, main=2, tiny=1)
     job = spec(cluster=SLURM, search={"nodes": [4, 8]})
-    assert check_node_count(job, None) == 2
+    assert choose_node_count(job, None) == 2
     with pytest.raises(SpecError, match="--nodes 3: a job can have at most 2 nodes here"):
-        check_node_count(job, 3)
+        choose_node_count(job, 3)
     tiny = spec(cluster={**SLURM, "slurm": {"partition": "tiny"}})
-    assert check_node_count(tiny, None) == 1
+    assert choose_node_count(tiny, None) == 1
 
 
 def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch):
     offer(monkeypatch)
-    assert check_node_count(spec(cluster=SLURM), 64) == 64
-    assert check_node_count(spec(search={"nodes": [1]}), None) == 1
+    assert choose_node_count(spec(cluster=SLURM), 64) == 64
+    assert choose_node_count(spec(search={"nodes": [1]}), None) == 1
     offer(monkeypatch, main=2)
-    assert check_node_count(spec(cluster={**SLURM, "slurm": {"partition": "other"}}), 64) == 64
+    assert choose_node_count(spec(cluster={**SLURM, "slurm": {"partition": "other"}}), 64) == 64
 
 
 def test_of_a_script_nothing_is_reported_that_it_decides_by_itself():
     on_slurm = {"cluster": {"kind": "slurm", "minutes": 60, "slurm": {"cpus_per_task": 8}}}
     value = JobSpec.model_validate({**make.script_spec(epochs=1).model_dump(), **on_slurm})
-    assert "data loader" in check(spec(**on_slurm), online=False).settings[0]
-    assert check(value, online=False).settings == ()
+    assert "data loader" in check_job(spec(**on_slurm), online=False).settings[0]
+    assert check_job(value, online=False).settings == ()
     with pytest.raises(SpecError, match="tula cannot build its model"):
-        estimate(value, inspector=lambda _: pytest.fail("built something"))
+        estimate_memory(value, inspector=lambda _: pytest.fail("built something"))
 
 
 def own_job(command: str, **sections) -> JobSpec:
@@ -824,16 +826,16 @@ def own_job(command: str, **sections) -> JobSpec:
 
 def test_a_program_that_is_missing_is_reported_before_anything_starts():
     with pytest.raises(SpecError, match="the program torchrunn does not exist on this machine"):
-        check(own_job("torchrunn train.py -b {local_batch}"))
+        check_job(own_job("torchrunn train.py -b {local_batch}"))
     on_slurm = {"cluster": {"kind": "slurm", "minutes": 60}}
-    result = check(own_job("torchrunn train.py -b {local_batch}", **on_slurm))
+    result = check_job(own_job("torchrunn train.py -b {local_batch}", **on_slurm))
     assert "torchrunn" in values(result.warnings, "inspection-warning")["text"]
     for command in (
         "train.py -b {local_batch}",
         f"{sys.executable} train.py -b {{local_batch}}",
         "sh -c {local_batch}",
     ):
-        assert not [text for text in check(own_job(command)).warnings if "does not exist on this machine" in text]
+        assert not [text for text in check_job(own_job(command)).warnings if "does not exist on this machine" in text]
 
 
 @pytest.mark.parametrize(("name", "fails"), [("python", True), ("python3.11", True), ("python3", False)])
@@ -846,8 +848,8 @@ def test_a_python_without_torch_is_reported_before_anything_starts(tmp_path, nam
     words = f"{other} cannot import torch: ModuleNotFoundError: No module named 'torch'"
     if fails:
         with pytest.raises(SpecError, match="cannot import torch: ModuleNotFoundError"):
-            check(own_job(command))
-    assert any(words in warning.text for warning in check(own_job(command, **on_slurm)).warnings) is fails
+            check_job(own_job(command))
+    assert any(words in warning.text for warning in check_job(own_job(command, **on_slurm)).warnings) is fails
 
 
 @pytest.mark.parametrize(
@@ -857,7 +859,7 @@ def test_a_python_without_torch_is_reported_before_anything_starts(tmp_path, nam
 def test_gradients_of_one_gpu_cannot_be_scaled_in_a_script(nodes, gpus, method, other_nodes):
     search, cluster = {"nodes": nodes, "max_batch": 64}, {"gpus_per_node": gpus}
     value = own_job("train.py -b {local_batch}", train={"method": method}, search=search, cluster=cluster)
-    message = [warning for warning in check(value, online=False).warnings if warning.code == "ags-on-one-rank"]
+    message = [warning for warning in check_job(value, online=False).warnings if warning.code == "ags-on-one-rank"]
     expected = messages.ags_on_one_rank(nodes=[1], other_nodes=other_nodes or [])
     assert message == ([] if other_nodes is None else [expected])
 
@@ -865,15 +867,15 @@ def test_gradients_of_one_gpu_cannot_be_scaled_in_a_script(nodes, gpus, method, 
 def test_what_an_interruption_of_a_script_costs_is_reported(tmp_path):
     value = own_job("train.py -b {local_batch}")
     run = RunDir.create(tmp_path, value)
-    assert "the script cannot resume (no script.resume)" in check(value, run=run).interruption
-    assert check(spec(), online=False).interruption == ""
-    text = "\n".join(str(part) for part in show_check.render_check(check(value, run=run), {}))
+    assert "the script cannot resume (no script.resume)" in check_job(value, run=run).interruption
+    assert check_job(spec(), online=False).interruption == ""
+    text = "\n".join(str(part) for part in show_check.render_check(check_job(value, run=run), {}))
     assert "checkpoints: the script cannot resume" in text
 
 
 def test_the_figures_of_an_adaptive_search_are_reported_to_be_those_of_its_first_round(found):
-    assert "adaptive-first-round" not in codes(check(spec()).warnings)
-    report = check(spec(search={"strategy": "adaptive"}))
+    assert "adaptive-first-round" not in codes(check_job(spec()).warnings)
+    report = check_job(spec(search={"strategy": "adaptive"}))
     assert report.probes <= 4 and values(report.warnings, "adaptive-first-round") == {
         "chosen_by_auto": False,
         "capped": True,
@@ -885,10 +887,10 @@ def test_the_figures_of_an_adaptive_search_are_reported_to_be_those_of_its_first
 )
 def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive(found, epochs, expected):
     job = spec(search={"strategy": "auto", "nodes": [1, 2, 4]}, train={"epochs": epochs})
-    assert [(item.nodes, len(item.batches)) for item in check(job).jobs] == expected
+    assert [(item.nodes, len(item.batches)) for item in check_job(job).jobs] == expected
     first_round = messages.adaptive_first_round(chosen_by_auto=True, capped=job.search.max_node_hours is not None)
-    assert (first_round in check(job).warnings) == (epochs == 1)
-    assert len(check(job, online=False).jobs) == 0, "the size of the dataset is not known"
+    assert (first_round in check_job(job).warnings) == (epochs == 1)
+    assert len(check_job(job, online=False).jobs) == 0, "the size of the dataset is not known"
 
 
 # --- how it computes
@@ -909,9 +911,9 @@ def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive
 )
 def test_a_check_tells_the_loader_processes_that_follow_from_the_cores(found, sections, told):
     found(cpus=16)
-    (line,) = check(spec(**sections)).settings
+    (line,) = check_job(spec(**sections)).settings
     assert line.startswith(told) and line.endswith("(train.workers: auto)")
 
 
 def test_a_check_does_not_repeat_a_number_of_loader_processes(found):
-    assert check(spec(train={"epochs": 1, "workers": 3})).settings == ()
+    assert check_job(spec(train={"epochs": 1, "workers": 3})).settings == ()

@@ -144,8 +144,8 @@ def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run:
     kept = {"apply_to": "update", "parameters": ["*", "!norms"]}
     spec = make.spec(**SPEC, ags={"delta": 0.2, **kept})
     job = services_compare.make_job_of_cell(spec, "robust", 5)
-    assert job.train.method == "ags" and job.ags.resolved() != spec.ags.resolved()
-    assert job.ags.resolved() == make.spec(ags={"preset": "robust", **kept}).ags.resolved()
+    assert job.train.method == "ags" and job.ags.fill_from_preset() != spec.ags.fill_from_preset()
+    assert job.ags.fill_from_preset() == make.spec(ags={"preset": "robust", **kept}).ags.fill_from_preset()
 
 
 def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
@@ -404,7 +404,7 @@ def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
 
 def test_what_is_left_is_what_the_training_says_and_what_is_expected_of_the_others(run: RunDir) -> None:
     job = make.add_training(run, rows=make.metrics())
-    now = services_status.get_run_status(run, make.FakeLauncher(says={job: "running"}), now=make.START + 60)
+    now = services_status.read_run_status(run, make.FakeLauncher(says={job: "running"}), now=make.START + 60)
     assert now.training is not None and now.training.eta == pytest.approx(70.0)
     assert trainings._estimate_remaining_seconds(now, job, 1.0, 2.0) == pytest.approx(70.0 + 7200)
     assert trainings._estimate_remaining_seconds(now, "train-another", 1.0, 2.0) == pytest.approx(3600 + 7200)

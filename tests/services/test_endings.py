@@ -12,7 +12,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import NODE_FAILURES, Failure
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services.training_end import make_error_of_training
+from tula_cli.services.training_end import make_training_error
 from tula_cli.spec.resources import Cluster
 
 CLASSES = get_args(OutcomeClass)
@@ -47,7 +47,7 @@ def test_a_relaunch_names_the_node_if_the_failure_concerns_it(
 @pytest.mark.parametrize("outcome", CLASSES)
 def test_a_training_that_ended_so_has_the_exit_code_of_the_table(outcome: OutcomeClass, task: TrainTask) -> None:
     last = make.attempt(task.id, end=time.time(), outcome=outcome, message="so it was", rank=3, host="n7")
-    error = make_error_of_training(task, [last], saved_samples=100)
+    error = make_training_error(task, [last], saved_samples=100)
     assert (error.exit_code, error.code) == (FAILURE_KINDS[outcome].error.exit_code, FAILURE_KINDS[outcome].error.code)
     words = "lost its connection to another rank" if outcome == "peer" else "so it was"
     assert words in error.message and error.hint
@@ -65,9 +65,7 @@ def test_the_hint_names_the_setting_that_the_jobs_scheduler_has(
     task: TrainTask, outcome: OutcomeClass, kind: str, setting: str
 ) -> None:
     value = task.model_copy(update={"spec": task.spec.model_copy(update={"cluster": Cluster(kind=kind)})})
-    hint = make_error_of_training(
-        value, [make.attempt(task.id, end=time.time(), outcome=outcome)], saved_samples=100
-    ).hint
+    hint = make_training_error(value, [make.attempt(task.id, end=time.time(), outcome=outcome)], saved_samples=100).hint
     settings = ("cluster.minutes", "cluster.slurm.memory", "cluster.options")
     assert [name for name in settings if name in hint] == [setting]
 

@@ -26,7 +26,7 @@ from tula_cli.run.files import read_record, write_record
 from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.services import check as services_check
 from tula_cli.services import profile, profile_plan, train
-from tula_cli.services.estimate import estimate_all_node_types
+from tula_cli.services.estimate import estimate_memory_on_all_node_types
 from tula_cli.services.events import Event, ProfilePlanned, WarningEvent, run_work
 from tula_cli.services.waiting import Submission
 from tula_cli.show import check as show_check
@@ -209,18 +209,20 @@ def test_a_dry_run_shows_the_first_job_and_touches_nothing(world: World) -> None
 
 
 def test_check_tells_what_the_first_job_may_cost(world: World) -> None:
-    report = services_check.check(spec(), inspector=world._inspect)
+    report = services_check.check_job(spec(), inspector=world._inspect)
     assert report.unsettled is not None
     assert report.node_hours_at_most == pytest.approx(first_job.INSPECTION_JOB_MINUTES / 60 + 1.1)
     assert not report.problems
     assert any("first job" in line for line in show_check.render_check(report, {}) if isinstance(line, str))
-    tight = services_check.check_all_node_types(
+    tight = services_check.check_job_on_all_node_types(
         [world.run.with_spec(spec(max_node_hours=0.1))], inspector=world._inspect
     )
     over = "The job that builds the model and the dataset may take 0.200 node-hours"
     with pytest.raises(OverBudget, match=re.escape(over)):  # as profile says it
         tight.require_sound("job.yaml")
-    some = services_check.check_all_node_types([world.run.with_spec(spec(max_node_hours=1))], inspector=world._inspect)
+    some = services_check.check_job_on_all_node_types(
+        [world.run.with_spec(spec(max_node_hours=1))], inspector=world._inspect
+    )
     some.require_sound("job.yaml")
     assert values(some.reports[None].warnings, "first-search-may-exceed-cap") == {
         "node_hours": pytest.approx(1.3),
@@ -232,19 +234,22 @@ def test_what_the_first_job_told_is_known_to_check_estimate_and_train(world: Wor
     with pytest.raises(NotInspectable):
         train.plan_training(world.run, nodes=1, batch=64, inspect=world._inspect)
     write_record(first_job.get_inspection_path(world.run, spec()), TOLD)
-    report = services_check.check_all_node_types([world.run], inspector=world._inspect).reports[None]
+    report = services_check.check_job_on_all_node_types([world.run], inspector=world._inspect).reports[None]
     assert (report.inspection, report.unsettled) == (TOLD, None)
     elsewhere = [RunDir.from_spec(world.run.path / "elsewhere", spec())]
-    assert services_check.check_all_node_types(elsewhere, inspector=world._inspect).reports[None].unsettled is not None
+    assert (
+        services_check.check_job_on_all_node_types(elsewhere, inspector=world._inspect).reports[None].unsettled
+        is not None
+    )
     assert train.plan_training(world.run, nodes=1, batch=64, inspect=world._inspect).task.batch == 64
     answer = TOLD.model_copy(update={"footprints": tuple(make_footprint(Truth(), size) for size in (8, 16))})
     write_record(first_job.get_inspection_path(world.run, spec()), answer)
-    assert estimate_all_node_types([world.run], inspector=world._inspect)[None].inspection == answer
+    assert estimate_memory_on_all_node_types([world.run], inspector=world._inspect)[None].inspection == answer
     fresh = world.inspector(fresh=True)
-    assert services_check.check_all_node_types([world.run], inspector=fresh).reports[None].unsettled is not None
+    assert services_check.check_job_on_all_node_types([world.run], inspector=fresh).reports[None].unsettled is not None
     for anew in (
         lambda: train.plan_training(world.run, nodes=1, batch=64, inspect=fresh),
-        lambda: estimate_all_node_types([world.run], inspector=fresh),
+        lambda: estimate_memory_on_all_node_types([world.run], inspector=fresh),
     ):
         with pytest.raises(NotInspectable):
             anew()

@@ -12,7 +12,7 @@ from tula_cli.errors import Infeasible, OutOfMemoryAtMinimum, SpecError
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import largest_batch, profile
-from tula_cli.services.status import get_run_status
+from tula_cli.services.status import read_run_status
 from tula_cli.spec.job import JobSpec
 
 GPU = make_inspection(device="cuda", capacity=10 * 2**30, footprints=())
@@ -84,5 +84,5 @@ def test_a_search_between_two_trials_is_running_until_its_job_has_ended(tmp_path
     states = []
     for answer in ("running", "ended"):
         launcher.says["largest-n001"] = answer
-        states += [job.state for job in get_run_status(run, launcher, now=make_runs.START + 9).jobs]
+        states += [job.state for job in read_run_status(run, launcher, now=make_runs.START + 9).jobs]
     assert states == ["running", "done"]

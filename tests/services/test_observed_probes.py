@@ -16,7 +16,7 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import observed_probes
 from tula_cli.services.events import WarningEvent
-from tula_cli.services.observe import run_observed
+from tula_cli.services.observe import run_observed_command
 from tula_cli.services.observed_probes import add_observed_probes, make_probe_result
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, load_spec
@@ -148,5 +148,5 @@ def test_a_folder_stands_for_its_script_or_for_its_job(
 
 def test_a_command_that_does_not_exist_has_the_exit_code_of_a_shell(tmp_path: Path) -> None:
     with pytest.raises(CommandNotStarted, match="cannot start nosuchcommand") as error:
-        run_observed(["nosuchcommand"], tmp_path)
+        run_observed_command(["nosuchcommand"], tmp_path)
     assert error.value.exit_code == 127

@@ -20,7 +20,7 @@ from tula_cli.run.records.tasks import ProbeTask, TrainTask, make_probe_id
 from tula_cli.services import profile, profile_plan, profile_report
 from tula_cli.services.events import JobsProgress, WarningEvent
 from tula_cli.services.plans import ProfilePlan
-from tula_cli.services.status import get_run_status
+from tula_cli.services.status import read_run_status
 from tula_cli.services.waiting import _NewProbeResults, wait_for_jobs
 from tula_cli.show import live
 from tula_cli.spec.job import JobSpec
@@ -178,7 +178,7 @@ def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> 
     seen = 0
     while plan.missing_count:
         measure(rounds, plan)
-        assert profile_report.is_measured(rounds, plan)
+        assert profile_report.is_plan_measured(rounds, plan)
         seen += plan.missing_count
         plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
         assert plan.done == seen
@@ -208,7 +208,7 @@ def test_a_round_waits_until_finished_jobs_of_the_round_before_have_exited(round
             launcher.says.update(dict.fromkeys(launcher.says, "ended"))
 
     after = plan_after(plan)
-    profile.wait_for_exits(rounds, launcher, after, sleep=exit_after_three_pauses)
+    profile.wait_for_job_exits(rounds, launcher, after, sleep=exit_after_three_pauses)
     assert len(pauses) == 3
     launcher.submitted.clear()
     profile.submit_probes(rounds, after, launcher)
@@ -219,7 +219,7 @@ def test_no_round_waits_for_a_job_that_is_still_measuring(rounds: RunDir) -> Non
     launcher = FakeLauncher()
     plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     submit_all(rounds, plan, launcher)
-    profile.wait_for_exits(rounds, launcher, plan, sleep=lambda _: pytest.fail("it waits"))
+    profile.wait_for_job_exits(rounds, launcher, plan, sleep=lambda _: pytest.fail("it waits"))
 
 
 def test_a_job_that_never_exits_is_waited_for_only_so_long(rounds: RunDir) -> None:
@@ -228,7 +228,7 @@ def test_a_job_that_never_exits_is_waited_for_only_so_long(rounds: RunDir) -> No
     submit_all(rounds, plan, launcher)
     measure(rounds, plan)
     pauses: list[float] = []
-    profile.wait_for_exits(rounds, launcher, plan_after(plan), sleep=pauses.append)
+    profile.wait_for_job_exits(rounds, launcher, plan_after(plan), sleep=pauses.append)
     assert profile.MAX_EXIT_SECONDS <= sum(pauses) < 2 * profile.MAX_EXIT_SECONDS
 
 
@@ -257,7 +257,7 @@ def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) 
     submit_all(rounds, plan, FakeLauncher())
     make_runs.add_measured(rounds, 1, 32)
     again = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
-    assert batches(again) == {1: (128, 512), 4: (8,)} and not profile_report.is_measured(rounds, plan)
+    assert batches(again) == {1: (128, 512), 4: (8,)} and not profile_report.is_plan_measured(rounds, plan)
     make_runs.add_measured(rounds, 1, 128)
     make_runs.add_failed(rounds, 1, 512)
     make_runs.add_measured(rounds, 4, 8)
@@ -300,9 +300,9 @@ def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
     plan = profile_plan.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     for nodes, local in ((1, 32), (1, 128), (1, 512), (4, 8)):
         make_runs.add_failed(rounds, nodes, local)
-    assert not profile_report.is_measured(rounds, plan)
+    assert not profile_report.is_plan_measured(rounds, plan)
     make_runs.add_measured(rounds, 1, 32)
-    assert profile_report.is_measured(rounds, plan)
+    assert profile_report.is_plan_measured(rounds, plan)
 
 
 def test_the_result_of_a_probe_is_reported_once_as_soon_as_it_is_there(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_the_result_of_a_probe_is_reported_once_as_soon_as_it_is_there(tmp_path:
     make_runs.add_measured(run, 1, 32)
     make_runs.add_failed(run, 1, 64, "no route to host")
     statuses = _NewProbeResults(run)
-    now = get_run_status(run, make_runs.FakeLauncher({name: "running"}), now=0.0)
+    now = read_run_status(run, make_runs.FakeLauncher({name: "running"}), now=0.0)
     assert list(statuses.list_events(now)) == [], "these were there before"
     make_runs.add_measured(run, 1, 64)
     make_runs.add_failed(run, 1, 128, "no route to host")

@@ -181,11 +181,11 @@ def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
 def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -> None:
     launcher = FakeLauncher()
     task = resume_test.submit_resume_test(Run(run.path, spec()), launcher, code(), batch=None)
-    now = status.get_run_status(run, launcher, now=make_runs.START)
+    now = status.read_run_status(run, launcher, now=make_runs.START)
     assert [(job.id, job.kind, job.state) for job in now.jobs] == [(task.job, "rehearse", "running")]
     keep(run, "none")
     launcher.says[task.job] = "ended"
-    now = status.get_run_status(run, launcher, now=make_runs.START)
+    now = status.read_run_status(run, launcher, now=make_runs.START)
     assert now.jobs[0].state == "done" and now.rehearsal is not None and now.rehearsal.verdict == "none"
     assert [line for line in show_status.render_status(now) if "none; KeyError: 'a'" in str(line)]
 
@@ -222,9 +222,9 @@ def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
         run_work(
             resume_test.run_resume_test([Run(run.path, job)], lambda _: FakeLauncher(), fresh=True), lambda _: None
         )
-    assert "a resume test may take 1.17" in resume_test.describe_test_over_cap([Run(run.path, job)], nodes=2)
+    assert "a resume test may take 1.17" in resume_test.describe_resume_test_over_cap([Run(run.path, job)], nodes=2)
     enough = job.model_copy(update={"search": job.search.model_copy(update={"max_node_hours": 9.0})})
-    assert resume_test.describe_test_over_cap([Run(run.path, enough)]) == ""
+    assert resume_test.describe_resume_test_over_cap([Run(run.path, enough)]) == ""
 
 
 def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run: RunDir) -> None:

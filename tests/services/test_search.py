@@ -89,7 +89,7 @@ def test_what_is_measured_is_feasible_ascending_and_never_more_than_full(
             choose_probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
         return
     probes = choose_probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
-    everything = {(config.nodes, config.local_batch(1)) for config in candidates}
+    everything = {(config.nodes, config.compute_local_batch(1)) for config in candidates}
     assert {(count, local) for count, locals_ in probes.items() for local in locals_} <= everything
     assert list(probes) == sorted(probes)
     assert all(list(locals_) == sorted(set(locals_)) and locals_ for locals_ in probes.values())
@@ -172,7 +172,7 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
     assert "Measuring all configurations" in result.words
     everything = list_feasible_candidates(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
     assert rounds >= 2 and len(results) < len(everything) / 2
-    rows = Estimator.fit(ADAPTIVE, list(results.values())).candidates().predictions()
+    rows = Estimator.fit(ADAPTIVE, list(results.values())).predict_candidates().make_predictions()
     best = min(truth.step_time(row.nodes, row.local_batch) / row.batch for row in rows)
     assert truth.step_time(rows[0].nodes, rows[0].local_batch) / rows[0].batch < 1.03 * best
 

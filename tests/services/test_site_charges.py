@@ -76,5 +76,5 @@ def test_the_charge_of_a_training_is_unknown_without_the_package(
     run.write_task(task.model_copy(update={"spec": billed()}))
     run.write_job(make_job(name, scheduler="slurm"))
     assert find_site_charge(run, "ab12cd34") is None
-    monkeypatch.setattr(site_charges, "find_extra", lambda _: Accounting())
+    monkeypatch.setattr(site_charges, "load_extra_if_installed", lambda _: Accounting())
     assert find_site_charge(run, "ab12cd34") == CHARGE

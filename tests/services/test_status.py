@@ -39,14 +39,14 @@ def shown(*parts):
 
 
 def only_job(run, launcher=None, *, now=START + 100):
-    return services_status.get_run_status(run, launcher or make.FakeLauncher(), now=now).jobs[0]
+    return services_status.read_run_status(run, launcher or make.FakeLauncher(), now=now).jobs[0]
 
 
 # --- one moment
 
 
 def test_a_run_without_jobs(run):
-    now = services_status.get_run_status(run, make.FakeLauncher(), now=START)
+    now = services_status.read_run_status(run, make.FakeLauncher(), now=START)
     assert (now.jobs, now.training, now.attempts, now.recommendation) == ((), None, (), None)
     assert not now.has_active_jobs()
 
@@ -82,7 +82,7 @@ def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
     words = "no space left on device: 0 B of 1.00 GiB are free on the disk of /scratch; jobs held: 12 to 14"
     run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="disk", message=words))
     launcher = make.FakeLauncher({name: "pending"}, reason="JobHeldUser: will not start", flags={"on_hold": True})
-    now = services_status.get_run_status(run, launcher, now=START + 20)
+    now = services_status.read_run_status(run, launcher, now=START + 20)
     (job,) = now.jobs
     assert (job.state, now.has_active_jobs()) == ("held", False)
     assert job.reason.startswith(words) and "free some space" in job.reason
@@ -96,7 +96,7 @@ def test_a_suspended_job_is_not_said_to_run_and_is_waited_for(run):
     run.write_attempt(make.attempt(f"{name}-1"))
     reason = "suspended by an administrator or for a job of higher priority"
     launcher = make.FakeLauncher({name: "running"}, reason=reason, flags={"suspended": True})
-    now = services_status.get_run_status(run, launcher, now=START + 100)
+    now = services_status.read_run_status(run, launcher, now=START + 100)
     (job,) = now.jobs
     assert (job.state, job.reason, job.elapsed, now.has_active_jobs()) == ("suspended", reason, 100, True)
     answer = shown(*show_status.render_status(now))
@@ -108,7 +108,7 @@ def test_an_attempt_of_a_job_that_is_done_is_never_lost(run):
     make.add_measured(run, 1, 32)
     run.write_attempt(make.attempt(name, number=1, start=START - 50))  # its supervisor was killed
     run.write_attempt(make.attempt(name, number=2))
-    now = services_status.get_run_status(run, make.FakeLauncher({name: "ended"}), now=START + 100)
+    now = services_status.read_run_status(run, make.FakeLauncher({name: "ended"}), now=START + 100)
     lines = shown(show_status.make_attempts_table(now)).splitlines()
     states = [line.split()[-1] for line in lines if line.startswith("probe-")]
     assert (now.jobs[0].state, states) == ("done", ["lost", "done"])
@@ -139,7 +139,7 @@ def test_a_host_whose_clock_is_off_changes_neither_elapsed_time_nor_time_left(ru
     run.write_job(make.scheduler_job(name, scheduler="slurm", at=began - 1))
     os.utime(run.path / "attempts" / f"{name}-1.001.json", (began, began))
     os.utime(run.get_training("ab12cd34").metrics_path, (began + 55, began + 55))
-    seen = services_status.get_run_status(run, make.FakeLauncher({name: "running"}), now=now)
+    seen = services_status.read_run_status(run, make.FakeLauncher({name: "running"}), now=now)
     assert seen.training.eta == pytest.approx(rows[-1]["eta"] - 5)
     assert (seen.jobs[0].elapsed, seen.attempts[0].attempt.started_at) == (60, began)
     ended = make.attempt(
@@ -159,7 +159,7 @@ def test_the_scheduler_is_asked_once_for_all_jobs(run):
     launcher = make.FakeLauncher()
     for nodes in (1, 2, 4):
         make.add_probes(run, nodes, (32,))
-    services_status.get_run_status(run, launcher, now=START)
+    services_status.read_run_status(run, launcher, now=START)
     assert launcher.asked == 1
 
 
@@ -169,7 +169,7 @@ def test_a_damaged_result_is_a_warning_and_the_others_are_shown(run):
     make.add_measured(run, 1, 128)
     damaged = run.path / "results/probe-n001-l000064.json"
     damaged.write_text('{"kind": "measured"')
-    now = services_status.get_run_status(run, make.FakeLauncher({name: "running"}), now=START)
+    now = services_status.read_run_status(run, make.FakeLauncher({name: "running"}), now=START)
     assert (now.measured, now.jobs[0].done, now.jobs[0].now.local_batch) == (2, 2, 64)
     (warning,) = now.warnings
     assert warning.code == "damaged-record" and str(damaged) in str(warning.values["problem"])
@@ -322,7 +322,7 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
     damaged = run.path / f"jobs/{bad}.json"
     damaged.write_text("{")
     launcher = make.FakeLauncher({good: "running", bad: "running"})
-    now = services_status.get_run_status(run, launcher, now=START)
+    now = services_status.read_run_status(run, launcher, now=START)
     assert [job.id for job in now.jobs] == [good]
     (warning,) = now.warnings
     assert warning.code == "damaged-job" and f"{damaged} is damaged" in str(warning.values["problem"])
@@ -351,7 +351,7 @@ def test_a_damaged_record_of_a_job_does_not_keep_another_job_from_being_cancelle
 def test_a_training_of_a_script_is_as_long_as_its_section_says(tmp_path, length, epochs, asked):
     value = RunDir.create(tmp_path, make.script_spec(**length))
     make.add_training(value, rows=make.metrics(START + 60))
-    train = services_status.get_run_status(value, make.FakeLauncher(), now=START + 60).training
+    train = services_status.read_run_status(value, make.FakeLauncher(), now=START + 60).training
     assert (train.epochs, train.samples_asked) == (epochs, asked)
 
 
@@ -366,10 +366,10 @@ def test_a_training_whose_submission_was_refused_is_not_submitted_and_has_its_ra
         ("pending", f"{line}, epoch 0.00"),
         ("running", "training ab12cd34 on 8 nodes, batch 128, epoch"),
     ):
-        train = services_status.get_run_status(value, make.FakeLauncher({job: state}), now=START).training
+        train = services_status.read_run_status(value, make.FakeLauncher({job: state}), now=START).training
         assert show_status.describe_training(train).startswith(start)
     (value.path / "jobs" / f"{job}.json").unlink()
-    train = services_status.get_run_status(value, make.FakeLauncher(), now=START).training
+    train = services_status.read_run_status(value, make.FakeLauncher(), now=START).training
     assert show_status.describe_training(train) == f"{line}, not submitted"
 
 
@@ -398,7 +398,7 @@ def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_att
         ("running", 1.5, 2 + 0.5 * 9, [(8, 2.0)]),
         ("pending", 1.0, 2.0, [(2, 6.0), (8, 2.0)]),
     ):
-        train = services_status.get_run_status(value, make.FakeLauncher({job: state}), now=START + 9000).training
+        train = services_status.read_run_status(value, make.FakeLauncher({job: state}), now=START + 9000).training
         spent = train.spent
         assert (spent.hours, spent.node_hours) == (hours, node_hours)
         assert spent.cost == pytest.approx(price * node_hours)
@@ -408,13 +408,13 @@ def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_att
     log.parent.mkdir(exist_ok=True)
     log.write_text("step 1\n")
     os.utime(log, (START + 9000, START + 9000))
-    now = services_status.get_run_status(value, make.FakeLauncher({job: "pending"}), now=START + 99_000)
+    now = services_status.read_run_status(value, make.FakeLauncher({job: "pending"}), now=START + 99_000)
     assert (now.training.spent.hours, now.training.spent.node_hours) == (1.5, 2 + 0.5 * 9)
     assert (now.jobs[0].elapsed, now.jobs[0].node_hours) == (5400, 2 + 0.5 * 9)
     value.write_task(
         on_eight.model_copy(update={"sizes": tuple(sizes[1:])})
     )  # a range with one possible number of nodes
-    now = services_status.get_run_status(value, make.FakeLauncher({job: "pending"}), now=START + 99_000)
+    now = services_status.read_run_status(value, make.FakeLauncher({job: "pending"}), now=START + 99_000)
     assert (now.training.spent.hours, now.training.spent.node_hours) == (1.5, 2 + 0.5 * 9)
     assert (
         line.startswith("so far 60.0 min, 2.00 node-h") and " on 2 nodes or " in line and line.endswith(" on 8 nodes")
@@ -427,7 +427,7 @@ def test_the_beta2_of_the_newest_start_is_reported(tmp_path):
         {**row, "beta2": beta2} for row in make.metrics(START) if row["kind"] == "start" for beta2 in (0.5, 0.9921875)
     ]
     make.add_training(value, rows=[*rows, *(row for row in make.metrics(START + 60) if row["kind"] != "start")])
-    train = services_status.get_run_status(value, make.FakeLauncher(), now=START + 60).training
+    train = services_status.read_run_status(value, make.FakeLauncher(), now=START + 60).training
     assert train.beta2 == 0.9921875
     assert ", lr 0.100, beta2 0.992188, " in show_status.describe_training(train)
 
@@ -435,7 +435,7 @@ def test_the_beta2_of_the_newest_start_is_reported(tmp_path):
 def test_a_training_run_half_way(run):
     name = make.add_training(run, rows=make.metrics(START + 60))
     run.write_attempt(make.attempt(f"{name}-1"))
-    now = services_status.get_run_status(run, make.FakeLauncher({name: "running"}), now=START + 60)
+    now = services_status.read_run_status(run, make.FakeLauncher({name: "running"}), now=START + 60)
     train = now.training
     assert (train.epoch, train.epochs, train.samples, train.batch) == (1.5, 4, 1920, 128)
     assert (train.loss, train.top1, train.lr, train.step_time, train.predicted_step) == (1.7, 61.0, 0.1, 0.11, 0.1)
@@ -472,7 +472,7 @@ def test_the_time_left_counts_down_only_while_steps_are_made(tmp_path, said, fla
     for number, changes in enumerate(attempts, 1):
         on_slurm.write_attempt(make.attempt(f"{name}-1", number=number, **changes))
     now = START + (650 if left == 80 else 70)
-    seen = services_status.get_run_status(on_slurm, make.FakeLauncher({name: said}, flags=flags), now=now)
+    seen = services_status.read_run_status(on_slurm, make.FakeLauncher({name: said}, flags=flags), now=now)
     (job,) = seen.jobs
     assert (job.state in status.ACTIVE_STATES) == (job.left is not None)
     assert job.left in (None, left) and seen.training.eta == job.left
@@ -481,14 +481,14 @@ def test_the_time_left_counts_down_only_while_steps_are_made(tmp_path, said, fla
 
 def test_a_training_run_before_its_first_row(run):
     name = make.add_training(run)
-    train = services_status.get_run_status(run, make.FakeLauncher({name: "pending"}), now=START).training
+    train = services_status.read_run_status(run, make.FakeLauncher({name: "pending"}), now=START).training
     assert (train.epoch, train.samples, train.loss, train.eta) == (0, 0, None, None)
 
 
 def test_a_start_without_a_step_yet_has_no_time_left_of_the_one_before(run):
     rows = make.metrics(START)
     name = make.add_training(run, rows=[*rows, *(row for row in rows if row["kind"] == "start")])
-    train = services_status.get_run_status(run, make.FakeLauncher({name: "running"}), now=START + 900).training
+    train = services_status.read_run_status(run, make.FakeLauncher({name: "running"}), now=START + 900).training
     assert train.eta is None
     assert "left" not in show_status.describe_training(train)
 
@@ -497,7 +497,7 @@ def test_a_training_run_that_tunes_itself(run):
     name = make.add_training(run, rows=make.metrics(START + 60)[:3])
     branches = (make.branch("lbt"), make.branch("x2", loss=1.0), make.branch("x4", diverged=True))
     run.write_tuning(make.tuning(branches[:2]))
-    snapshot = partial(services_status.get_run_status, run, make.FakeLauncher({name: "running"}), now=START + 60)
+    snapshot = partial(services_status.read_run_status, run, make.FakeLauncher({name: "running"}), now=START + 60)
     tuning = snapshot().training.tuning
     assert (tuning.arm, tuning.number, tuning.count, tuning.chosen) == ("x4", 3, 3, None)
     assert tuning.branches == branches[:2]
@@ -516,7 +516,7 @@ def test_a_finished_training_run_says_at_which_batch_it_ended(run):
     make.add_training(run, rows=make.metrics())
     run.write_train_result(make.train_result())
     run.write_summary(make.summary())
-    now = services_status.get_run_status(run, make.FakeLauncher(), now=START + 999)
+    now = services_status.read_run_status(run, make.FakeLauncher(), now=START + 999)
     assert (now.training.finished, now.training.batch, now.training.eta, now.training.kwh) == (True, 64, 0, None)
     assert now.jobs[0].state == "done"
 
@@ -524,13 +524,13 @@ def test_a_finished_training_run_says_at_which_batch_it_ended(run):
 def test_the_energy_that_was_counted_so_far_is_reported(run):
     make.add_training(run, rows=make.metrics())
     run.write_energy("ab12cd34", CountedEnergy(joules=9e6, seconds=100.0))
-    now = services_status.get_run_status(run, make.FakeLauncher(), now=START + 999)
+    now = services_status.read_run_status(run, make.FakeLauncher(), now=START + 999)
     assert now.training.kwh == 2.5
 
 
 def test_a_lost_training_run_has_no_time_left(run):
     make.add_training(run, rows=make.metrics())
-    now = services_status.get_run_status(run, make.FakeLauncher(), now=START + 61)
+    now = services_status.read_run_status(run, make.FakeLauncher(), now=START + 61)
     assert now.jobs[0].state == "lost"
     assert now.training.eta is None
 
@@ -539,7 +539,7 @@ def test_the_training_run_that_was_submitted_last_is_shown(run):
     make.add_training(run, signature="00000001", at=START)
     make.add_training(run, signature="ffffffff", at=START + 10)
     make.add_training(run, signature="aaaaaaaa", at=START + 20)
-    assert services_status.get_run_status(run, make.FakeLauncher(), now=START).training.signature == "aaaaaaaa"
+    assert services_status.read_run_status(run, make.FakeLauncher(), now=START).training.signature == "aaaaaaaa"
 
 
 def test_the_story_of_a_training_names_batches_and_causes(run):
@@ -551,7 +551,7 @@ def test_the_story_of_a_training_names_batches_and_causes(run):
     run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="device_oom", samples=0))
     run.write_attempt(make.attempt(f"{name}-2", start=START + 10, samples=640, allocation="7.0", hosts="n[1-2]"))
     run.write_attempt(make.attempt(f"{name}-2", number=2, start=START + 20, samples=1280))
-    story = services_status.get_run_status(run, make.FakeLauncher({name: "running"}), now=START + 60).attempts
+    story = services_status.read_run_status(run, make.FakeLauncher({name: "running"}), now=START + 60).attempts
     assert [(row.job, row.batch, row.cause) for row in story] == [
         (name, 128, ""),
         (name, 64, "out of memory at batch 128"),
@@ -626,7 +626,7 @@ def test_a_round_of_waiting_reads_what_a_look_reads(run, scheduler, monkeypatch)
         [job.id for job in run.read_jobs()],
     )
     opened.clear()
-    services_status.get_run_status(run, launcher, now=START)
+    services_status.read_run_status(run, launcher, now=START)
     look, clock = len(opened), Clock()
     opened.clear()
     rounds = len(watched(run, launcher, jobs, clock, timeout=600))
@@ -770,8 +770,11 @@ def test_runs_without_classes_are_listed_by_their_loss_and_language_models_by_pe
         run.write_train_result(make.train_result().model_copy(update={"metrics": metrics, **known}))
     by_name = {row.id.partition("-")[0]: row for row in run_list.list_runs(tmp_path)}
     assert [by_name[name].best_top1 for name in ("words", "numbers", "old")] == [None, None, None]
-    assert show_status._describe_best(by_name["words"]) == f"perplexity {math.exp(0.5):.3f}"
-    assert (show_status._describe_best(by_name["numbers"]), show_status._describe_best(by_name["old"])) == (
+    assert show_status._describe_best_result(by_name["words"]) == f"perplexity {math.exp(0.5):.3f}"
+    assert (
+        show_status._describe_best_result(by_name["numbers"]),
+        show_status._describe_best_result(by_name["old"]),
+    ) == (
         "loss 0.5000",
         "-",
     )
@@ -807,10 +810,10 @@ def test_a_finished_training_shows_the_step_time_that_its_summary_has(tmp_path):
     make.add_training(run, rows=make.metrics())
     run.write_train_result(make.train_result())
     fake_launcher = make.FakeLauncher()
-    last = services_status.get_run_status(run, fake_launcher, now=START).training.step_time
+    last = services_status.read_run_status(run, fake_launcher, now=START).training.step_time
     run.write_summary(make.summary())
     assert (
-        services_status.get_run_status(run, fake_launcher, now=START).training.step_time
+        services_status.read_run_status(run, fake_launcher, now=START).training.step_time
         == make.summary().actual_step
         != last
     )
@@ -1001,7 +1004,7 @@ def test_trainings_of_a_comparison_are_named_and_that_of_the_job_is_shown(run):
     run.write_comparison(
         Comparison(methods=("ags",), batches=(512,), seeds=1, nodes=1, controls=False, cells=(cell,), created_at=START)
     )
-    now = status.get_run_status(run, make.FakeLauncher(), now=START + 100)
+    now = status.read_run_status(run, make.FakeLauncher(), now=START + 100)
     assert [job.compared for job in now.jobs] == ["", "ags, batch 512, seed 1"]
     assert now.training.signature == "ab12cd34"
     assert "ags, batch 512, seed 1" in shown(show_status.make_jobs_table(now.jobs))

@@ -65,7 +65,7 @@ def screen(out=None, err=None, **options):
 
 def printed(parts, *, out=None):
     shown = screen(out)
-    shown.answer(None, parts)
+    shown.print_answer(None, parts)
     return shown.out.getvalue()
 
 
@@ -196,7 +196,7 @@ def with_progress(result):
 
     def beside(row):
         row = Candidates.from_predictions([row])
-        return efficiency.add_same_progress(row, epochs=60, reference=64, noise=noise).prediction(0)
+        return efficiency.add_same_progress(row, epochs=60, reference=64, noise=noise).make_prediction(0)
 
     words = efficiency.describe_noise(noise, reference=64, epochs=60)
     rows = tuple(beside(row) for row in result.rows)
@@ -309,13 +309,13 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch, environment, options,
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     shown = screen(Terminal() if terminal else io.StringIO(), **options)
-    shown.answer(None, recommend.render_recommendation(make.recommendation()))
+    shown.print_answer(None, recommend.render_recommendation(make.recommendation()))
     assert ("\x1b[" in shown.out.getvalue()) == coloured
 
 
 def test_brackets_in_a_message_are_no_markup():
     shown = screen()
-    shown.fail(JobFailed("[rank0]: [bold]no[/bold] [/]", "see [link]"))
+    shown.print_error(JobFailed("[rank0]: [bold]no[/bold] [/]", "see [link]"))
     assert "[rank0]: [bold]no[/bold] [/]" in shown.err.getvalue()
 
 
@@ -329,9 +329,9 @@ def envelope(shown):
 def test_the_envelope_of_an_answer():
     shown = screen(as_json=True, command="recommend")
     shown.run_id = "toy-1"
-    shown.warn("mind")
-    shown.answer(make.recommendation(), iter(()))
-    shown.finish()
+    shown.print_warning("mind")
+    shown.print_answer(make.recommendation(), iter(()))
+    shown.finish_answer()
     result = envelope(shown)
     assert list(result) == [
         "schema_version", "command", "run_id", "overrides", "status", "data", "warnings", "diagnostics", "error"
@@ -352,11 +352,11 @@ HOSTILE = (
 def test_no_text_of_others_steers_the_terminal(text, clean):
     assert strip_control_characters(text) == clean
     shown = screen()
-    shown.note(text)
-    shown.warn(text)
+    shown.print_note(text)
+    shown.print_warning(text)
     shown.print_line(text, None)
-    shown.answer({}, [text])
-    shown.fail(SpecError(text, text))
+    shown.print_answer({}, [text])
+    shown.print_error(SpecError(text, text))
     steering = {"\x1b", "\x07", "\x9b", "\u202e", "\u200b", "\x00"}
     assert not steering & set(shown.out.getvalue() + shown.err.getvalue())
     assert clean.strip() in shown.out.getvalue().replace("        ", "\t")
@@ -371,9 +371,9 @@ def test_lines_are_an_array_whose_items_are_made_when_they_are_written():
             yield text
 
     shown = screen(as_json=True)
-    shown.answer({"rows": Lines(items(['{"a": 1}', "null"])), "none": Lines(items([])), "b": "lines"}, iter(()))
+    shown.print_answer({"rows": Lines(items(['{"a": 1}', "null"])), "none": Lines(items([])), "b": "lines"}, iter(()))
     assert made == []
-    shown.finish()
+    shown.finish_answer()
     assert envelope(shown)["data"] == {"rows": [{"a": 1}, None], "none": [], "b": "lines"}
     assert '[\n{"a": 1},\nnull\n]' in shown.out.getvalue()
 
@@ -381,7 +381,7 @@ def test_lines_are_an_array_whose_items_are_made_when_they_are_written():
 def test_the_envelope_of_a_failure():
     shown = screen(as_json=True, command="check")
     problems = (Problem("train.epochs", "is required"), Problem("modle", "no such key", "did you mean model?"))
-    shown.fail(SpecError("job.yaml has 2 problems", "see", problems=problems))
+    shown.print_error(SpecError("job.yaml has 2 problems", "see", problems=problems))
     result = envelope(shown)
     assert result["status"] == "failed"
     assert result["error"]["code"] == "spec"
@@ -397,14 +397,14 @@ def test_the_envelope_of_a_failure():
 
 def test_what_still_runs_is_pending():
     shown = screen(as_json=True)
-    shown.fail(Pending("not yet"))
+    shown.print_error(Pending("not yet"))
     assert envelope(shown)["status"] == "pending"
 
 
 def test_numbers_that_json_does_not_know_are_null():
     shown = screen(as_json=True)
-    shown.answer({"a": math.nan, "b": [math.inf, 1.5]}, ())
-    shown.finish()
+    shown.print_answer({"a": math.nan, "b": [math.inf, 1.5]}, ())
+    shown.finish_answer()
     assert envelope(shown)["data"] == {"a": None, "b": [None, 1.5]}
 
 
@@ -414,8 +414,8 @@ def test_the_parts_of_a_json_answer_are_never_made():
         yield ""
 
     shown = screen(as_json=True)
-    shown.answer({}, parts())
-    shown.finish()
+    shown.print_answer({}, parts())
+    shown.finish_answer()
     assert envelope(shown)["data"] == {}
 
 
@@ -424,10 +424,10 @@ def test_the_parts_of_a_json_answer_are_never_made():
 
 def test_quiet_says_only_warnings():
     shown = screen(quiet=True)
-    shown.note("note")
-    shown.print_aside(["aside"])
-    shown.warn("twice")
-    shown.warn("twice")
+    shown.print_note("note")
+    shown.print_to_stderr(["aside"])
+    shown.print_warning("twice")
+    shown.print_warning("twice")
     assert shown.err.getvalue() == "warning: twice\n"
     assert shown.out.getvalue() == ""
 
@@ -440,7 +440,7 @@ def test_verbose_shows_what_an_error_came_from():
             except KeyError as error:
                 raise JobFailed("outer") from error
         except JobFailed as error:
-            shown.fail(error)
+            shown.print_error(error)
         return shown.err.getvalue()
 
     assert "KeyError: 'inner'" in failed(screen(verbose=True))
@@ -452,14 +452,14 @@ def test_verbose_shows_what_an_error_came_from():
 )
 def test_only_yes_is_yes(monkeypatch, typed, expected):
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    assert screen().confirm("start?") is expected
+    assert screen().ask_yes_or_no("start?") is expected
 
 
 # --- status
 
 
 def snapshot(run, states=None):
-    return services_status.get_run_status(run, make.FakeLauncher(states or {}), now=START + 60)
+    return services_status.read_run_status(run, make.FakeLauncher(states or {}), now=START + 60)
 
 
 def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
@@ -621,12 +621,12 @@ def test_attempts_on_this_machine_have_no_allocation(run):
 def test_a_queued_job_shows_its_reason_and_expected_start(run):
     name = make.add_probes(run, 2, (16,))
     launcher = make.FakeLauncher({name: "pending"}, reason="Resources", starts_at=START + 600)
-    now = services_status.get_run_status(run, launcher, now=START)
+    now = services_status.read_run_status(run, launcher, now=START)
     expected = f"{name} queued: Resources, expected to start {words.format_local_time(START + 600)}"
     assert expected in printed(show_status.render_status(now))
     shown = screen()
     with show_live.open_live_display(shown) as live:
-        live.update(now)
+        live.update_status(now)
     assert f"expected to start {words.format_local_time(START + 600)}" in shown.err.getvalue()
 
 
@@ -746,11 +746,11 @@ def test_one_line_a_change_where_nothing_can_be_drawn(run):
     shown = screen()
     with show_live.open_live_display(shown) as live:
         for _ in range(3):
-            live.update(snapshot(run, {name: "running"}))
+            live.update_status(snapshot(run, {name: "running"}))
         make.add_measured(run, 2, 16)
         live.add_probe(ProbeFinished(run.read_results()[0], 1, 2, 30.0))
         for _ in range(3):
-            live.update(snapshot(run, {name: "running"}))
+            live.update_status(snapshot(run, {name: "running"}))
     lines = shown.err.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0] == "probe-n002: running, 0 of 2 probes done"
@@ -764,7 +764,7 @@ def test_a_training_run_says_a_line_an_epoch_and_a_warning_once(run):
     with show_live.open_live_display(shown) as live:
         for count in range(1, len(rows) + 1):
             train = make.add_training(run, rows=rows[:count])
-            live.update(snapshot(run, {train: "running"}))
+            live.update_status(snapshot(run, {train: "running"}))
     lines = shown.err.getvalue().splitlines()
     assert sum(line.startswith("training ab12cd34") for line in lines) == 2
     assert sum(line.startswith("warning: a step takes") for line in lines) == 1
@@ -775,7 +775,7 @@ def test_draws_in_place_on_a_terminal(run):
     name = make.add_probes(run, 2, (16, 32))
     shown = screen(err=Terminal())
     with show_live.open_live_display(shown) as live:
-        live.update(snapshot(run, {name: "running"}))
+        live.update_status(snapshot(run, {name: "running"}))
     assert "\x1b[" in shown.err.getvalue()
     assert "probe-n002" in shown.err.getvalue()
     assert "…" not in shown.err.getvalue()
@@ -787,10 +787,10 @@ def test_a_bar_shows_progress_rate_and_remaining_time_and_results_stay_above_it(
     run.write_attempt(make.attempt(name))
     make.add_measured(run, 2, 16, at=START + 30)
     shown = screen(err=Terminal())
-    now = services_status.get_run_status(run, make.FakeLauncher({name: "running"}), now=START + 40)
+    now = services_status.read_run_status(run, make.FakeLauncher({name: "running"}), now=START + 40)
     with show_live.open_live_display(shown) as live:
         live.add_probe(ProbeFinished(run.read_results()[0], 1, 2, None))
-        live.update(now)
+        live.update_status(now)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.err.getvalue())
     assert text.index("[1/2] 2 nodes, batch 32") < text.index("probe-n002 \u2501")
     assert "running, 1 of 2 probes, 1.5 per minute" in text and "30.0 s left" in text
@@ -802,7 +802,7 @@ def test_a_dumb_terminal_is_not_drawn_on(run, monkeypatch):
     name = make.add_probes(run, 2, (16, 32))
     shown = screen(err=Terminal())
     with show_live.open_live_display(shown) as live:
-        live.update(snapshot(run, {name: "running"}))
+        live.update_status(snapshot(run, {name: "running"}))
     assert "\x1b" not in shown.err.getvalue()
 
 
@@ -810,7 +810,7 @@ def test_quiet_waiting_says_nothing(run):
     name = make.add_probes(run, 2, (16, 32))
     shown = screen(quiet=True)
     with show_live.open_live_display(shown) as live:
-        live.update(snapshot(run, {name: "running"}))
+        live.update_status(snapshot(run, {name: "running"}))
     assert shown.err.getvalue() == ""
 
 

@@ -15,7 +15,7 @@ from tula_cli.spec.scripts.placeholders import (
     get_program_name,
 )
 from tula_cli.spec.scripts.recognition import recognise_line
-from tula_cli.spec.scripts.script import Script, count_script_samples, describe_length
+from tula_cli.spec.scripts.script import Script, count_script_samples, describe_script_length
 from tula_cli.spec.scripts.script import count_script_steps as steps_of
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 
@@ -351,8 +351,8 @@ def test_what_reaches_no_script_is_refused(changes: dict[str, object], words: st
 
 def test_gradient_scaling_of_a_script_is_robust_unless_it_says_otherwise() -> None:
     spec = job(train={"method": "ags"})
-    assert (spec.ags.preset, spec.ags.resolved().source, spec.ags.apply_to) == ("robust", "local_norms", None)
-    assert job(train={"method": "ags"}, ags={"preset": "paper"}).ags.resolved().granularity == "element"
+    assert (spec.ags.preset, spec.ags.fill_from_preset().source, spec.ags.apply_to) == ("robust", "local_norms", None)
+    assert job(train={"method": "ags"}, ags={"preset": "paper"}).ags.fill_from_preset().granularity == "element"
     for written in (spec.model_dump(mode="json"), spec.model_dump(exclude_unset=True), yaml.safe_load(dump_yaml(spec))):
         assert written["ags"]["preset"] == "robust"
         assert validate_job(written, source="again").ags == spec.ags
@@ -375,7 +375,7 @@ def test_each_type_of_node_has_the_script() -> None:
 )
 def test_a_length_is_so_many_samples_at_every_batch(length: dict[str, int], total: int, steps: int, words: str) -> None:
     script = section(length=length)
-    assert describe_length(script) == words
+    assert describe_script_length(script) == words
     assert count_script_samples(script, 1000) == total
     assert steps_of(script, 64, 1000) == steps
 

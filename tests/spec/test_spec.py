@@ -342,7 +342,7 @@ def test_minimal_spec_has_defaults_for_the_rest(write):
     assert data.search.nodes == [2, 4, 8, 16]
     assert data.search.min_batch == 32
     assert data.train.method == "ramp"
-    assert data.ags.resolved().delta == 0.5
+    assert data.ags.fill_from_preset().delta == 0.5
     assert data.cluster.slurm is None
 
 
@@ -717,10 +717,10 @@ def test_null_section_is_a_problem_and_an_override_fills_it(write):
 
 
 def test_a_preset_fills_what_is_not_given(write):
-    result = load(write(MINIMAL), "train.method=ags", "ags.preset=robust", "ags.delta=0.8").ags.resolved()
+    result = load(write(MINIMAL), "train.method=ags", "ags.preset=robust", "ags.delta=0.8").ags.fill_from_preset()
     assert (result.granularity, result.source, result.scale_ema) == ("tensor", "local_norms", 0.9)
     assert (result.delta, result.refresh.every, result.s_min) == (0.8, 1, 1e-3)
-    paper = load(write(MINIMAL)).ags.resolved()
+    paper = load(write(MINIMAL)).ags.fill_from_preset()
     assert (paper.granularity, paper.delta, paper.refresh, paper.source) == ("element", 0.5, "epoch", "small_batch")
     assert all(value is not None for value in paper.model_dump().values())
 

@@ -71,12 +71,12 @@ def init(
     from tula_cli.host import devices
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
     from tula_cli.services.init import (
-        add_schema,
         make_job_from_command,
         make_job_from_template,
         name_file_in_comments,
         shorten_job_file,
         warn_missing_file,
+        write_schemas_and_add_reference,
     )
     from tula_cli.services.init_from_sbatch import make_job_from_sbatch
     from tula_cli.spec.job import describe_training_method
@@ -115,16 +115,16 @@ def init(
 
         draft = _prompt_for_missing_settings(screen, make)
         text = draft.text
-        data, lines = show_check.describe_proposal(draft, output)
+        data, lines = show_check.summarize_proposal(draft, output)
         default, reason = get_default_train(draft.recognised.script["command"])
         method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
-        screen.warn_all((*draft.warnings, *warn_missing_file(draft.recognised.script["command"])))
+        screen.print_warnings((*draft.warnings, *warn_missing_file(draft.recognised.script["command"])))
     text = name_file_in_comments(text if full else shorten_job_file(text), output)
-    write_atomic(output, add_schema(text, output), mode=MODE_FOR_ALL)
+    write_atomic(output, write_schemas_and_add_reference(text, output), mode=MODE_FOR_ALL)
     if kind == "slurm" and script is None:
-        screen.note(show_check.describe_site(offered))
-    screen.note(f"train.method is {method}: {get_training_method(method).summary.partition(';')[0]}.")
-    screen.answer({"path": output, "kind": kind, "site": offered, "method_line": line, **data}, lines)
+        screen.print_note(show_check.describe_site(offered))
+    screen.print_note(f"train.method is {method}: {get_training_method(method).summary.partition(';')[0]}.")
+    screen.print_answer({"path": output, "kind": kind, "site": offered, "method_line": line, **data}, lines)
     return None
 
 
@@ -153,14 +153,16 @@ def _prompt_for_missing_settings(
         try:
             draft = make(answers)
         except UnknownFact as unknown:
-            if not asks or (answer := screen.ask(unknown.message, unknown.question, unknown.choices)) is None:
+            if not asks or (answer := screen.ask_for_value(unknown.message, unknown.question, unknown.choices)) is None:
                 raise
             answers[unknown.key] = answer
             continue
-        if draft.complete or not asks or LENGTH_QUESTION in answers or "length" in draft.recognised.script:
+        if draft.is_complete or not asks or LENGTH_QUESTION in answers or "length" in draft.recognised.script:
             return draft
         answers[LENGTH_QUESTION] = (
-            screen.ask("", "how many epochs does the command train? (press Enter to set the number in the file later)")
+            screen.ask_for_value(
+                "", "how many epochs does the command train? (press Enter to set the number in the file later)"
+            )
             or ""
         )
 
@@ -178,7 +180,7 @@ def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
     if path.exists() and not force:
         raise SpecError(f"{path} already exists", "overwrite it with --force")
     write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"), mode=MODE_FOR_ALL)
-    screen.answer({"path": path}, show_check.render_hooks(path))
+    screen.print_answer({"path": path}, show_check.render_hooks(path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +244,7 @@ def check(screen: Screen, options: CheckOptions) -> None:
     if options.memory is not None:
         unused = ("--on-cluster", "--rehearse", "--show-origin", "--offline", "--nodes", "--timeout")
         _refuse_options(given, unused, to="--memory")
-        return _check_memory(screen, job, options, size=options.memory)
+        return _show_memory_estimate(screen, job, options, size=options.memory)
     if options.rehearse:
         _refuse_options(given, ("--on-cluster", "--nodes", "--show-origin", "--offline"), to="--rehearse")
         return _test_resume(screen, job, options)
@@ -267,13 +269,13 @@ def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
         options.fresh and options.offline, "--fresh", "has no effect with --offline; remove one of the two options"
     )
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
-    checked = services_check.check_all_node_types(
+    checked = services_check.check_job_on_all_node_types(
         runs, node_type=options.node_type, online=not options.offline, inspector=inspect
     )
-    screen.answer(*show_check.render_checks(checked.reports, origins))
+    screen.print_answer(*show_check.render_check_reports(checked.reports, origins))
     for report in checked.reports.values():
-        screen.warn_all(report.warnings)
-    screen.warn_all(checked.left_out)
+        screen.print_warnings(report.warnings)
+    screen.print_warnings(checked.left_out)
     checked.require_sound(str(job))
 
 
@@ -312,8 +314,8 @@ def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:
         file=chosen.find_settings_origin(runs),
     )
     cluster_check = follow_work(screen, work)
-    screen.answer(cluster_check, show_check.render_cluster_check(cluster_check))
-    screen.warn_all(cluster_check.warnings)
+    screen.print_answer(cluster_check, show_check.render_cluster_check(cluster_check))
+    screen.print_warnings(cluster_check.warnings)
     cluster_check.require_sound(str(job))
 
 
@@ -333,8 +335,8 @@ def _test_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
     )
     finding = follow_work(screen, work)
     if finding.contradiction:
-        screen.warn(finding.contradiction)
-    screen.answer(show_check.make_resume_test_data(finding), show_check.render_resume_test(finding))
+        screen.print_warning(finding.contradiction)
+    screen.print_answer(show_check.make_resume_test_data(finding), show_check.render_resume_test(finding))
     finding.require_found(str(job))
     finding.require_resumable(
         str(job), f"correct how the script resumes, and run tula check --rehearse {shlex.quote(str(job))} again"
@@ -356,12 +358,14 @@ def _find_origin_of_key(key: str, sources: dict[str, str]) -> str:
     return next((sources[prefix] for prefix in prefixes if prefix in sources), "default")
 
 
-def _check_memory(screen: Screen, job: Path, options: CheckOptions, *, size: str) -> None:
+def _show_memory_estimate(screen: Screen, job: Path, options: CheckOptions, *, size: str) -> None:
     """Show the estimated memory of one GPU by batch size, corrected by probes of the job if there are any."""
     from tula_cli.services import estimate as service
 
     runs = _load_job_or_run(screen, job, options)[2]
     capacity = service.parse_capacity("--memory", size)
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
-    reports = service.estimate_all_node_types(runs, capacity=capacity, node_type=options.node_type, inspector=inspect)
-    screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_check.render_estimate))
+    reports = service.estimate_memory_on_all_node_types(
+        runs, capacity=capacity, node_type=options.node_type, inspector=inspect
+    )
+    screen.print_answer(tables.make_data_by_type(reports), tables.render_each_type(reports, show_check.render_estimate))

@@ -59,29 +59,29 @@ def clean(
     from tula_cli.services import clean as service
 
     min_age_seconds = None if older is None else _parse_age(older)
-    run_spaces = service.measure_space_of_runs(
+    disk_usages = service.measure_runs_disk_usage(
         _find_runs(screen, named, Path(root)), keep_best=keep == "best", compared=compared, older=min_age_seconds
     )
-    if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):
+    if named and (kept_run := next((run_space for run_space in disk_usages if run_space.kept), None)):
         message = f"{kept_run.id}: {kept_run.kept}; nothing was deleted"
         if kept_run.lives:
             hint = f"cancel the jobs of this run with tula cancel {kept_run.id}, or leave the run out of the command"
             raise Pending(message, hint)
         raise BadMeasurements(message, "tula status names each damaged file and what to do about it")
-    if not run_spaces:
+    if not disk_usages:
         reason = "no run is that old: files of all runs have changed since then"
         lines = [reason if older else f"there are no runs in {root}"]
-        return screen.answer(show_clean.make_clean_data(run_spaces, None), lines)
-    if dry_run or not any(run_space.holdings for run_space in run_spaces):
-        shown = show_clean.render_spaces(run_spaces, width=screen.width)
-        return screen.answer(show_clean.make_clean_data(run_spaces, None), shown)
-    screen.print_aside(show_clean.render_spaces(run_spaces, width=screen.width))
+        return screen.print_answer(show_clean.make_clean_data(disk_usages, None), lines)
+    if dry_run or not any(run_space.holdings for run_space in disk_usages):
+        shown = show_clean.render_disk_usage(disk_usages, width=screen.width)
+        return screen.print_answer(show_clean.make_clean_data(disk_usages, None), shown)
+    screen.print_to_stderr(show_clean.render_disk_usage(disk_usages, width=screen.width))
     if not _confirm_deletion(screen, yes=yes):
-        return screen.answer(show_clean.make_clean_data(run_spaces, None), ["nothing was deleted"])
-    result = service.remove_files(run_spaces)
+        return screen.print_answer(show_clean.make_clean_data(disk_usages, None), ["nothing was deleted"])
+    result = service.remove_files(disk_usages)
     for problem in result.problems:
-        screen.warn(f"cannot delete all files of {problem}")
-    return screen.answer(show_clean.make_clean_data(run_spaces, result), show_clean.describe_freed_space(result))
+        screen.print_warning(f"cannot delete all files of {problem}")
+    return screen.print_answer(show_clean.make_clean_data(disk_usages, result), show_clean.describe_freed_space(result))
 
 
 def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
@@ -101,7 +101,7 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
         all_runs = RunDir.list_all(root.absolute())
         owned_runs = [run for run in all_runs if not owner.find_other_owner(run.path)]
         if len(owned_runs) < len(all_runs):
-            screen.note(
+            screen.print_note(
                 f"{len(all_runs) - len(owned_runs)} of {len(all_runs)} runs belong to other users and are not shown"
             )
         return owned_runs
@@ -121,7 +121,7 @@ def _confirm_deletion(screen: Screen, *, yes: bool) -> bool:
             "nothing was deleted: confirmation is needed, but there is no terminal",
             "add --yes to delete, or --dry-run to see what would be deleted",
         )
-    return screen.confirm("delete these files?")
+    return screen.ask_yes_or_no("delete these files?")
 
 
 def _parse_age(text: str) -> float:

@@ -6,7 +6,7 @@ import typer
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_submission
+from tula_cli.cli.waiting import follow_work, make_submission, show_detached_jobs
 from tula_cli.errors import SpecError
 from tula_cli.options import ComparisonRequest, LearningRates, NearBatches, NodeType, Wait
 from tula_cli.show import compare as show_compare
@@ -69,7 +69,7 @@ def compare(
     if dry_run:
         return _show_dry_run(screen, prepared, submission)
     comparison = follow_work(screen, session.run_comparison(prepared, submission))
-    _answer_with_table(screen, comparison)
+    _show_result_table(screen, comparison)
     return comparison.require_none_failed()
 
 
@@ -100,8 +100,8 @@ def _search_learning_rate(
     from tula_cli.services.waiting import DetachedJobs
 
     if only_show:
-        report = learning_rates.read_report(search, submission.find_settings_origin(search.run))
-        return _answer_with_learning_rate(screen, report)
+        report = learning_rates.read_search_report(search, submission.find_settings_origin(search.run))
+        return _show_learning_rate_report(screen, report)
     if dry_run:
         scripts = [submission.launcher_for(search.run.spec).render_script(search.run, search.task)]
         data = {
@@ -111,16 +111,16 @@ def _search_learning_rate(
             "hours": search.hours,
             "scripts": scripts,
         }
-        return screen.answer(data, show_compare.render_search_plan(search, scripts=scripts))
+        return screen.print_answer(data, show_compare.render_search_plan(search, scripts=scripts))
     result = follow_work(screen, learning_rates.run_rate_search(search, submission))
     if isinstance(result, DetachedJobs):
-        return answer_detached(screen, [search.run], result, {"plan": search.plan})
-    return _answer_with_learning_rate(screen, result)
+        return show_detached_jobs(screen, [search.run], result, {"plan": search.plan})
+    return _show_learning_rate_report(screen, result)
 
 
-def _answer_with_learning_rate(screen: Screen, report: "LearningRateReport") -> None:
-    screen.answer(report, show_compare.render_learning_rates(report))
-    screen.warn_all(report.warnings)
+def _show_learning_rate_report(screen: Screen, report: "LearningRateReport") -> None:
+    screen.print_answer(report, show_compare.render_learning_rates(report))
+    screen.print_warnings(report.warnings)
 
 
 def _show_comparison(
@@ -136,9 +136,9 @@ def _show_comparison(
         )
     run, comparison = session.load_comparison(runs, node_type=node_type)
     if run.type is not None:
-        screen.note(f"node type {run.type}")
+        screen.print_note(f"node type {run.type}")
     read_only_launcher = launcher.make_launcher(run.spec, submits=False)
-    _answer_with_table(screen, session.read_comparison_result(run, comparison, read_only_launcher))
+    _show_result_table(screen, session.read_comparison_result(run, comparison, read_only_launcher))
 
 
 def _show_dry_run(screen: Screen, prepared: "PreparedComparison", submission: "Submission") -> None:
@@ -152,11 +152,11 @@ def _show_dry_run(screen: Screen, prepared: "PreparedComparison", submission: "S
         "hours_left": plan.hours_left,
         "scripts": scripts,
     }
-    screen.answer(data, show_compare.render_compare_plan(plan, scripts=scripts))
+    screen.print_answer(data, show_compare.render_compare_plan(plan, scripts=scripts))
 
 
-def _answer_with_table(screen: Screen, comparison_result: "ComparisonResult") -> None:
+def _show_result_table(screen: Screen, comparison_result: "ComparisonResult") -> None:
     report = comparison_result.report
     screen.status = "done" if report.complete else "pending" if comparison_result.active else "partial"
-    screen.answer(report, show_compare.render_comparison(report))
-    screen.warn_all(report.warnings)
+    screen.print_answer(report, show_compare.render_comparison(report))
+    screen.print_warnings(report.warnings)

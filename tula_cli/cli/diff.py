@@ -31,5 +31,5 @@ def diff(
     before, after = (choose_run(find_runs(screen, [named], root)) for named in (a, b))
     screen.run_id = before.id
     run_difference = compare_runs(before, after)
-    screen.answer(run_difference, render_difference(run_difference))
-    screen.warn_all(run_difference.warnings)
+    screen.print_answer(run_difference, render_difference(run_difference))
+    screen.print_warnings(run_difference.warnings)

@@ -2,7 +2,7 @@
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_submission
+from tula_cli.cli.waiting import follow_work, make_submission, show_detached_jobs
 from tula_cli.options import EvaluationRequest, Timeout, Wait
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
@@ -29,13 +29,13 @@ def evaluate(
     run, task = prepared.run, prepared.task
     submission = make_submission(screen, chosen, [run], yes=yes, wait=wait, timeout=timeout)
     if dry_run:
-        screen.warn_all(prepared.warnings)
+        screen.print_warnings(prepared.warnings)
         script = submission.launcher_for(run.spec).render_script(run, task)
-        return screen.answer(
+        return screen.print_answer(
             {"task": task, "found": prepared.known_record, "scripts": [script]},
             [*show_train.render_evaluation_plan(task), "", script],
         )
     evaluation = follow_work(screen, service.run_evaluation(prepared, submission))
     if isinstance(evaluation, DetachedJobs):
-        return answer_detached(screen, [run], evaluation, {"task": task})
-    return screen.answer(evaluation, show_train.render_evaluation(evaluation))
+        return show_detached_jobs(screen, [run], evaluation, {"task": task})
+    return screen.print_answer(evaluation, show_train.render_evaluation(evaluation))

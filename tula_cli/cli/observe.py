@@ -56,18 +56,18 @@ def observe(
             root = root.absolute()
         service.install_observer(install, root)
         installed = {"folder": install.absolute(), "root": str(root)}
-        screen.answer(installed, render_installation(install.absolute(), root))
+        screen.print_answer(installed, render_installation(install.absolute(), root))
     elif report:
         if len(words) > 1:
             raise SpecError(f"--report takes one name, got {len(words)}", "run tula observe --report SCRIPT")
         reports = service.list_observed_reports(folder.expanduser(), words[0] if words else None)
-        screen.answer({"jobs": reports}, render_observations(reports))
+        screen.print_answer({"jobs": reports}, render_observations(reports))
     elif words:
-        code, job = service.run_observed(words, folder.expanduser(), quiet_stdout=screen.as_json)
+        code, job = service.run_observed_command(words, folder.expanduser(), quiet_stdout=screen.as_json)
         if service.is_reporting_process():
             _show_report(screen, folder.expanduser(), job, code)
         if code:
-            screen.finish()
+            screen.finish_answer()
             raise typer.Exit(code)
     else:
         raise SpecError(
@@ -84,12 +84,12 @@ def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
         reports = service.report_job(folder, job)
     except BadMeasurements as error:
         failed = f"the command failed with exit code {code}; " if code else ""
-        screen.warn(f"no report: {failed}{error.message}; {error.hint}")
+        screen.print_warning(f"no report: {failed}{error.message}; {error.hint}")
         reports = []
     except Exception as error:  # noqa: BLE001 - an error in the report must not replace the job's exit code
-        screen.warn(f"no report, because of a bug in tula ({error!r}); please report this bug")
+        screen.print_warning(f"no report, because of a bug in tula ({error!r}); please report this bug")
         reports = []
     if screen.as_json:
-        screen.answer({"exit_code": code, "jobs": reports}, ())
+        screen.print_answer({"exit_code": code, "jobs": reports}, ())
     elif reports:
-        screen.print_aside(["", *render_observations(reports)])
+        screen.print_to_stderr(["", *render_observations(reports)])

@@ -108,7 +108,7 @@ COMMON_OPTIONS: dict[str, Any] = {
 }
 
 
-def register(app: typer.Typer, function: Callable[..., None], *, example: str) -> None:
+def register_command(app: typer.Typer, function: Callable[..., None], *, example: str) -> None:
     """Register a function as a command of `app`.
 
     The function's first parameter is the screen, which is set up by the options common to all commands. A parameter whose
@@ -134,7 +134,7 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
             raise Interrupted(interruption.message, interruption.hint) from None
         except KeyboardInterrupt:
             raise Interrupted("interrupted") from None
-        screen.finish()
+        screen.finish_answer()
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     command_options = [
@@ -219,27 +219,27 @@ class Command(TyperCommand):
         super().__init__(name, help=summary)
         self.module, self.summary, self.example = module, summary, example
 
-    def load(self) -> Callable[..., None]:
+    def load_function(self) -> Callable[..., None]:
         """Return the function of the command."""
         module = import_module(f"tula_cli.cli.{self.module}")
         function: Callable[..., None] = getattr(module, "list_" if self.name == "list" else str(self.name))
         return function
 
-    def build(self) -> TyperCommand:
+    def build_command(self) -> TyperCommand:
         """Return the command with its arguments and options."""
         app = typer.Typer(rich_markup_mode=None, add_completion=False)
-        register(app, self.load(), example=self.example)
+        register_command(app, self.load_function(), example=self.example)
         return cast(TyperCommand, typer.main.get_command(app))
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Return the context of the imported command, in which click runs it."""
-        return self.build().make_context(info_name, args, parent, **extra)
+        return self.build_command().make_context(info_name, args, parent, **extra)
 
 
 class ExtraCommand(Command):
     """A command of an optional package, whose name is `module`."""
 
-    def load(self) -> Callable[..., None]:
+    def load_function(self) -> Callable[..., None]:
         """Return the function of the command.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_submission
+from tula_cli.cli.waiting import follow_work, make_submission, show_detached_jobs
 from tula_cli.options import Fresh, Largest, Timeout, Wait
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
@@ -34,10 +34,10 @@ def profile(
     )
     if dry_run:
         dry_runs = follow_work(screen, profile.make_dry_run(runs, submission, largest=largest))
-        return screen.answer(tables.list_data_by_type(dry_runs), show_profile.render_dry_run(dry_runs))
+        return screen.print_answer(tables.make_data_by_type(dry_runs), show_profile.render_dry_run(dry_runs))
     profiled = follow_work(screen, profile.run_profile(runs, submission, largest=largest))
     if isinstance(profiled, profile.SubmittedProbes):
-        return answer_detached(screen, runs, profiled, {"plan": tables.list_data_by_type(profiled.plans)})
+        return show_detached_jobs(screen, runs, profiled, {"plan": tables.make_data_by_type(profiled.plans)})
     screen.status = "partial" if profiled.partial else screen.status
-    data = tables.list_data_by_type(profiled.reports)
-    return screen.answer(data, tables.render_by_type(profiled.reports, show_profile.render_report))
+    data = tables.make_data_by_type(profiled.reports)
+    return screen.print_answer(data, tables.render_each_type(profiled.reports, show_profile.render_report))

@@ -75,7 +75,7 @@ def recommend(
         return
     runs = jobs[0]
     if demo:
-        answer = service.recommend(runs, query, overrides=chosen.overrides, now=time.time())
+        answer = service.recommend_configuration(runs, query, overrides=chosen.overrides, now=time.time())
     else:
         answer = service.answer_query(runs, query, overrides=chosen.overrides)
     recommendation, saved = answer.recommendation, False
@@ -87,8 +87,8 @@ def recommend(
         saved = stored.is_stored
         warnings += stored.warnings
         if not saved and not stored.warnings:
-            screen.note(show_recommend.describe_unsaved_answer(stored.earlier))
-    rows = {"rows": Lines(answer.rows_as_json(every=every))}
+            screen.print_note(show_recommend.describe_unsaved_answer(stored.earlier))
+    rows = {"rows": Lines(answer.list_rows_as_json(every=every))}
     explanations = service.list_regressions(answer) if explain else {}
     line = describe_training_method(runs[0].spec)
     details_as_json = {"explanation": explanations} if explain else {}
@@ -99,8 +99,8 @@ def recommend(
     if explain:
         details = itertools.chain([line], show_recommend.render_explanation(recommendation, explanations))
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
-    screen.answer(data, itertools.chain(first, shown, details, last))
-    screen.warn_all(warnings)
+    screen.print_answer(data, itertools.chain(first, shown, details, last))
+    screen.print_warnings(warnings)
 
 
 def _show_campaign(
@@ -121,11 +121,11 @@ def _show_campaign(
     if save:
         has_queue = jobs[0][0].spec.cluster.backend.has_queue
         one_by_one = "" if has_queue else "; on this machine, this command runs one training after the other"
-        screen.note(f"The plan is stored for tula train --seeds {plan.trainings}{one_by_one}.")
+        screen.print_note(f"The plan is stored for tula train --seeds {plan.trainings}{one_by_one}.")
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     data = {**vars(plan), **({"demo": show_recommend.DEMO_CITATION} if demo else {})}
-    screen.answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))
-    screen.warn_all(plan.warnings)
+    screen.print_answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))
+    screen.print_warnings(plan.warnings)
 
 
 def _render_answer(answer: "Answer", *, every: bool, kept: bool) -> "Iterator[RenderableType]":

@@ -31,14 +31,14 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
         if now.training is not None
         and (charge := find_site_charge(RunDir(now.path), now.training.signature)) is not None
     }
-    data = tables.list_data_by_type(statuses, recommendation=recommendation)
+    data = tables.make_data_by_type(statuses, recommendation=recommendation)
     if charges:  # a job without node types has a single charge, with key None
         attributes = data if isinstance(data, dict) else vars(data)
         data = {**attributes, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
-    screen.answer(data, show_status.render_status_by_type(statuses, recommendation, charges))
+    screen.print_answer(data, show_status.render_status_by_type(statuses, recommendation, charges))
     for now in statuses.values():
-        screen.warn_all(now.warnings)
-    screen.warn_all(snapshot.record_warnings)
+        screen.print_warnings(now.warnings)
+    screen.print_warnings(snapshot.record_warnings)
 
 
 def list_(screen: Screen, root: Root = DEFAULT_RUNS_FOLDER) -> None:
@@ -49,14 +49,14 @@ def list_(screen: Screen, root: Root = DEFAULT_RUNS_FOLDER) -> None:
     root = Path(root)
     require_runs_folder(root)
     if left_out := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
-        screen.note(left_out)
+        screen.print_note(left_out)
     run_summaries = run_list.list_runs(root.absolute())
     if run_summaries:
-        screen.answer(run_summaries, show_status.render_runs(run_summaries, width=screen.width))
+        screen.print_answer(run_summaries, show_status.render_runs(run_summaries, width=screen.width))
         return
     from tula_cli.run.observed import hint_at_observed_jobs
 
-    screen.answer([], [f"there are no runs in {root}; tula profile creates one{hint_at_observed_jobs()}"])
+    screen.print_answer([], [f"there are no runs in {root}; tula profile creates one{hint_at_observed_jobs()}"])
 
 
 def logs(
@@ -99,13 +99,13 @@ def logs(
     for line in services_logs.read_logs(
         run, query, follow=follow, active=services_logs.make_rate_limited_check(active, pause=pause)
     ):
-        if line.place != previous_place:
-            previous_place = line.place
-            screen.note(f"==> {services_logs.describe_log_origin(run, line)}")
+        if line.heading_key != previous_place:
+            previous_place = line.heading_key
+            screen.print_note(f"==> {services_logs.describe_log_origin(run, line)}")
         screen.print_line(line.text, line)
     if previous_place is None and last != 0:
-        screen.note(services_logs.describe_missing_output(run, query))
-    screen.warn_all(run.read_snapshot().record_warnings)
+        screen.print_note(services_logs.describe_missing_output(run, query))
+    screen.print_warnings(run.read_snapshot().record_warnings)
 
 
 def cancel(
@@ -123,6 +123,8 @@ def cancel(
     runs = chosen.find_runs(screen)
     for run in runs:
         snapshot = run.read_snapshot()
-        screen.warn_all([*snapshot.job_warnings, *snapshot.record_warnings])
+        screen.print_warnings([*snapshot.job_warnings, *snapshot.record_warnings])
     ended = cancel.cancel_jobs(runs, lambda run: launcher.make_launcher(run.spec, submits=False))
-    screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "no job was queued or running"])
+    screen.print_answer(
+        {"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "no job was queued or running"]
+    )

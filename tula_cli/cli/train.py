@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_submission
+from tula_cli.cli.waiting import follow_work, make_submission, show_detached_jobs
 from tula_cli.errors import SchedulerError
 from tula_cli.options import Timeout, TrainRequest, Wait
 from tula_cli.show import train as show_train
@@ -47,8 +47,8 @@ def train(
         return _show_dry_run(screen, training, submission)
     summary = follow_work(screen, service.run_training(training, submission))
     if isinstance(summary, DetachedJobs):
-        return answer_detached(screen, [training.run], summary, {"plan": training.plan})
-    return _answer_training(screen, training, summary)
+        return show_detached_jobs(screen, [training.run], summary, {"plan": training.plan})
+    return _show_training_summary(screen, training, summary)
 
 
 def _train_seeds(
@@ -61,15 +61,17 @@ def _train_seeds(
         first, run = prepared.first, prepared.run
         scripts = [] if first is None else [submission.launcher_for(run.spec).render_script(run, first.task)]
         data = {"plan": prepared.plan, "trainings": prepared.trainings, "scripts": scripts}
-        return screen.answer(data, show_train.render_seeds_plan(prepared.plan, len(prepared.missing), scripts=scripts))
+        return screen.print_answer(
+            data, show_train.render_seeds_plan(prepared.plan, len(prepared.missing_trainings), scripts=scripts)
+        )
     report = follow_work(screen, service.run_seeds(prepared, submission))
     is_over = all(training.is_over for training in report.trainings)
     screen.status = "done" if is_over else "pending"
-    screen.answer(report, show_train.render_seeds(report))
+    screen.print_answer(report, show_train.render_seeds(report))
     return report.require_none_failed()
 
 
-def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
+def _show_training_summary(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
     from tula_cli.services.site_charges import find_site_charge
     from tula_cli.services.train import find_gain
 
@@ -81,7 +83,7 @@ def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Sum
     parts = show_train.render_summary(
         summary, weights=weights, script_output=files.find_script_output(), charge=charge, gain=gain
     )
-    return screen.answer(data, parts)
+    return screen.print_answer(data, parts)
 
 
 def _show_dry_run(screen: Screen, training: "PreparedTraining", submission: "Submission") -> None:
@@ -97,4 +99,4 @@ def _show_dry_run(screen: Screen, training: "PreparedTraining", submission: "Sub
     shown = show_train.render_train_plan(
         plan, chain_nodes=list_nodes_of_chain_jobs(plan.task), scripts=scripts, is_running=is_running
     )
-    screen.answer({"plan": plan, "scripts": scripts}, shown)
+    screen.print_answer({"plan": plan, "scripts": scripts}, shown)

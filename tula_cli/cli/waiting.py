@@ -31,7 +31,7 @@ def follow_work(screen: Screen, work: "Work[T]") -> T:
     from tula_cli.services import events
 
     with ExitStack() as drawn:
-        return events.run_work(work, _EventDisplay(screen, drawn).show)
+        return events.run_work(work, _EventDisplay(screen, drawn).show_event)
 
 
 class _EventDisplay:
@@ -41,22 +41,22 @@ class _EventDisplay:
         self.screen, self.drawn = screen, drawn
         self.live: show_live.LiveDisplay | None = None
 
-    def show(self, event: "Event") -> None:
+    def show_event(self, event: "Event") -> None:
         from tula_cli.services import events
 
         match event:
             case events.JobsProgress(status):
-                self._live().update(status)
+                self._open_live_display().update_status(status)
             case events.ProbeFinished():
-                self._live().add_probe(event)
+                self._open_live_display().add_probe(event)
             case events.ComparisonProgress():
-                self._live().update_comparison(event)
+                self._open_live_display().update_comparison(event)
             case _:
                 self.drawn.close()
                 self.live = None
                 _show_message(self.screen, event)
 
-    def _live(self) -> show_live.LiveDisplay:
+    def _open_live_display(self) -> show_live.LiveDisplay:
         if self.live is None:
             self.live = self.drawn.enter_context(show_live.open_live_display(self.screen))
         return self.live
@@ -67,25 +67,25 @@ def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCh
 
     match event:
         case events.Note(text):
-            screen.note(text)
+            screen.print_note(text)
         case events.WarningEvent(warning):
-            screen.warn(warning)
+            screen.print_warning(warning)
         case events.NodeCheckProgress(task, state):
-            screen.note(show_check.describe_check_state(task, state))
+            screen.print_note(show_check.describe_check_state(task, state))
         case events.ProfilePlanned(plans, is_further_round=True):
-            screen.print_aside(show_profile.render_round(plans))
+            screen.print_to_stderr(show_profile.render_round(plans))
         case events.ProfilePlanned(plans):
-            screen.print_aside(show_profile.render_plans(plans))
+            screen.print_to_stderr(show_profile.render_plans(plans))
         case events.TrainPlanned(plan, chain_nodes):
-            screen.print_aside(show_train.render_train_plan(plan, chain_nodes=chain_nodes))
+            screen.print_to_stderr(show_train.render_train_plan(plan, chain_nodes=chain_nodes))
         case events.SeedsPlanned(campaign, missing):
-            screen.print_aside(show_train.render_seeds_plan(campaign, missing))
+            screen.print_to_stderr(show_train.render_seeds_plan(campaign, missing))
         case events.EvaluationPlanned(task):
-            screen.print_aside(show_train.render_evaluation_plan(task))
+            screen.print_to_stderr(show_train.render_evaluation_plan(task))
         case events.RateSearchPlanned(search):
-            screen.print_aside(show_compare.render_search_plan(search))
+            screen.print_to_stderr(show_compare.render_search_plan(search))
         case events.ComparePlanned(compared):
-            screen.print_aside(show_compare.render_compare_plan(compared))
+            screen.print_to_stderr(show_compare.render_compare_plan(compared))
 
 
 def make_submission(
@@ -122,7 +122,7 @@ def make_inspector(screen: Screen, root: Path, *, fresh: bool, keep: bool = True
     from tula_cli.cluster import inspection
     from tula_cli.cluster.inspection import CachedInspection
 
-    return CachedInspection(root.absolute(), inspection.inspect, fresh=fresh, keep=keep, note=screen.note)
+    return CachedInspection(root.absolute(), inspection.inspect, fresh=fresh, keep=keep, note=screen.print_note)
 
 
 def _make_confirmation(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":
@@ -144,7 +144,7 @@ def _make_confirmation(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callab
             screen.quiet = False
             _show_message(screen, planned)
             screen.quiet = True
-        return screen.confirm("start?")
+        return screen.ask_yes_or_no("start?")
 
     return confirm
 
@@ -154,7 +154,7 @@ def refuse_option(is_given: bool, option: str, why: str) -> None:
         raise SpecError(f"{option} {why}")
 
 
-def answer_detached(
+def show_detached_jobs(
     screen: Screen, runs: "Sequence[RunDir]", detached_jobs: "DetachedJobs", data: dict[str, Any]
 ) -> None:
     """Answer for jobs that run in the background."""
@@ -164,4 +164,4 @@ def answer_detached(
     sentences += [f"already running: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
     named = " ".join(f"--run {words.quote_path(run.path)}" for run in runs)
     line = f"{'; '.join(sentences)}; tula status {named} shows the progress"
-    screen.answer({"jobs": list(detached_jobs.jobs), **data}, [line])
+    screen.print_answer({"jobs": list(detached_jobs.jobs), **data}, [line])

@@ -123,7 +123,7 @@ class Allocation:
         gpus = task.spec.cluster.gpus_per_node
         if self.is_local:  # one supervisor starts the ranks of all emulated nodes
             return [RankPosition(rank, rank, rank // gpus) for rank in range(task.ranks)]
-        if task.spec.task_per_node:
+        if task.spec.starts_one_task_per_node:
             return [RankPosition(self.index * gpus + local_rank, local_rank, self.index) for local_rank in range(gpus)]
         return [RankPosition(self.index, self.local_index, self.index // gpus)]
 
@@ -131,7 +131,7 @@ class Allocation:
         """Return the cores that the scheduler allocates per rank; None if unknown, and on this machine, which is shared."""
         if self.is_local or self.cpus is None:
             return None
-        return max(1, self.cpus // (task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1))
+        return max(1, self.cpus // (task.spec.cluster.gpus_per_node if task.spec.starts_one_task_per_node else 1))
 
     def list_wrapper_arguments(self, spec: JobSpec) -> list[str]:
         """Return the configured words before the command of a rank; none on this machine."""

@@ -124,7 +124,7 @@ class BatchLauncher:
             name=name,
             command=f"{cluster.python or shlex.quote(sys.executable)} -m {shlex.join(arguments)}",
             nodes=task.nodes,
-            tasks_per_node=1 if task.spec.task_per_node else cluster.gpus_per_node,
+            tasks_per_node=1 if task.spec.starts_one_task_per_node else cluster.gpus_per_node,
             gpus_per_node=0 if cluster.device == "cpu" else cluster.gpus_per_node,
             minutes=task.time_limit,
             after=tuple(after),

@@ -176,7 +176,7 @@ def get_first_rank(allocation: Allocation, task: Task) -> int:
 
 def count_ranks_of_supervisor(task: Task) -> int:
     """Return how many ranks a supervisor started by a scheduler has: one, or all of its node."""
-    return task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1
+    return task.spec.cluster.gpus_per_node if task.spec.starts_one_task_per_node else 1
 
 
 def find_rendezvous_address(task: Task) -> str:

@@ -396,7 +396,7 @@ def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Sched
         module, _, name = BACKENDS[kind].scheduler.partition(":")
         cls = getattr(importlib.import_module(module), name)
     else:
-        cls = plugins.load_by_name(kind, {}, kind="scheduler")
+        cls = plugins.load_named_object(kind, {}, kind="scheduler")
     try:
         scheduler = cls(**(options or {}))
     except TypeError as error:

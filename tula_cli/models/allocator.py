@@ -62,7 +62,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, number), ascending
         self._numbers = itertools.count()
 
-    def allocate(self, name: int, size: int) -> None:
+    def allocate_block(self, name: int, size: int) -> None:
         """Allocate a block under a name; a size of 0 allocates nothing."""
         if size <= 0:
             return
@@ -70,12 +70,12 @@ class CachingAllocator:
         block = self._find_block(rounded) or self._request_segment(rounded)
         remainder = block.size - rounded
         if remainder >= BLOCK_ALIGNMENT_BYTES if block.small else remainder > MAX_SMALL_REQUEST_BYTES:
-            self._split(block, rounded)
+            self._split_block(block, rounded)
         self._block_by_name[name] = block
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
-    def release(self, name: int) -> None:
+    def release_block(self, name: int) -> None:
         """Free the block of a name; names without a block are ignored."""
         block = self._block_by_name.pop(name, None)
         if block is None:
@@ -83,13 +83,13 @@ class CachingAllocator:
         self.allocated -= block.size
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
-                self._remove_from_pool(neighbour)
+                self._remove_block_from_pool(neighbour)
                 block = _join_blocks(*((neighbour, block) if neighbour is block.before else (block, neighbour)))
         block.free = True
         self._blocks[block.number] = block
         insort(self._free[block.small], (block.size, block.number))
 
-    def rename(self, old: int, new: int) -> None:
+    def rename_block(self, old: int, new: int) -> None:
         """Change the name of a block."""
         self._block_by_name[new] = self._block_by_name.pop(old)
 
@@ -104,7 +104,7 @@ class CachingAllocator:
         if index == len(free):
             return None
         block = self._blocks[free[index][1]]
-        self._remove_from_pool(block)
+        self._remove_block_from_pool(block)
         return block
 
     def _request_segment(self, requested_bytes: int) -> _Block:
@@ -127,10 +127,10 @@ class CachingAllocator:
         """Return the segments without allocated blocks to the device."""
         self.flushes += 1
         for block in [block for block in self._blocks.values() if block.before is None and block.after is None]:
-            self._remove_from_pool(block)
+            self._remove_block_from_pool(block)
             self.reserved -= block.size
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split_block(self, block: _Block, size: int) -> None:
         """Return the end of a block to its pool."""
         remainder = _Block(next(self._numbers), block.size - size, small=block.small)
         block.size = size
@@ -141,7 +141,7 @@ class CachingAllocator:
         self._blocks[remainder.number] = remainder
         insort(self._free[remainder.small], (remainder.size, remainder.number))
 
-    def _remove_from_pool(self, block: _Block) -> None:
+    def _remove_block_from_pool(self, block: _Block) -> None:
         free = self._free[block.small]
         del free[bisect_left(free, (block.size, block.number))]
         del self._blocks[block.number]
@@ -180,13 +180,13 @@ def replay_allocations(
     allocator, flushes_before = CachingAllocator(capacity), 0
     try:
         for number in setup:
-            allocator.allocate(number, round(sizes[number]))
+            allocator.allocate_block(number, round(sizes[number]))
         for repetition in range(turns):
             flushes_before = allocator.flushes
             _run_events(allocator, step, sizes)
             _rename_allocations(allocator, [*setup, *later], later if repetition else [])
             for number in [] if repetition else later:
-                allocator.allocate(number, round(sizes[number]))
+                allocator.allocate_block(number, round(sizes[number]))
     except DeviceMemoryExhausted:
         return AllocatorPeaks(allocated=allocator.peak_allocated, reserved=allocator.peak_reserved, fits=False)
     return AllocatorPeaks(
@@ -201,10 +201,10 @@ def _rename_allocations(allocator: CachingAllocator, stays: Sequence[int], repla
     unplaced = sorted(allocated.difference(stays))
     if len(unplaced) == len(free):
         for old, new in zip(unplaced, free, strict=True):
-            allocator.rename(old, new)
+            allocator.rename_block(old, new)
     else:
         for number in unplaced:
-            allocator.release(number)
+            allocator.release_block(number)
 
 
 def compute_peak_without_allocator(setup: Sequence[int], step: Sequence[int], sizes: Sequence[float]) -> int:
@@ -217,6 +217,6 @@ def compute_peak_without_allocator(setup: Sequence[int], step: Sequence[int], si
 def _run_events(allocator: CachingAllocator, events: Iterable[int], sizes: Sequence[float]) -> None:
     for event in events:
         if event > 0:
-            allocator.allocate(event - 1, round(sizes[event - 1]))
+            allocator.allocate_block(event - 1, round(sizes[event - 1]))
         else:
-            allocator.release(-event - 1)
+            allocator.release_block(-event - 1)

@@ -192,7 +192,7 @@ def detect_batch_change(seen: float | None, *, before: float) -> float | None:
     return None if seen is None or seen <= 0 or abs(seen / before - 1) <= _MAX_BATCH_DIFFERENCE else seen
 
 
-def find_differences(probes: Sequence[RankResult | ScriptObservation]) -> list[Diagnostic]:
+def list_probe_differences(probes: Sequence[RankResult | ScriptObservation]) -> list[Diagnostic]:
     """Return properties that must be equal in all probes of a script but differ; `probes` holds rank 0 of each."""
     differences = []
     for aspect, values in (
@@ -261,5 +261,5 @@ def warn_inconsistent_probes(measured: Iterable[Measured]) -> list[Diagnostic]:
     ]
     # if tula passes no learning rate, the script's scaling is intended
     has_rates = any(rate.given is not None for rate in rates)
-    differences = find_differences([script for _, script in seen]) if seen else []
+    differences = list_probe_differences([script for _, script in seen]) if seen else []
     return [*differences, *(warn_script_scales_lr(rates) if has_rates else [])]

@@ -127,17 +127,17 @@ def _solve_moments(stats: GradientStats) -> _Moments:
 
 
 def _combine_moments(moments: Sequence[_Moments], shares: Sequence[float]) -> _Moments:
-    def add_up(name: str, *, power: int) -> float:
+    def sum_weighted(name: str, *, power: int) -> float:
         return float(
             sum(share**power * getattr(of_probe, name) for share, of_probe in zip(shares, moments, strict=True))
         )
 
     return _Moments(
-        sqr=add_up("sqr", power=1),
-        trace=add_up("trace", power=1),
-        sqr_variance=add_up("sqr_variance", power=2),
-        trace_variance=add_up("trace_variance", power=2),
-        covariance=add_up("covariance", power=2),
+        sqr=sum_weighted("sqr", power=1),
+        trace=sum_weighted("trace", power=1),
+        sqr_variance=sum_weighted("sqr_variance", power=2),
+        trace_variance=sum_weighted("trace_variance", power=2),
+        covariance=sum_weighted("covariance", power=2),
     )
 
 

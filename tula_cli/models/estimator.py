@@ -1,6 +1,6 @@
 """Predict time, cost, memory and feasibility of a run at any configuration from its probes.
 
-observations -> Estimator.fit() -> .candidates() -> .satisfying(query) -> choose_configuration()
+observations -> Estimator.fit() -> .predict_candidates() -> .satisfying(query) -> choose_configuration()
 """
 
 import functools
@@ -35,12 +35,12 @@ from tula_cli.models.observations import (
     find_capacity,
     list_measurement_warnings,
     require_measurements,
-    require_one_hardware,
+    require_same_hardware,
     warn_forecast_limits,
 )
 from tula_cli.models.out_of_memory import (
     find_smallest_ruled_out,
-    is_ruled_out_by,
+    is_configuration_ruled_out,
     list_allowed_splits,
 )
 from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
@@ -134,13 +134,13 @@ class Estimator:
         measured = sorted(_select_results(all_results, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
         ooms = _select_results(all_results, OutOfMemory)
         require_measurements(measured, ooms, _select_results(all_results, Failed), script=spec.script is not None)
-        require_one_hardware([*measured, *other_sizes.probes])
+        require_same_hardware([*measured, *other_sizes.probes])
         footprints = inspection.footprints if inspection else ()
         steps, held_up = fit_step_time_and_find_stragglers(
             spec, [*measured, *other_sizes.probes], [*trained, *other_sizes.trained]
         )
         memory_model = memory.fit_memory_model(
-            [*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
+            [*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.is_sharded
         )
         return cls(
             spec=spec,
@@ -180,7 +180,9 @@ class Estimator:
         """Cached function from a number of nodes to its largest local batch."""
         gpus, margin = self.spec.cluster.gpus_per_node, MEMORY_MARGIN
         return functools.cache(
-            lambda nodes: self.memory.for_ranks(nodes * gpus).compute_largest_local_batch(self.capacity, margin=margin)
+            lambda nodes: self.memory.adapt_to_ranks(nodes * gpus).compute_largest_local_batch(
+                self.capacity, margin=margin
+            )
         )
 
     def list_configurations(self, nodes: Iterable[int] | None = None) -> list[Config]:
@@ -217,13 +219,13 @@ class Estimator:
     def _find_feasible_configurations(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the configurations that fit, considering memory, OOM probes and ramp stages."""
         counts, batch = self._make_grid(nodes)
-        local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
+        local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.is_sharded
         fits = local_batch <= apply_to_distinct_values(
             lambda count: inf if (largest := self.compute_largest_local_batch(count)) is None else largest,
             counts if sharded else 1,
         )
         for oom in self.ooms:
-            fits &= ~is_ruled_out_by(oom, counts, local_batch, sharded=sharded)
+            fits &= ~is_configuration_ruled_out(oom, counts, local_batch, sharded=sharded)
         fits[list(self._find_probes(counts, local_batch))] = True
         fits &= self.stages.compute_fits_mask(counts, batch)
         return counts[fits], batch[fits]
@@ -250,7 +252,7 @@ class Estimator:
         """Return a mask of the configurations whose step time cannot be predicted (see `describe_why_unknown`)."""
         gpus = self.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
-        refused = self.steps.find_unpredictable(nodes, gpus, local_batch)
+        refused = self.steps.flag_unpredictable_configurations(nodes, gpus, local_batch)
         refused[list(self._find_probes(nodes, local_batch))] = False
         return refused
 
@@ -276,10 +278,10 @@ class Estimator:
 
     def describe_why_too_large(self, config: Config) -> str:
         """Return why a batch does not fit the GPUs' memory; empty if it does."""
-        local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
+        local_batch = config.compute_local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
             return ""
-        oom = find_smallest_ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
+        oom = find_smallest_ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.is_sharded)
         if oom is not None:
             return f"a local batch of {oom} ran out of memory"
         largest = self.compute_largest_local_batch(config.nodes)
@@ -292,7 +294,7 @@ class Estimator:
 
     def describe_why_unknown(self, config: Config) -> str:
         """Return why the step time of a configuration cannot be predicted from the probes; empty if it can."""
-        local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
+        local_batch = config.compute_local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
             return ""
         return self.steps.describe_why_unpredictable(config.nodes, self.spec.cluster.gpus_per_node, local_batch)
@@ -314,9 +316,9 @@ class Estimator:
                 f"cannot predict batch {config.batch} on {format_count(config.nodes)}: {why}",
                 "run tula profile to measure more configurations",
             )
-        return self.predict_configurations(*convert_to_columns([config])).prediction(0)
+        return self.predict_configurations(*convert_to_columns([config])).make_prediction(0)
 
-    def candidates(self, nodes: Iterable[int] | None = None) -> Candidates:
+    def predict_candidates(self, nodes: Iterable[int] | None = None) -> Candidates:
         """Predict every feasible configuration with a known step time, on each market of the pricing, fastest first."""
         on_demand = self.predict_configurations(*self.find_known_configurations(nodes))
         return Candidates.concatenate([on_demand, self.predict_on_spot(on_demand)]).sort_by_time()
@@ -352,7 +354,7 @@ class Estimator:
     def _get_single_prediction(self, on_demand: Candidates, market: Market) -> Prediction | None:
         """Return the only row of a table on a market; None if `predict_on_spot` leaves it out."""
         rows = self.predict_on_spot(on_demand) if market == "spot" else on_demand
-        return rows.prediction(0) if len(rows) else None
+        return rows.make_prediction(0) if len(rows) else None
 
     def list_oom_fallbacks(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
         """Return `batch` and every smaller feasible candidate on that number of nodes, descending.
@@ -365,9 +367,9 @@ class Estimator:
         first_rung, *rest = (
             Rung(batch=config.batch, prediction=self.predict_if_known(config, market)) for config in configs
         )
-        return first_rung.model_copy(update={"cut": self._predict_by_split(configs[0], market)}), *rest
+        return first_rung.model_copy(update={"cut": self._predict_splits(configs[0], market)}), *rest
 
-    def _predict_by_split(self, config: Config, market: Market) -> dict[int, Prediction]:
+    def _predict_splits(self, config: Config, market: Market) -> dict[int, Prediction]:
         """Return the predictions of a configuration with split micro-batches, by the number of parts."""
         predictions = {
             split: self.predict_split(config, split, market) for split in list_allowed_splits(self.spec, config)
@@ -387,10 +389,12 @@ class Estimator:
         ):
             return None
         (nodes, batch), (_, smaller_batch) = convert_to_columns([config]), convert_to_columns([smaller])
-        size = smaller.local_batch(gpus)
+        size = smaller.compute_local_batch(gpus)
         probes = self._find_probes(nodes, np.array([size]))
         step = self._estimate_step_times(nodes, smaller_batch)
-        compute_time = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
+        compute_time = (probes and probes[0].compute_time) or self.steps.compute_time_without_sync(
+            config.nodes, gpus, size
+        )
         longer = step.scale(1 + (split - 1) * compute_time / float(step.seconds[0]))
         stages = self.stages.make_stage_table(nodes, batch, self._estimate_step_times(nodes, batch))
         forecast = self._predict_trainings(nodes, batch, longer, {}, stages, memory_batches=np.array([size]))
@@ -406,7 +410,7 @@ class Estimator:
     def _estimate_step_times(self, nodes: Ints, batch: Ints) -> Estimates:
         """Return the step times, measured ones if available."""
         gpus, local_batch = self.spec.cluster.gpus_per_node, batch // (nodes * self.spec.cluster.gpus_per_node)
-        step_times = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
+        step_times = self.steps.predict_step_times(nodes, np.full(len(nodes), gpus), local_batch)
         configurations = map_indices_to_probes([*self.probes, *self.trained], nodes, local_batch)
         at = list(configurations)
         repeats = self.steps.compute_repeat_deviation(nodes[at], np.full(len(at), gpus), local_batch[at])
@@ -416,7 +420,7 @@ class Estimator:
                 None if probe is None else probe.step_times, self.trained.get(configuration, ()), float(spread)
             )
             assert measured is not None
-            step_times.set_measured(index, measured)
+            step_times.set_measured_estimate(index, measured)
         return step_times
 
     # --- Whole trainings
@@ -519,11 +523,11 @@ class Estimator:
 
     def _estimate_memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
         """Return the bytes that a GPU reserves, measured if available, and the share of its memory left free."""
-        model = self.memory.for_ranks(nodes * self.spec.cluster.gpus_per_node)
-        reserved = model.compute_reserved(local_batch) + np.zeros(len(nodes))
+        model = self.memory.adapt_to_ranks(nodes * self.spec.cluster.gpus_per_node)
+        reserved = model.compute_reserved_memory(local_batch) + np.zeros(len(nodes))
         for index, probe in probes.items():
             reserved[index] = probe.memory.reserved
-        free = np.nan if self.capacity is None else 1 - model.compute_needed(local_batch) / self.capacity
+        free = np.nan if self.capacity is None else 1 - model.compute_needed_memory(local_batch) / self.capacity
         return reserved, free + np.zeros(len(nodes))
 
     def _find_newest_trainings(self, nodes: Ints, local_batch: Ints) -> dict[str, NDArray[Any]]:
@@ -543,7 +547,7 @@ class Estimator:
 
     def _add_energy(self, rows: Candidates, probes: Mapping[int, Measured], model: "PowerModel") -> Candidates:
         """Add the energy of trainings to forecasts; the time outside steps is assumed to draw the same power."""
-        predicted_power = model.predict(rows["step_time"], rows["local_batch"])
+        predicted_power = model.predict_power(rows["step_time"], rows["local_batch"])
         for index, probe in probes.items():
             if probe.energy is not None:
                 measured_power = model.get_measured_power(probe)

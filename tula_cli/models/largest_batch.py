@@ -42,9 +42,9 @@ class BatchBracket:
         points: list[Measured | Footprint] = [*measured, *bounds.footprints]
         model = None
         if points:
-            accumulate, sharded = spec.train.accumulate, spec.train.sharded
+            accumulate, sharded = spec.train.accumulate, spec.train.is_sharded
             model = fit_memory_model(points, accumulate=accumulate, sharded=sharded)
-            model = model.for_ranks(nodes * spec.cluster.gpus_per_node)
+            model = model.adapt_to_ranks(nodes * spec.cluster.gpus_per_node)
         capacities = [probe.capacity for probe in measured if probe.capacity is not None]
         return cls(
             bounds=bounds,
@@ -67,18 +67,18 @@ class BatchBracket:
         if self.failing is None:
             return self._choose_trial_above()
         if not self.fitting:
-            return self._round_down(self.failing / 2, self._compute_unit(self.failing / 2))
+            return self._round_batch_down(self.failing / 2, self._compute_unit(self.failing / 2))
         width, unit = self.failing - self.fitting, self._compute_unit(self.fitting)
         if width <= unit:
             return None
         # Near the estimate, but far enough from both ends that the bracket shrinks by a quarter at least; in the middle
         # if the bracket contradicts the estimate.
-        estimate = self.estimate_largest(margin=0.0)
+        estimate = self.estimate_largest_batch(margin=0.0)
         if estimate is None or not self.fitting < estimate < self.failing - self.step:
             estimate = self.fitting + width // 2
-        return self._round_down(min(max(estimate, self.fitting + width / 4), self.failing - width / 4), unit)
+        return self._round_batch_down(min(max(estimate, self.fitting + width / 4), self.failing - width / 4), unit)
 
-    def estimate_largest(self, *, margin: float) -> int | None:
+    def estimate_largest_batch(self, *, margin: float) -> int | None:
         """Return the largest local batch that leaves `margin` of the memory free according to the model, within the
         bracket; None if the model or the capacity is unknown."""
         if self.model is None or self.usable_bytes is None:
@@ -92,27 +92,27 @@ class BatchBracket:
         """The capacity, or what a batch that did not fit needs according to the model: the rest is lost to fragmentation."""
         if self.model is None or self.failing is None or self.capacity is None:
             return self.capacity
-        return min(self.capacity, int(self.model.compute_needed(self.failing)))
+        return min(self.capacity, int(self.model.compute_needed_memory(self.failing)))
 
     def compute_headroom(self) -> float | None:
         """Return the share of the memory that the largest fitting batch leaves free; None if that is unknown."""
         if self.model is None or self.usable_bytes is None or not self.fitting:
             return None
-        return max(0.0, 1 - float(self.model.compute_needed(self.fitting)) / self.usable_bytes)
+        return max(0.0, 1 - float(self.model.compute_needed_memory(self.fitting)) / self.usable_bytes)
 
     def _choose_trial_above(self) -> int:
         """Return the next trial while nothing has failed: the first leaves the margin free, so that it probably fits
         and corrects the model."""
-        estimate = self.estimate_largest(margin=0.0 if self.fitting else MEMORY_MARGIN)
+        estimate = self.estimate_largest_batch(margin=0.0 if self.fitting else MEMORY_MARGIN)
         if not self.fitting:
             target = float(self.bounds.start if estimate is None else estimate)
         else:
             target = max(
                 estimate or 0.0, MIN_TRIAL_GROWTH * self.fitting, self.fitting + self._compute_unit(self.fitting)
             )
-        return min(self._round_down(target, self._compute_unit(target)), self.bounds.limit)
+        return min(self._round_batch_down(target, self._compute_unit(target)), self.bounds.limit)
 
-    def _round_down(self, local_batch: float, unit: int) -> int:
+    def _round_batch_down(self, local_batch: float, unit: int) -> int:
         """Return the largest multiple of `unit` up to `local_batch`, or the first one above `fitting` if that is larger."""
         return max(math.floor(local_batch / unit), self.fitting // unit + 1) * unit
 

@@ -49,7 +49,7 @@ class LossLevel:
     above: float = 0  # weighted number of steps since the level became too high; steps of a partial rise count less
     highest: float = 0.0  # highest level since then
 
-    def add(self, loss: float, *, samples: int, lr_factor: float) -> None:
+    def add_loss(self, loss: float, *, samples: int, lr_factor: float) -> None:
         """Record the loss of the next step.
 
         Args:

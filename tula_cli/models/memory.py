@@ -58,7 +58,7 @@ class _Point:
     def states(self) -> ModelStates | None:
         return self.memory if isinstance(self.memory, Components) else self.memory.states
 
-    def split(self, states: ModelStates, batch_slope: float) -> "_Point":
+    def separate_activations(self, states: ModelStates, batch_slope: float) -> "_Point":
         """Return the point with its activations, given the terms that probes share."""
         if isinstance(self.memory, Components):
             return replace(self, activations=float(self.memory.activations))
@@ -86,7 +86,7 @@ class PiecewiseLinear:
             piece = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
         return ys[piece] + (ys[piece + 1] - ys[piece]) / (xs[piece + 1] - xs[piece]) * (x - xs[piece])
 
-    def last_slope(self) -> float:
+    def get_last_slope(self) -> float:
         return (self.ys[-1] - self.ys[-2]) / (self.xs[-1] - self.xs[-2]) if len(self.xs) > 1 else 0.0
 
 
@@ -103,10 +103,10 @@ class MemoryModel:
     accumulate: int
     error: float | None  # median relative residual of the peak; None if the fit is exact
     by_component: bool = True  # False if only peaks are known: batch and activations are then one term
-    sharded: bool = False  # whether the ranks divide the states, which are those of the whole model (`for_ranks`)
+    sharded: bool = False  # whether the ranks divide the states, which are those of the whole model (`adapt_to_ranks`)
     warning: Diagnostic | None = None  # warning about the growth of memory with the batch
 
-    def for_ranks(self, ranks: Number) -> "MemoryModel":
+    def adapt_to_ranks(self, ranks: Number) -> "MemoryModel":
         """Return the model of one of `ranks` ranks; unchanged if the ranks do not share a model.
 
         Args:
@@ -120,13 +120,13 @@ class MemoryModel:
     @property
     def slope(self) -> float:
         """Memory of one more sample in the micro-batch, for large batches."""
-        return self.batch_slope + self.activations.last_slope()
+        return self.batch_slope + self.activations.get_last_slope()
 
     @property
     def fixed(self) -> float:
         """Peak extrapolated from large batches to zero samples."""
-        last_corner, last_slope = self.activations.xs[-1], self.activations.last_slope()
-        return float(max(0.0, self.states.static + self.activations(last_corner) - last_slope * last_corner))
+        last_corner, get_last_slope = self.activations.xs[-1], self.activations.get_last_slope()
+        return float(max(0.0, self.states.static + self.activations(last_corner) - get_last_slope * last_corner))
 
     def compute_activations(self, micro_batch: Number) -> Number:
         return np.maximum(0.0, self.activations(micro_batch))
@@ -148,7 +148,7 @@ class MemoryModel:
             batch=round(self.batch_slope * micro_batch),
             activations=round(self.compute_activations(micro_batch)),
             peak=self.compute_peak(local_batch),
-            reserved=self.compute_reserved(local_batch),
+            reserved=self.compute_reserved_memory(local_batch),
             libraries=self.libraries,
         )
         return Footprint(local_batch=local_batch, memory=memory, room=round(self.room * memory.peak))
@@ -157,14 +157,14 @@ class MemoryModel:
         """Return the memory in use at the peak (Eq. 3)."""
         return _round_bytes(self._compute_peak_at(local_batch / self.accumulate))
 
-    def compute_reserved(self, local_batch: Number) -> Number:
+    def compute_reserved_memory(self, local_batch: Number) -> Number:
         """Return the memory reserved at the peak if the device has space for it: the memory that is priced."""
         micro_batch = local_batch / self.accumulate
         return _round_bytes(np.maximum(1.0, self.reserved_ratio(micro_batch)) * self._compute_peak_at(micro_batch))
 
-    def compute_needed(self, local_batch: Number) -> Number:
+    def compute_needed_memory(self, local_batch: Number) -> Number:
         """Return the minimum device memory for a local batch, libraries included."""
-        return _round_bytes(self._compute_needed_at(local_batch / self.accumulate))
+        return _round_bytes(self._compute_needed_memory_at(local_batch / self.accumulate))
 
     def compute_largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
         """Return the largest local batch that leaves `margin` of the capacity free.
@@ -180,23 +180,23 @@ class MemoryModel:
             return None
         limit = capacity * (1 - margin)
         corners = [0.0, *(x for x in self.activations.xs if x > 0)]
-        below = [x for x in corners if self._compute_needed_at(x) <= limit]
+        below = [x for x in corners if self._compute_needed_memory_at(x) <= limit]
         if not below:
             return 0
         at = max(below)
         if at == corners[-1]:
-            slope = float(self._compute_needed_at(at + 1) - self._compute_needed_at(at))
+            slope = float(self._compute_needed_memory_at(at + 1) - self._compute_needed_memory_at(at))
         else:
             end = corners[corners.index(at) + 1]
-            slope = float((self._compute_needed_at(end) - self._compute_needed_at(at)) / (end - at))
+            slope = float((self._compute_needed_memory_at(end) - self._compute_needed_memory_at(at)) / (end - at))
         if slope <= 0:
             return None if at == corners[-1] else math.floor(at) * self.accumulate
-        return math.floor(at + float(limit - self._compute_needed_at(at)) / slope) * self.accumulate
+        return math.floor(at + float(limit - self._compute_needed_memory_at(at)) / slope) * self.accumulate
 
     def _compute_peak_at(self, micro_batch: Number) -> Number:
         return self.states.static + self.batch_slope * micro_batch + self.compute_activations(micro_batch)
 
-    def _compute_needed_at(self, micro_batch: Number) -> Number:
+    def _compute_needed_memory_at(self, micro_batch: Number) -> Number:
         return self.room * self._compute_peak_at(micro_batch) + self.libraries
 
 
@@ -231,7 +231,9 @@ def fit_memory_model(
     states = _find_largest_states(believed, estimated)
     slopes = _fit_batch_slopes(believed) or _fit_batch_slopes(estimated)
     batch_slope = float(np.median(slopes)) if slopes else 0.0
-    split_points = [[point.split(states, batch_slope) for point in points] for points in (measured, estimated)]
+    split_points = [
+        [point.separate_activations(states, batch_slope) for point in points] for points in (measured, estimated)
+    ]
     activations, warning = _fit_activations(*split_points)
     model = MemoryModel(
         states=states,
@@ -264,10 +266,13 @@ def _move_heap_growth_to_peaks(points: list[_Point]) -> list[_Point]:
 
     It consists of holes and workspaces of the heap, which grow with the batch."""
     least = min((point.memory.libraries or 0 for point in points), default=0)
-    return [_move_to_peak(point, (point.memory.libraries or 0) - least) if point.on_heap else point for point in points]
+    return [
+        _move_library_memory_to_peak(point, (point.memory.libraries or 0) - least) if point.on_heap else point
+        for point in points
+    ]
 
 
-def _move_to_peak(point: _Point, size: int) -> _Point:
+def _move_library_memory_to_peak(point: _Point, size: int) -> _Point:
     memory = point.memory
     changes = {"libraries": (memory.libraries or 0) - size, "peak": memory.peak + size}
     if isinstance(memory, Components):

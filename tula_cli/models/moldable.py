@@ -125,7 +125,7 @@ def _is_within(prediction: Prediction | None, *, deadline: float | None, efficie
 
 def _list_job_size(spec: JobSpec, config: Config, estimator: Estimator | None, market: Market) -> Iterator[JobSize]:
     """Yield a number of nodes with its micro-batch and out-of-memory fallbacks; nothing if no micro-batch fits."""
-    accumulate, local_batch = spec.train.accumulate, config.local_batch(spec.cluster.gpus_per_node)
+    accumulate, local_batch = spec.train.accumulate, config.compute_local_batch(spec.cluster.gpus_per_node)
     splits = _count_splits(spec, config, estimator)
     if splits is None:
         return

@@ -104,7 +104,7 @@ def require_measurements(
     raise TooFewMeasurements("no probe was measured", "run tula profile first")
 
 
-def require_one_hardware(measured: Sequence[Measured]) -> None:
+def require_same_hardware(measured: Sequence[Measured]) -> None:
     if why := describe_mixed_hardware(measured):
         raise BadMeasurements(why, _PIN_HARDWARE_HINT)
 

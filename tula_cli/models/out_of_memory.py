@@ -27,7 +27,7 @@ def list_allowed_splits(spec: JobSpec, config: Config) -> tuple[int, ...]:
     """Return the numbers of parts into which a configuration's micro-batches may be split; none if they must not be."""
     if describe_why_not_splittable(spec):
         return ()
-    accumulate, local_batch = spec.train.accumulate, config.local_batch(spec.cluster.gpus_per_node)
+    accumulate, local_batch = spec.train.accumulate, config.compute_local_batch(spec.cluster.gpus_per_node)
     return list_splits(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate).into
 
 
@@ -144,10 +144,12 @@ def find_smallest_ruled_out(
         sharded: whether the GPUs share the model, so that more nodes may leave more memory per GPU, but fewer nodes
             never do.
     """
-    return min((oom[1] for oom in ooms if is_ruled_out_by(oom, nodes, local_batch, sharded=sharded)), default=None)
+    return min(
+        (oom[1] for oom in ooms if is_configuration_ruled_out(oom, nodes, local_batch, sharded=sharded)), default=None
+    )
 
 
-def is_ruled_out_by(oom: tuple[int, int], nodes: Number, local_batch: Number, *, sharded: bool) -> Number:
+def is_configuration_ruled_out(oom: tuple[int, int], nodes: Number, local_batch: Number, *, sharded: bool) -> Number:
     """Return whether an out-of-memory probe rules out a configuration, or each of an array of configurations."""
     count, size = oom
     return (size <= local_batch) & (nodes <= count) if sharded else size <= local_batch

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from tula_cli.models import refresh
-from tula_cli.models.choice.candidates import Floats, Ints, compute_ratios, find_nearest
+from tula_cli.models.choice.candidates import Floats, Ints, compute_ratios, find_nearest_columns
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Measured
@@ -45,7 +45,7 @@ class OverheadModel:
         """
         probes = [probe for probe in self.probes if probe.overheads.eval_batch is not None]
         evaluated_probes = probes or self.probes
-        nearest_probe = find_nearest(
+        nearest_probe = find_nearest_columns(
             compute_ratios([probe.local_batch for probe in evaluated_probes], local_batch),
             compute_ratios([probe.nodes for probe in evaluated_probes], nodes),
         )
@@ -55,14 +55,14 @@ class OverheadModel:
                 saves.setdefault(probe.nodes, []).append(probe.overheads.checkpoint)
         save_medians = {count: statistics.median(seconds) for count, seconds in saves.items()}
         return OverheadColumns(
-            startup=_select_nearest(_pool_shorter_startups(self._startups), nodes) + self.shutdown,
+            startup=_select_nearest_seconds(_pool_shorter_startups(self._startups), nodes) + self.shutdown,
             eval_batch=np.array([probe.overheads.eval_batch for probe in evaluated_probes], dtype=float)[nearest_probe]
             if probes
             else None,
             eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in evaluated_probes])[
                 nearest_probe
             ],
-            checkpoint=_select_nearest(save_medians, nodes) if saves else None,
+            checkpoint=_select_nearest_seconds(save_medians, nodes) if saves else None,
             refresh=refresh.compute_refresh_seconds(
                 self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch
             ),
@@ -112,10 +112,12 @@ def _is_shorter_by_chance(seconds: Sequence[float], before: Sequence[float]) -> 
     return statistics.median(seconds) < statistics.median(before) and not is_clear
 
 
-def _select_nearest(seconds: Mapping[int, float], nodes: Ints) -> Floats:
+def _select_nearest_seconds(seconds: Mapping[int, float], nodes: Ints) -> Floats:
     """Return the seconds of the nearest number of nodes that has them, shape (n,)."""
     distinct, where = np.unique(nodes, return_inverse=True)
-    nearest: Floats = np.array(list(seconds.values()))[find_nearest(compute_ratios(list(seconds), distinct))][where]
+    nearest: Floats = np.array(list(seconds.values()))[find_nearest_columns(compute_ratios(list(seconds), distinct))][
+        where
+    ]
     return nearest
 
 

@@ -53,7 +53,7 @@ class PowerModel:
         """Return the measured power of a probe, which must have an energy reading."""
         return Power(_compute_mean_watts(probe), self.error)
 
-    def predict(self, seconds: Number, local_batch: Number) -> Power:
+    def predict_power(self, seconds: Number, local_batch: Number) -> Power:
         """Return the predicted power at a configuration that was not measured, or at each of many.
 
         Args:
@@ -70,8 +70,10 @@ class PowerModel:
 def fit_power_model(all_probes: Sequence[Measured]) -> PowerModel:
     """Fit the model to the probes with an energy reading, of which there is at least one."""
     probes_with_energy = [probe for probe in all_probes if probe.energy is not None]
-    rows = np.array([[_get_energy_step_time(probe), probe.local_batch] for probe in probes_with_energy], dtype=float)
-    rows /= np.array([[_compute_mean_watts(probe) * _get_energy_step_time(probe)] for probe in probes_with_energy])
+    rows = np.array(
+        [[_compute_energy_step_time(probe), probe.local_batch] for probe in probes_with_energy], dtype=float
+    )
+    rows /= np.array([[_compute_mean_watts(probe) * _compute_energy_step_time(probe)] for probe in probes_with_energy])
     fitted = _fit_two_coefficients(rows) if len(probes_with_energy) >= _MIN_PROBES else None
     columns = rows[:, :1] if fitted is None else rows
     coefficients = _solve_least_squares(columns) if fitted is None else fitted
@@ -88,14 +90,14 @@ def fit_power_model(all_probes: Sequence[Measured]) -> PowerModel:
     )
 
 
-def _get_energy_step_time(probe: Measured) -> float:
+def _compute_energy_step_time(probe: Measured) -> float:
     """Return the step time over which the energy was counted: the mean of all timed steps, without trimming."""
     return float(np.mean(probe.step_times))
 
 
 def _compute_mean_watts(probe: Measured) -> float:
     assert probe.energy is not None
-    return probe.energy / (probe.nodes * probe.gpus_per_node * _get_energy_step_time(probe))
+    return probe.energy / (probe.nodes * probe.gpus_per_node * _compute_energy_step_time(probe))
 
 
 def _fit_two_coefficients(rows: Floats) -> Floats | None:

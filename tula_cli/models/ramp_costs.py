@@ -165,7 +165,7 @@ class StageTimes:
         }
         options = {stage: self._list_stage_nodes(*stage) for stage in stages}
         pairs = sorted({(count, stage_batch) for (_, stage_batch), counts_ in options.items() for count in counts_})
-        predicted_seconds = self._predict_pairs(pairs)
+        predicted_seconds = self._predict_step_times(pairs)
         startup = self.startup(nodes, batch)
         for row, training_nodes in enumerate(nodes.tolist()):
             present = np.flatnonzero(batches[row, :-1])
@@ -197,7 +197,7 @@ class StageTimes:
         ]
         return fitting or counts[:1]
 
-    def _predict_pairs(self, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    def _predict_step_times(self, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
         """Return the step times (seconds) of the pairs of nodes and batch that are known."""
         if not pairs:
             return {}
@@ -431,7 +431,7 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
         )
 
 
-def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
+def list_stage_diagnostics(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
     """Describe numbers of nodes for which the search has no batch at which a training with the job's stages can start.
 
     Args:

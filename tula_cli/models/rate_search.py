@@ -119,7 +119,7 @@ def require_searchable(spec: JobSpec, batch: int) -> None:
             "a learning rate cannot be searched with train.ramp: decay, which sets the learning rate",
             "add --set train.ramp=auto",
         )
-    if train.sharded:
+    if train.is_sharded:
         raise SpecError(
             "a learning rate cannot be searched with train.parallel: fsdp, which divides the training state among the GPUs",
             "search with a smaller model and --set train.parallel=ddp, or compare short trainings: tula compare --methods lbt,sqrt,lrs",
@@ -138,7 +138,7 @@ def make_job_of_rule(spec: JobSpec, rule: LrRule) -> JobSpec:
     return spec.model_copy(update={"train": train})
 
 
-def list_overrides(spec: JobSpec, rule: LrRule) -> list[str]:
+def list_rule_overrides(spec: JobSpec, rule: LrRule) -> list[str]:
     """Return what `--set` has to change in a job so that it trains with a rule."""
     train = make_job_of_rule(spec, rule).train
     method = [] if train.method == spec.train.method else [f"train.method={train.method}"]
@@ -146,7 +146,7 @@ def list_overrides(spec: JobSpec, rule: LrRule) -> list[str]:
     return [*method, *([] if spec.train.lr_scaling == lr_scaling else [f"train.lr_scaling={lr_scaling}"])]
 
 
-def list_arms(spec: JobSpec, batch: int) -> list[RateArm]:
+def list_rate_arms(spec: JobSpec, batch: int) -> list[RateArm]:
     """Return the learning rates to try at a batch, ascending; of rules with equal factors (train.max_lr_factor), one is tried."""
     arms = {
         (factor := compute_lr_scale(make_job_of_rule(spec, rule), batch)): RateArm(batch, rule, factor)
@@ -155,7 +155,7 @@ def list_arms(spec: JobSpec, batch: int) -> list[RateArm]:
     return sorted(arms.values(), key=lambda arm: arm.factor)
 
 
-def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int, save_every: int = 0) -> SearchPlan:
+def plan_rate_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int, save_every: int = 0) -> SearchPlan:
     """Count the samples of a search.
 
     Args:
@@ -165,7 +165,7 @@ def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int, sav
     total, reference = spec.train.epochs * dataset_size, spec.train.reference_batch
     if spec.script is not None:
         total = count_script_samples(spec.script, dataset_size)
-    branches = len(list_arms(spec, batches[0])) + len(batches) - 1
+    branches = len(list_rate_arms(spec, batches[0])) + len(batches) - 1
     start = max(reference * MIN_STEPS, round(START_SHARE * total))
     start = max(1, round(start / save_every)) * save_every if save_every else start
     length = max(MIN_STEPS * max(batches), round(min(BRANCH_SHARE, BRANCHES_SHARE / branches) * total))
@@ -195,8 +195,8 @@ def find_next_arm(
     First all learning rates at the first batch, then the other batches with the rule that was chosen there.
     """
     trained = {(branch.batch, branch.rule) for branch in branches}
-    arms = list_arms(spec, batches[0])
-    chosen = choose_rate([branch for branch in branches if branch.batch == batches[0]], start_loss)
+    arms = list_rate_arms(spec, batches[0])
+    chosen = find_branch_with_highest_rate([branch for branch in branches if branch.batch == batches[0]], start_loss)
     if chosen is not None and len(trained) >= len(arms):
         arms += [
             RateArm(batch, chosen.rule, compute_lr_scale(make_job_of_rule(spec, chosen.rule), batch))
@@ -225,11 +225,11 @@ def compute_loss_margin(lowest: float, start_loss: float) -> float:
     return min(LOSS_MARGIN * abs(lowest), MAX_LOSS_MARGIN, PROGRESS_MARGIN * max(0.0, start_loss - lowest))
 
 
-def choose_rate(branches: Sequence[RateBranch], start_loss: float) -> RateBranch | None:
+def find_branch_with_highest_rate(branches: Sequence[RateBranch], start_loss: float) -> RateBranch | None:
     """Return the branch with the highest learning rate among those close to the lowest loss; None if all diverged."""
     return max(list_close_branches(branches, start_loss), key=lambda branch: branch.factor, default=None)
 
 
-def choose_batch(branches: Sequence[RateBranch], start_loss: float) -> RateBranch | None:
+def find_branch_with_largest_batch(branches: Sequence[RateBranch], start_loss: float) -> RateBranch | None:
     """Return the branch with the largest batch among those close to the lowest loss; None if all diverged."""
     return max(list_close_branches(branches, start_loss), key=lambda branch: branch.batch, default=None)

@@ -27,7 +27,7 @@ def compute_small_batch_size(spec: JobSpec, batch: int) -> int:
 
 def has_separate_refreshes(spec: JobSpec, batch: int | None = None) -> bool:
     """Return whether some steps include a refresh that others do not, at a global batch or at any (None)."""
-    is_separate = spec.train.training_method.refreshes and not spec.ags.resolved().refreshes_each_step
+    is_separate = spec.train.training_method.refreshes and not spec.ags.fill_from_preset().refreshes_each_step
     return is_separate and (batch is None or compute_small_batch_size(spec, batch) < batch)
 
 
@@ -38,7 +38,7 @@ def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, worl
         available: samples of a rank's micro-batch.
     """
     small = compute_small_batch_size(spec, batch)
-    by_norms = world > 1 and spec.ags.resolved().source == "local_norms"
+    by_norms = world > 1 and spec.ags.fill_from_preset().source == "local_norms"
     if not spec.train.training_method.scales_gradients or by_norms or small >= batch or available < 1:
         return 1
     ranks = min(world, ceil(small / available))  # the same distribution as `count_samples_per_rank` of the optimizer
@@ -55,7 +55,7 @@ def count_refreshes(spec: JobSpec, *, batch: int, steps: int) -> int:
     """
     if not has_separate_refreshes(spec, batch):
         return 0
-    refresh, epochs = spec.ags.resolved().refresh, spec.train.max_epochs
+    refresh, epochs = spec.ags.fill_from_preset().refresh, spec.train.max_epochs
     return epochs * steps // refresh.every if isinstance(refresh, Every) else epochs
 
 
@@ -73,7 +73,7 @@ def compute_refresh_seconds(
     """
     import numpy as np
 
-    from tula_cli.models.choice.candidates import apply_to_distinct_values, compute_ratios, find_nearest
+    from tula_cli.models.choice.candidates import apply_to_distinct_values, compute_ratios, find_nearest_columns
 
     refreshed = apply_to_distinct_values(lambda size: has_separate_refreshes(spec, size), batch)
     if not refreshed.any():
@@ -96,10 +96,10 @@ def compute_refresh_seconds(
             compute_ratios([probe.local_batch for probe in timed], local_batch),
         )
         refresh_seconds = np.array([probe.overheads.refresh for probe in timed], dtype=float)[
-            find_nearest(*differences)
+            find_nearest_columns(*differences)
         ]
     elif local:
-        nearest_probes = find_nearest(compute_ratios([probe.local_batch for probe in local], share))
+        nearest_probes = find_nearest_columns(compute_ratios([probe.local_batch for probe in local], share))
         refresh_seconds = np.array([_get_time_without_sync(probe) for probe in local], dtype=float)[nearest_probes]
     else:
         refresh_seconds = np.full(len(batch), np.nan)

@@ -50,14 +50,14 @@ def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None
             script sets its own.
     """
     judgement = _judge_batches(starts, lr_ratio=lr_ratio)
-    begin, same, more = (_find_last_of_phase(starts, phase) for phase in ("begin", "same", "more"))
+    begin, same, more = (_find_last_start_of_phase(starts, phase) for phase in ("begin", "same", "more"))
     if begin is None or same is None or more is None or judgement.verdict in (None, "none"):
         return judgement
     if more.ended == "failed" and more.outcome != "user":
         return replace(
             judgement, reasons=(*judgement.reasons, f"not tested {_describe_start(begin, more)}: {more.why}")
         )
-    resumed = _judge_resumed(begin, more, lr_ratio=1.0)
+    resumed = _judge_resumed_start(begin, more, lr_ratio=1.0)
     faults = resumed.faults or _describe_other_rate(begin, same, more)
     return replace(
         judgement,
@@ -68,10 +68,10 @@ def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None
 
 
 def _judge_batches(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -> ResumeVerdict:
-    begin, same, half = (_find_last_of_phase(starts, phase) for phase in ("begin", "same", "half"))
+    begin, same, half = (_find_last_start_of_phase(starts, phase) for phase in ("begin", "same", "half"))
     if begin is None or same is None or begin.saved_samples is None:
         return ResumeVerdict(None, (_explain_no_checkpoint(begin),))
-    same_batch = _judge_resumed(begin, same, lr_ratio=1.0)
+    same_batch = _judge_resumed_start(begin, same, lr_ratio=1.0)
     if same.ended == "failed" and same.outcome != "user":
         return ResumeVerdict(None, (f"not tested: at batch {same.batch} {same.why}",))
     if same.ended == "cut" and not same_batch.faults:
@@ -80,16 +80,16 @@ def _judge_batches(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -
         return ResumeVerdict("none", same_batch.reasons, same_batch.faults)
     if half is None:
         return ResumeVerdict("same", (*same_batch.reasons, "not tested at another batch"), same_batch.faults)
-    second = _judge_resumed(begin, half, lr_ratio=lr_ratio)
-    schedule = "" if second.faults else _find_schedule_fault(begin, same, half, lr_ratio)
+    second = _judge_resumed_start(begin, half, lr_ratio=lr_ratio)
+    schedule = "" if second.faults else _describe_schedule_fault(begin, same, half, lr_ratio)
     reasons = (*same_batch.reasons, *second.reasons, *([schedule] if schedule else []))
     faults = (*same_batch.faults, *second.faults, *([schedule] if schedule else []))
     if not second.exact or same_batch.faults or schedule:
         return ResumeVerdict("same", reasons, faults)
-    return ResumeVerdict("epoch" if _is_at_epoch_end(begin) else "any", reasons, faults)
+    return ResumeVerdict("epoch" if _is_checkpoint_at_epoch_end(begin) else "any", reasons, faults)
 
 
-def _find_last_of_phase(starts: Sequence[ObservedStart], phase: Phase) -> ObservedStart | None:
+def _find_last_start_of_phase(starts: Sequence[ObservedStart], phase: Phase) -> ObservedStart | None:
     return next((start for start in reversed(starts) if start.phase == phase), None)
 
 
@@ -128,7 +128,7 @@ def _explain_no_checkpoint(begin: ObservedStart | None) -> str:
     )
 
 
-def _is_at_epoch_end(begin: ObservedStart) -> bool:
+def _is_checkpoint_at_epoch_end(begin: ObservedStart) -> bool:
     """Return whether the checkpoint was written between two epochs, whose last batches may have been dropped."""
     size, saved = begin.dataset_size, begin.saved_samples or 0
     if not size:
@@ -137,7 +137,7 @@ def _is_at_epoch_end(begin: ObservedStart) -> bool:
     return epochs > 0 and abs(saved - epochs * size) <= epochs * begin.batch
 
 
-def _judge_resumed(begin: ObservedStart, start: ObservedStart, *, lr_ratio: float | None) -> _ResumedStart:
+def _judge_resumed_start(begin: ObservedStart, start: ObservedStart, *, lr_ratio: float | None) -> _ResumedStart:
     at = _describe_start(begin, start)
     if start.ended == "failed":
         message = f"{at} it cannot resume from its own checkpoint: {start.why}"
@@ -145,8 +145,8 @@ def _judge_resumed(begin: ObservedStart, start: ObservedStart, *, lr_ratio: floa
     if not start.steps and start.ended == "cut":
         return _ResumedStart(reasons=(f"not tested {at}: no step within {format_duration(start.seconds)}",))
     counted = _judge_samples(begin, start)
-    lr = _judge_learning_rate(begin, start, lr_ratio) or (
-        _find_lost_schedule(begin, start) if start.batch == begin.batch else ""
+    lr = _describe_wrong_learning_rate(begin, start, lr_ratio) or (
+        _describe_lost_schedule(begin, start) if start.batch == begin.batch else ""
     )
     lr_faults = (lr,) if lr else ()
     faults, reasons = (*lr_faults, *counted.faults), (*lr_faults, *counted.reasons)
@@ -194,7 +194,7 @@ def _compute_sample_tolerance(begin: ObservedStart, start: ObservedStart, remain
     return epochs * start.batch + begin.batch
 
 
-def _judge_learning_rate(begin: ObservedStart, start: ObservedStart, ratio: float | None) -> str:
+def _describe_wrong_learning_rate(begin: ObservedStart, start: ObservedStart, ratio: float | None) -> str:
     """Describe a wrong first learning rate after the checkpoint; empty if it is right or unknown."""
     if begin.next_lr is None or start.first_lr is None:
         return ""
@@ -216,7 +216,7 @@ def _list_allowed_ratios(ratio: float | None) -> list[float]:
     return [ratio] if ratio is not None else [1.0, 0.5, math.sqrt(0.5)]
 
 
-def _find_lost_schedule(begin: ObservedStart, same: ObservedStart) -> str:
+def _describe_lost_schedule(begin: ObservedStart, same: ObservedStart) -> str:
     """Describe a schedule that does not resume from its position at the checkpoint; empty if it does.
 
     This may not show in the learning rate.
@@ -227,7 +227,9 @@ def _find_lost_schedule(begin: ObservedStart, same: ObservedStart) -> str:
     return f"{_describe_start(begin, same)} its schedule ({after.name}) resumes at step {after.at} instead of {schedule_before.at}"
 
 
-def _find_schedule_fault(begin: ObservedStart, same: ObservedStart, half: ObservedStart, ratio: float | None) -> str:
+def _describe_schedule_fault(
+    begin: ObservedStart, same: ObservedStart, half: ObservedStart, ratio: float | None
+) -> str:
     """Describe why the schedules at half and full batch differ at equal samples; empty if they do not.
 
     A scheduler that counts optimizer steps and resumes at the step of the checkpoint is wrong at another batch, however

@@ -119,7 +119,7 @@ def _rank_by_expense(spec: JobSpec) -> tuple[bool, ...]:
     method = spec.train.training_method
     return (
         method.scales_gradients,
-        method.scales_gradients and spec.ags.resolved().granularity == "element",
+        method.scales_gradients and spec.ags.fill_from_preset().granularity == "element",
         method.file != "plain",
     )
 
@@ -277,7 +277,7 @@ def rank_branches(branches: Sequence[M]) -> list[M]:
     return sorted(branches, key=lambda branch: (branch.diverged, math.inf if branch.loss is None else branch.loss))
 
 
-def find_winner(branches: Sequence[Branch]) -> str:
+def find_winning_arm(branches: Sequence[Branch]) -> str:
     """Return the arm that won: the favourite unless another is clearly better, else the best."""
     best, losses = rank_branches(branches)[0], {branch.arm: branch.loss for branch in branches if not branch.diverged}
     if best.diverged:
@@ -293,7 +293,7 @@ def find_winner(branches: Sequence[Branch]) -> str:
 
 def find_next_best_arm(branches: Sequence[Branch], broken: Sequence[str]) -> str:
     """Return the arm to continue with after others broke down: the winner of the branches without them."""
-    return find_winner([branch for branch in branches if branch.arm == CONTROL_ARM or branch.arm not in broken])
+    return find_winning_arm([branch for branch in branches if branch.arm == CONTROL_ARM or branch.arm not in broken])
 
 
 def find_control_branch(branches: Sequence[Branch]) -> Branch | None:

@@ -15,7 +15,7 @@ from tula_cli.run import messages
 from tula_cli.run.imports import find_source_file, is_foreign_folder, list_files_of_imports, list_import_roots
 from tula_cli.run.secrets import is_key_file, is_private_file
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import join_first
+from tula_cli.words import join_first_words
 
 # --- Git
 
@@ -247,4 +247,4 @@ def list_selection_warnings(selection: Selection) -> tuple[Diagnostic, ...]:
 
 
 def _join_paths(paths: Sequence[Path], base: Path) -> str:
-    return join_first([path.relative_to(base) for path in paths], 3)
+    return join_first_words([path.relative_to(base) for path in paths], 3)

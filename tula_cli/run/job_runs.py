@@ -20,7 +20,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.merge import apply_overrides, flatten_mapping
 from tula_cli.spec.signature import compute_measurement_signature
-from tula_cli.words import describe_node_type, join_first, make_relative_path
+from tula_cli.words import describe_node_type, join_first_words, make_relative_path
 
 _HARDWARE_SECTIONS = ("name", "cluster", "pricing", "search", "baseline", "export")
 """Sections of a job in which runs of one job may differ."""
@@ -32,7 +32,7 @@ def list_variants(spec: JobSpec) -> list[tuple[Variant, JobSpec]]:
     variants: list[tuple[Variant, JobSpec]] = []
     for name, job in spec.split_by_type().items():
         node_type, gpus = (None, None) if name is None else spec.hardware_by_type[name]
-        in_addition: Literal["gpus"] | None = "gpus" if job.measured_with_fewer_gpus else None
+        in_addition: Literal["gpus"] | None = "gpus" if job.is_supplement_with_fewer_gpus else None
         variants.append((Variant(node_type=node_type, gpus=gpus, in_addition=in_addition), job))
     return variants
 
@@ -239,7 +239,7 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
         if keys := _list_differences(first, other):
             raise SpecError(
                 f"{make_relative_path(first.path)} and {make_relative_path(other.path)} are runs of different jobs:"
-                f" {join_first(keys, _MAX_KEYS_SHOWN)} {'differs' if len(keys) == 1 else 'differ'}",
+                f" {join_first_words(keys, _MAX_KEYS_SHOWN)} {'differs' if len(keys) == 1 else 'differ'}",
                 "give runs of one job on different hardware, or plan several jobs together with tula recommend and --trainings N after each --run",
             )
     if len({run.type for run in runs}) < len(runs):

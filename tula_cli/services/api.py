@@ -486,7 +486,7 @@ def check(arguments: CheckArguments) -> CheckResult:
     """
     spec, inspect = load_job(arguments.job, arguments.overrides), make_inspector(arguments.root, fresh=arguments.fresh)
     runs = (make_runs_of_job if arguments.online else make_runs)(Path(arguments.root), spec)
-    return checking.check_all_node_types(
+    return checking.check_job_on_all_node_types(
         runs, node_type=arguments.node_type, online=arguments.online, inspector=inspect
     )
 
@@ -516,7 +516,7 @@ def estimate(arguments: EstimateArguments) -> dict[str | None, EstimateReport]:
     resolved = arguments.resolve(arguments.job)
     capacity = None if arguments.memory is None else estimating.parse_capacity("memory", arguments.memory)
     inspect = make_inspector(arguments.root, fresh=arguments.fresh)
-    return estimating.estimate_all_node_types(
+    return estimating.estimate_memory_on_all_node_types(
         resolved.runs, capacity=capacity, node_type=arguments.node_type, inspector=inspect
     )
 
@@ -886,10 +886,10 @@ def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path 
         >>> print(*tula.diff("digits-1f0c5b7e", "digits-9a4e02cd").headline, sep="\\n")
     """
     check_type("root", root, str | Path)
-    return compare_runs(*(choose_run(_open_directories(named, Path(root))) for named in (before, after)))
+    return compare_runs(*(choose_run(_open_run_directories(named, Path(root))) for named in (before, after)))
 
 
-def _open_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun, ...]:
+def _open_run_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun, ...]:
     if isinstance(named, Run):
         return named.directories
     if not isinstance(named, str | Path):

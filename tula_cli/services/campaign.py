@@ -12,18 +12,18 @@ from pydantic import TypeAdapter
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, SpecError
-from tula_cli.models.choice.campaign import Campaign, CandidatesOfJob, PlanRequest, describe_plan
+from tula_cli.models.choice.campaign import Campaign, CandidatesOfJob, PlanRequest, make_campaign
 from tula_cli.models.choice.campaign_of_jobs import JobsPlan, JobTrainings, PlanTarget, plan_jobs
 from tula_cli.models.choice.candidates import Candidates, Floats
 from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
+    find_cheapest_plan,
     find_shortest_makespan,
-    is_within,
+    find_shortest_plan,
+    is_within_limit,
     list_options,
-    plan_cheapest,
-    plan_shortest,
     sum_costs,
 )
 from tula_cli.query import QUANTITIES, Quantity, Query
@@ -164,7 +164,7 @@ def plan_campaign(
     else:
         groups = [options for (job,) in tables for options in job.batches]
         is_shortest = _choose_minimised_quantity(query).name == "time"
-        choose = _plan_in_shortest_time if is_shortest else partial(_plan_at_lowest_cost, prices=candidates["cost"])
+        choose = _choose_shortest_plan if is_shortest else partial(_choose_cheapest_plan, prices=candidates["cost"])
         starts = choose(groups, query, trainings=trainings[0], nodes=nodes, subject=subject, currency=currency)
     request = PlanRequest(
         query=query,
@@ -174,7 +174,7 @@ def plan_campaign(
         warnings=_list_warnings(names, considered),
         one_at_a_time=one_at_a_time,
     )
-    plan = describe_plan(starts, candidates, planned_jobs, request, lower_bound=lower_bound)
+    plan = make_campaign(starts, candidates, planned_jobs, request, lower_bound=lower_bound)
     _require_within_limits(plan, subject, query)
     return plan
 
@@ -204,7 +204,7 @@ def _list_options_by_batch(
         budgets.append(query.budget / job.trainings)
     groups = []
     for budget in budgets:
-        affordable = rows[[is_within(price, budget) for price in prices[rows]]]
+        affordable = rows[[is_within_limit(price, budget) for price in prices[rows]]]
         batches = candidates["batch"][affordable]
         groups += [affordable[batches == batch] for batch in np.unique(batches)]
     cost = quantity.column if quantity.grows_with_nodes else "cost"
@@ -241,15 +241,15 @@ def _list_warnings(names: Sequence[str], considered: Sequence[_JobCandidates]) -
 
 def _require_within_limits(plan: Campaign, subject: str, query: Query) -> None:
     """Raise an error if a plan exceeds the deadline or the budget, which planning does not enforce for every objective."""
-    if plan.minimises not in ("time", "cost") and not is_within(plan.cost, _get_limit_or_infinity(query.budget)):
+    if plan.minimises not in ("time", "cost") and not is_within_limit(plan.cost, _get_limit_or_infinity(query.budget)):
         raise Infeasible(
             f"the plan of {QUANTITIES[plan.minimises].lowest} for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"
             f" budget of {query.budget:g}",
             "raise --budget, or choose --objective cost",
         )
-    if not is_within(plan.hours, _get_limit_or_infinity(query.deadline_hours)):
+    if not is_within_limit(plan.hours, _get_limit_or_infinity(query.deadline_hours)):
         raise _make_too_late_error(f"the shortest plan found for {subject} takes", plan.hours, query)
-    if not is_within(plan.cost, _get_limit_or_infinity(query.budget)):
+    if not is_within_limit(plan.cost, _get_limit_or_infinity(query.budget)):
         raise _make_over_budget_error(f"the cheapest plan found for {subject} costs", plan.cost, query, plan.currency)
 
 
@@ -342,7 +342,7 @@ def _get_limit_or_infinity(value: float | None) -> float:
     return math.inf if value is None else value
 
 
-def _plan_in_shortest_time(
+def _choose_shortest_plan(
     groups: Sequence[Sequence[TrainingOption]], query: Query, *, trainings: int, nodes: int, subject: str, currency: str
 ) -> list[ScheduledStart]:
     """Return the shortest plan within the budget.
@@ -359,7 +359,7 @@ def _plan_in_shortest_time(
     for index in np.argsort(makespans, kind="stable"):
         if makespans[index] >= makespan:
             break
-        other = plan_shortest(
+        other = find_shortest_plan(
             groups[index],
             trainings=trainings,
             nodes=nodes,
@@ -371,13 +371,13 @@ def _plan_in_shortest_time(
     if plan is None:
         least = trainings * min(option.cost for options in groups for option in options)
         raise _make_over_budget_error(f"{subject} cost at least", least, query, currency)
-    if not is_within(makespan, _get_limit_or_infinity(query.deadline_hours)):
+    if not is_within_limit(makespan, _get_limit_or_infinity(query.deadline_hours)):
         budget = "" if query.budget is None else f" within a budget of {query.budget:g} {currency}"
         raise _make_too_late_error(f"{subject}{budget} take at least", makespan, query)
     return plan
 
 
-def _plan_at_lowest_cost(
+def _choose_cheapest_plan(
     groups: Sequence[Sequence[TrainingOption]],
     query: Query,
     *,
@@ -395,15 +395,15 @@ def _plan_at_lowest_cost(
         prices: cost of a training by row of the candidates; the cost of an option may be its energy.
     """
     deadline = _get_limit_or_infinity(query.deadline_hours)
-    plans = [plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=deadline) for options in groups]
+    plans = [find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=deadline) for options in groups]
     within = [starts for starts in plans if starts is not None]
     if not within:
         makespan = min(find_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups)
         raise _make_too_late_error(f"{subject} take at least", makespan, query)
     budget = _get_limit_or_infinity(query.budget)
-    affordable = [plan for plan in within if is_within(sum(prices[start.option.row] for start in plan), budget)]
+    affordable = [plan for plan in within if is_within_limit(sum(prices[start.option.row] for start in plan), budget)]
     plan = min(affordable or within, key=lambda starts: (sum_costs(starts), compute_makespan(starts)))
-    if _choose_minimised_quantity(query).name == "cost" and not is_within(
+    if _choose_minimised_quantity(query).name == "cost" and not is_within_limit(
         sum_costs(plan), _get_limit_or_infinity(query.budget)
     ):
         deadline_text = (

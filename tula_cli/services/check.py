@@ -167,7 +167,7 @@ class CheckResult:
         require_within_cap([report.node_hours_to_allow for report in self.reports.values()], self.cap)
 
 
-def check_all_node_types(
+def check_job_on_all_node_types(
     runs: Sequence[Run], *, node_type: str | None = None, online: bool = True, inspector: Inspect
 ) -> CheckResult:
     """Check a job on each of its node types.
@@ -190,7 +190,7 @@ def check_all_node_types(
             # before the model is built, so that a missing scheduler is reported at once
             make_scheduler(run.spec.cluster)
     reports = {
-        run.type: check(
+        run.type: check_job(
             add_site_billing(run.spec, run.path.parent if online else None),
             online=online,
             inspector=inspect_with_stored(inspector, run),
@@ -201,7 +201,7 @@ def check_all_node_types(
     return CheckResult(reports, runs[0].spec.search.max_node_hours)
 
 
-def check(
+def check_job(
     spec: JobSpec,
     *,
     online: bool = True,
@@ -317,9 +317,9 @@ def _check_ramp_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[li
     if spec.train.stages is None:
         return [], []
     # imports numpy, which jobs without a ramp do not need
-    from tula_cli.models.ramp_costs import describe_unusable_stages
+    from tula_cli.models.ramp_costs import list_stage_diagnostics
 
-    return describe_unusable_stages(spec, dataset_size=inspection.dataset_size if inspection else None)
+    return list_stage_diagnostics(spec, dataset_size=inspection.dataset_size if inspection else None)
 
 
 def _check_gpu_count(spec: JobSpec, inspection: Inspection | None) -> tuple[Diagnostic, ...]:
@@ -354,7 +354,7 @@ def _list_warnings(
         *warn_ags_on_one_rank(spec),
     ]
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
-    if left_out and spec.search.strategy in STRATEGIES_ON_ALL_NODES and not spec.measured_with_fewer_gpus:
+    if left_out and spec.search.strategy in STRATEGIES_ON_ALL_NODES and not spec.is_supplement_with_fewer_gpus:
         warnings.append(messages.nodes_without_batch(nodes=left_out))
     ranks = spec.max_ranks
     if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:

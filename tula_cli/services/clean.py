@@ -57,7 +57,7 @@ class CleanResult:
     problems: tuple[str, ...]  # why some files could not be removed
 
 
-def measure_space_of_runs(
+def measure_runs_disk_usage(
     runs: Iterable[RunDir],
     *,
     keep_best: bool = False,
@@ -75,24 +75,24 @@ def measure_space_of_runs(
         older: only runs in which nothing was written for that many seconds; None for all.
         now: Unix time.
     """
-    run_spaces, snapshots = [], {}
+    disk_usages, snapshots = [], {}
     for run in runs:
         size, changed = measure_size_and_time(run.path)
         if older is None or now() - changed >= older:
             snapshots[run.path] = run.read_snapshot(strict=True)
-            run_spaces.append(_measure_space_of_run(run, size, changed, keep_best=keep_best, compared=compared))
-    to_check = [snapshots[run_space.path] for run_space in run_spaces if run_space.holdings]
+            disk_usages.append(_measure_run_disk_usage(run, size, changed, keep_best=keep_best, compared=compared))
+    to_check = [snapshots[disk_usage.path] for disk_usage in disk_usages if disk_usage.holdings]
     reason_by_path = _find_reasons_to_keep(to_check, ask, now())
     spaces = [
-        replace(run_space, kept=reason, lives=True, holdings=(), final=(), compared=())
-        if (reason := reason_by_path.get(run_space.path))
-        else run_space
-        for run_space in run_spaces
+        replace(disk_usage, kept=reason, lives=True, holdings=(), final=(), compared=())
+        if (reason := reason_by_path.get(disk_usage.path))
+        else disk_usage
+        for disk_usage in disk_usages
     ]
-    return sorted(spaces, key=lambda run_space: (-run_space.size, -run_space.held))
+    return sorted(spaces, key=lambda disk_usage: (-disk_usage.size, -disk_usage.held))
 
 
-def _measure_space_of_run(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunDiskUsage:
+def _measure_run_disk_usage(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunDiskUsage:
     """Return the disk space of a run; nothing is removable if the run is damaged or of another format."""
     try:
         run_format.require_known_format(run.path)
@@ -102,7 +102,7 @@ def _measure_space_of_run(run: RunDir, size: int, changed: float, *, keep_best: 
     except TulaError as error:
         return RunDiskUsage(run.id, run.path, size, changed, (), kept=error.message)
     final = _list_training_signatures(
-        entry for entry in removable if entry.kind == "checkpoints" and _is_newest(entry.path)
+        entry for entry in removable if entry.kind == "checkpoints" and _is_newest_checkpoint(entry.path)
     )
     compared_trainings = _list_training_signatures(entry for entry in removable if entry.kind == "compared")
     return RunDiskUsage(run.id, run.path, size, changed, removable, final=final, compared=compared_trainings)
@@ -112,7 +112,7 @@ def _list_training_signatures(entries: Iterable[RemovableEntry]) -> tuple[str, .
     return tuple(dict.fromkeys(entry.path.parent.parent.name for entry in entries))
 
 
-def _is_newest(path: Path) -> bool:
+def _is_newest_checkpoint(path: Path) -> bool:
     """Return whether there is no later checkpoint to resume from."""
     return all(checkpoint.name <= path.name for checkpoint in path.parent.glob("[0-9]*"))
 
@@ -157,7 +157,7 @@ def _describe_active_job(
         if run == str(snapshot.resolved_path):
             return f"job {name} is running or waiting on this machine"
     for job in jobs:
-        state = local[job.id] if job.scheduler == "local" else _get_chain_state(job, states, now)
+        state = local[job.id] if job.scheduler == "local" else _find_chain_state(job, states, now)
         if state.state != "ended":
             reason_text = f" ({state.reason})" if state.reason else ""
             scheduler_title = get_backend(job.scheduler).title
@@ -170,7 +170,7 @@ def _describe_active_job(
     return ""
 
 
-def _get_chain_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
+def _find_chain_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
     """Return the state of a job: that of the first of its chained scheduler jobs that has not ended."""
     states = [known[id_] for id_ in job.ids if id_ in known]
     if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED_SECONDS:
@@ -181,8 +181,8 @@ def _get_chain_state(job: Job, known: Mapping[str, SchedulerState], now: float) 
 # --- Removal
 
 
-def remove_files(run_spaces: Iterable[RunDiskUsage]) -> CleanResult:
-    """Remove the removable files of `run_spaces`; runs with jobs submitted in the meantime are left unchanged.
+def remove_files(disk_usages: Iterable[RunDiskUsage]) -> CleanResult:
+    """Remove the removable files of `disk_usages`; runs with jobs submitted in the meantime are left unchanged.
 
     If interrupted, the same call removes the remaining files.
 
@@ -190,16 +190,16 @@ def remove_files(run_spaces: Iterable[RunDiskUsage]) -> CleanResult:
         TulaError: no file could be removed; `NotYours` or a `CannotWrite` of one class if that is why for all runs.
     """
     files, size, problems, errors = 0, 0, [], set()
-    for run_space in run_spaces:
-        if not run_space.holdings:
+    for disk_usage in disk_usages:
+        if not disk_usage.holdings:
             continue
         try:
-            with _lock_run(run_space):
-                for holding in run_space.holdings:
+            with _lock_run(disk_usage):
+                for holding in disk_usage.holdings:
                     remove_file(holding)
                     files, size = files + 1, size + holding.size
         except TulaError as error:
-            problems.append(f"{run_space.id}: {error.message}")
+            problems.append(f"{disk_usage.id}: {error.message}")
             errors.add(type(error) if isinstance(error, CannotWrite | NotYours) else TulaError)
     if problems and not files:
         error_class = errors.pop() if len(errors) == 1 else TulaError
@@ -210,22 +210,22 @@ def remove_files(run_spaces: Iterable[RunDiskUsage]) -> CleanResult:
 
 
 @contextlib.contextmanager
-def _lock_run(run_space: RunDiskUsage) -> Iterator[None]:
+def _lock_run(disk_usage: RunDiskUsage) -> Iterator[None]:
     """Lock a run so that no other command submits jobs for it.
 
     Raises:
         TulaError: another command is submitting jobs, or has submitted some since the run was measured.
     """
-    lock = RunDir(run_space.path).lock
+    lock = RunDir(disk_usage.path).lock
     if lock.acquire() and (owner := lock.acquire()):  # the first call removes the lock of a killed command
         raise TulaError(
             f"another tula command ({owner}) is submitting jobs of this run; no file of the run was deleted"
         )
     try:
         with contextlib.suppress(FileNotFoundError):
-            entries = os.scandir(run_space.path / "jobs")
+            entries = os.scandir(disk_usage.path / "jobs")
             newest = max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=0.0)
-            if newest > run_space.changed:
+            if newest > disk_usage.changed:
                 raise TulaError("a job was submitted for this run in the meantime; no file of the run was deleted")
         yield
     finally:

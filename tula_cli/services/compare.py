@@ -33,11 +33,11 @@ from tula_cli.services.comparison.rows import (
     make_row_of_job,
     parse_row,
     require_comparable_script,
-    scale_lr_of_script,
+    scale_script_lr,
     warn_missing_controls,
 )
 from tula_cli.services.plans import ComparePlan, TrainPlan
-from tula_cli.spec.job import JobSpec, describe_method_conflict, get_warmup_epochs
+from tula_cli.spec.job import JobSpec, compute_warmup_epochs, describe_method_conflict
 from tula_cli.spec.load import validate_job
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import compute_train_signature
@@ -124,11 +124,11 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int | None = None) -> Job
             f"remove {method} from --methods",
         )
     elif variant.lr != 1.0:
-        content["script"] = scale_lr_of_script(content["script"], spec.script, factor=variant.lr)
+        content["script"] = scale_script_lr(content["script"], spec.script, factor=variant.lr)
     if variant.preset:
         retained_ags = spec.ags.model_dump(include={"apply_to", "parameters"})
         content["ags"] = {"preset": variant.preset, **retained_ags}
-    return validate_job(variant.content(content), source=f"the job with method {method}")
+    return validate_job(variant.apply_settings(content), source=f"the job with method {method}")
 
 
 # --- The plan
@@ -150,18 +150,18 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
         require_comparable_script(spec.script, seeds=grid.seeds)
     _require_fitting_methods(spec, grid)
     _inspect_user_code(run, grid, inspect)
-    inspect = inspect_once(inspect)
+    inspect = cache_first_inspection(inspect)
     comparison, first_row_by_duplicate = _build_comparison(run, grid, now=now)
     plans = {}
     for cell in comparison.cells:  # the seed affects neither duration nor validity
-        if (cell.method, cell.batch) not in plans and not cell.short and not is_cell_ended(run, cell):
+        if (cell.method, cell.batch) not in plans and not cell.short and not has_cell_ended(run, cell):
             plans[cell.method, cell.batch] = plan_cell(run, cell, inspect)
     mean_hours_by_row = compute_mean_hours_by_row(run, comparison)
     predicted = {row: p.prediction.hours for row, p in plans.items() if p.prediction is not None}
     rows = {(cell.method, cell.batch) for cell in comparison.cells}
     hours = {row: estimate_hours(row, mean_hours_by_row, predicted) for row in rows}
     comparison_state = rounds.compute_comparison_state(run, comparison, spec, hours=hours)
-    missing = tuple(cell for cell in comparison_state.wanted if not is_cell_ended(run, cell))
+    missing = tuple(cell for cell in comparison_state.wanted if not has_cell_ended(run, cell))
     return ComparePlan(
         comparison=comparison,
         spec=spec,
@@ -179,7 +179,7 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
     )
 
 
-def is_cell_ended(run: RunDir, cell: Cell) -> bool:
+def has_cell_ended(run: RunDir, cell: Cell) -> bool:
     """Return whether a cell needs no further training: it has finished, or diverged and would diverge again."""
     training = run.get_training(cell.signature)
     return training.read_summary() is not None or training.find_diverged_attempt() is not None
@@ -244,12 +244,12 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
         yield from warn_missing_controls(spec.script, controls=CONTROLS)
         return
     for method in grid.methods:
-        warmup = get_warmup_epochs(make_job_of_cell(spec, method))
+        warmup = compute_warmup_epochs(make_job_of_cell(spec, method))
         if warmup >= spec.train.epochs:
             yield messages.only_warmup(method=method, warmup_epochs=warmup, epochs=spec.train.epochs)
 
 
-def inspect_once(inspect: Inspect) -> Inspect:
+def cache_first_inspection(inspect: Inspect) -> Inspect:
     """Return an inspector that inspects only the first spec: all trainings share the model and dataset."""
     inspections: list[Inspection] = []
 
@@ -324,8 +324,10 @@ def _make_short_cells(
         except SpecError:  # the settings are invalid for so few epochs
             continue
         short = cell.model_copy(update={"signature": signature, "short": (epochs, spec.train.epochs)})
-        has_full_training = any(is_cell_ended(run, full_cell) for full_cell in cells if full_cell.method == cell.method)
-        if cell.method == job_row or not has_full_training or is_cell_ended(run, short):
+        has_full_training = any(
+            has_cell_ended(run, full_cell) for full_cell in cells if full_cell.method == cell.method
+        )
+        if cell.method == job_row or not has_full_training or has_cell_ended(run, short):
             short_cells.append(short)
     rivals = [cell for cell in short_cells if cell.method != job_row]
     saved = (len(rivals) - rounds.ROWS_ADVANCED_PER_BATCH) * len({cell.seed for cell in cells}) * spec.train.epochs

@@ -64,7 +64,7 @@ def _join_distinct(values: Iterable[object]) -> str | None:
 # --- Code
 
 
-def _describe_code(run: RunDir) -> dict[str, str]:
+def _summarize_code(run: RunDir) -> dict[str, str]:
     """Return commit and files of a run's newest code snapshot; a file by a digest of its content."""
     tasks = run.read_snapshot()
     names = dict.fromkeys(task.code for task in (*tasks.probe_tasks, *tasks.tasks) if task.code)
@@ -113,11 +113,11 @@ def _compare_environments(before: Sequence[Measured], after: Sequence[Measured])
     """Return the differences between the environments of two sets of probes; empty if either set is empty."""
     if not before or not after:
         return ()
-    differences = compare_mappings(_describe_environment(before), _describe_environment(after))
+    differences = compare_mappings(_summarize_environment(before), _summarize_environment(after))
     return (*differences, *_compare_gpu_states(before, after))
 
 
-def _describe_environment(probes: Sequence[Measured]) -> dict[str, str | None]:
+def _summarize_environment(probes: Sequence[Measured]) -> dict[str, str | None]:
     """Return what the probes recorded of software, hardware and variables; each value is a text with the distinct values."""
     environments: list[Environment] = [probe.environment for probe in probes]
     scripts = [probe.script for probe in probes if probe.script is not None]
@@ -208,20 +208,20 @@ class StepComparison:
         return tuple(row for row in self.rows if row.ratio is not None)
 
     @property
-    def changed(self) -> tuple[StepDifference, ...]:
+    def changed_rows(self) -> tuple[StepDifference, ...]:
         """Configurations whose step times differ by more than noise."""
         return tuple(row for row in self.rows_measured_in_both if row.beyond_noise)
 
     @property
     def ratio(self) -> float | None:
         """The median ratio of the changed configurations; None if there are none."""
-        return statistics.median(row.ratio for row in self.changed if row.ratio) if self.changed else None
+        return statistics.median(row.ratio for row in self.changed_rows if row.ratio) if self.changed_rows else None
 
     @property
     def causes(self) -> tuple[StepPart, ...]:
         """The parts of a step that are a cause in more than half of the changed configurations with a known cause."""
-        counted = Counter(part for row in self.changed for part in row.causes)
-        with_causes = sum(bool(row.causes) for row in self.changed)
+        counted = Counter(part for row in self.changed_rows for part in row.causes)
+        with_causes = sum(bool(row.causes) for row in self.changed_rows)
         return tuple(part for part, count in counted.most_common() if 2 * count > with_causes)
 
 
@@ -320,7 +320,7 @@ class RunDifference:
     @property
     def same(self) -> bool:
         """Whether nothing differs: job, code, environment, and step times beyond noise."""
-        return not (self.job or self.environment or self.code or self.steps.changed)
+        return not (self.job or self.environment or self.code or self.steps.changed_rows)
 
     def frame(self) -> "pd.DataFrame":
         """Return one row per configuration tried in both runs; times in seconds, memory in bytes of one GPU."""
@@ -378,7 +378,7 @@ def compare_runs(before: Run, after: Run) -> RunDifference:
         after=_make_overview(after, measured[1]),
         job=tuple(FieldDifference(key, *values) for key, values in compare_jobs(before.spec, after.spec).items()),
         environment=_compare_environments(*measured),
-        code=compare_mappings(_describe_code(before), _describe_code(after)),
+        code=compare_mappings(_summarize_code(before), _summarize_code(after)),
         steps=compare_steps(*(each.results for each in snapshots)),
         warnings=tuple(warning for each in snapshots for warning in each.record_warnings),
     )
@@ -403,7 +403,7 @@ _MAX_VALUE_LENGTH = 40  # characters of a value
 def _make_headline_lines(difference: RunDifference) -> tuple[str, ...]:
     """Return the summary of the differences, one line per item."""
     pace, causes = _describe_step_time_change(difference.steps), list(_list_causes(difference))
-    if not causes and not difference.steps.changed:
+    if not causes and not difference.steps.changed_rows:
         equal = (
             "the same job, code and environment" if difference.steps.rows_measured_in_both else "the same job and code"
         )
@@ -424,12 +424,12 @@ def _describe_step_time_change(steps: StepComparison) -> str:
     if not steps.rows_measured_in_both:
         return "no configuration was measured in both runs" * bool(steps.rows or any(steps.only))
     count = format_count(len(steps.rows_measured_in_both), "configuration")
-    if not steps.changed or steps.ratio is None:
+    if not steps.changed_rows or steps.ratio is None:
         return f"step times are equal within noise ({count})"
-    slower = sum((row.ratio or 1) > 1 for row in steps.changed)
-    faster = len(steps.changed) - slower
+    slower = sum((row.ratio or 1) > 1 for row in steps.changed_rows)
+    faster = len(steps.changed_rows) - slower
     if slower and faster:
-        ratios = sorted(row.ratio or 1 for row in steps.changed)
+        ratios = sorted(row.ratio or 1 for row in steps.changed_rows)
         return (
             f"B is slower at {slower} and faster at {faster} of {count} ({format_number(ratios[0])} to"
             f" {format_number(ratios[-1])} x the step time of A)"
@@ -437,7 +437,7 @@ def _describe_step_time_change(steps: StepComparison) -> str:
     how = f"{format_number(steps.ratio)} x as slow" if slower else f"{format_number(1 / steps.ratio)} x as fast"
     other_parts = [part for part in _STEP_PART_NAMES if part not in steps.causes]
     causes = f" ({' and '.join(steps.causes)}{', not ' + ' or '.join(other_parts) if other_parts else ''})"
-    return f"B is {how} at {len(steps.changed)} of {count}{causes if steps.causes else ''}"
+    return f"B is {how} at {len(steps.changed_rows)} of {count}{causes if steps.causes else ''}"
 
 
 def _list_causes(difference: RunDifference) -> Iterator[str]:

@@ -83,7 +83,7 @@ def parse_capacity(name: str, value: int | str) -> int:
     return size
 
 
-def estimate_all_node_types(
+def estimate_memory_on_all_node_types(
     runs: Sequence[Run],
     *,
     capacity: int | None = None,
@@ -101,7 +101,7 @@ def estimate_all_node_types(
         SpecError, JobFailed: as in `estimate`; or the job has no such node type.
     """
     return {
-        run.type: estimate(
+        run.type: estimate_memory(
             run.spec,
             capacity=capacity,
             results=run.read_results(),
@@ -111,7 +111,7 @@ def estimate_all_node_types(
     }
 
 
-def estimate(
+def estimate_memory(
     spec: JobSpec, *, capacity: int | None = None, results: Sequence[Result] = (), inspector: Inspect | None = None
 ) -> EstimateReport:
     """Estimate the peak memory of one GPU; for a probed job, with the same model as `tula recommend`.
@@ -139,19 +139,19 @@ def estimate(
         )
     ranks = spec.max_ranks
     model = memory.fit_memory_model(
-        [*probed.probes, *inspection.footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
-    ).for_ranks(ranks)
+        [*probed.probes, *inspection.footprints], accumulate=spec.train.accumulate, sharded=spec.train.is_sharded
+    ).adapt_to_ranks(ranks)
     capacity = find_capacity(spec, probed.probes, inspection) if capacity is None else capacity
-    largest = probed.bound_local_batch(
+    largest = probed.correct_largest_local_batch(
         model.compute_largest_local_batch(capacity, margin=MEMORY_MARGIN), spec.train.accumulate
     )
     sizes = list_local_batches(spec, inspection, largest=largest)
-    gpu = probed.on_gpu or any(row.memory.libraries for row in inspection.footprints)
+    gpu = probed.has_gpu_probes or any(row.memory.libraries for row in inspection.footprints)
     processes = count_loader_processes(spec, inspection, ranks=spec.cluster.gpus_per_node)[1]
     return EstimateReport(
         inspection=inspection,
         rows=tuple(model.compute_footprint(size) for size in sizes),
-        needed=tuple(model.compute_needed(size) for size in sizes),
+        needed=tuple(model.compute_needed_memory(size) for size in sizes),
         fixed=round(model.fixed),
         per_sample=round(model.slope),
         capacity=capacity,
@@ -159,12 +159,12 @@ def estimate(
         largest_local_batch=largest,
         gpu=gpu,
         probes=len(probed.probes),
-        correction=probed.describe(model, inspection),
+        correction=probed.describe_basis(model, inspection),
         ran=tuple(probed.ran),
         smallest_oom=probed.smallest_oom,
         data=_estimate_data_memory(spec, inspection, _find_largest_size(sizes, largest), processes, gpu=gpu),
         loaders=processes,
-        sharing=ranks if spec.train.sharded else None,
+        sharing=ranks if spec.train.is_sharded else None,
     )
 
 
@@ -203,10 +203,10 @@ class _ProbedMemory:
         return cls(probes, sorted({probe.local_batch for probe in probes}), min(ooms, default=None), "")
 
     @property
-    def on_gpu(self) -> bool:
+    def has_gpu_probes(self) -> bool:
         return any(probe.environment.device == "cuda" for probe in self.probes)
 
-    def bound_local_batch(self, largest: int | None, accumulate: int) -> int | None:
+    def correct_largest_local_batch(self, largest: int | None, accumulate: int) -> int | None:
         """Return the largest local batch that fits; results of probes take precedence over the model's estimate."""
         below = None if self.smallest_oom is None else (self.smallest_oom - 1) // accumulate * accumulate
         bounds = [bound for bound in (largest, below) if bound is not None]
@@ -214,7 +214,7 @@ class _ProbedMemory:
             return None
         return max([min(bounds), *(size for size in self.ran if below is None or size <= below)])
 
-    def describe(self, model: MemoryModel, inspection: Inspection) -> str:
+    def describe_basis(self, model: MemoryModel, inspection: Inspection) -> str:
         """Describe what the figures are based on; empty if there are no probes."""
         if self.unusable:
             return f"not corrected by probes: {self.unusable}"
@@ -240,7 +240,7 @@ def list_local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | 
     """
     try:
         configs = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=None)
-        sizes = sorted({config.local_batch(spec.cluster.gpus_per_node) for config in configs})
+        sizes = sorted({config.compute_local_batch(spec.cluster.gpus_per_node) for config in configs})
     except Infeasible:  # reported by tula check; the memory can still be estimated
         sizes = list_batches(spec.train.accumulate, max(spec.train.accumulate, inspection.dataset_size))
     if largest is None:

@@ -239,16 +239,16 @@ def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Wo
             if not list_jobs_to_wait_for(run, launcher, [task.job]):
                 run.get_training(task.signature).drop_evaluation(task.key)
                 submit_task(run, launcher, task)
-        outcome = yield from submission.wait_or_detach(run, launcher, [task.job], unfinished)
+        outcome = yield from submission.wait_for_jobs_or_detach(run, launcher, [task.job], unfinished)
     if isinstance(outcome, DetachedJobs):
         return outcome
     record = run.get_training(task.signature).read_evaluation(task.key)
     if record is None:
-        raise make_error_of_job(run, task, "the evaluation")
+        raise make_job_error(run, task, "the evaluation")
     return record
 
 
-def make_error_of_job(run: RunDir, task: EvaluateTask | RateSearchTask, subject: str) -> TulaError:
+def make_job_error(run: RunDir, task: EvaluateTask | RateSearchTask, subject: str) -> TulaError:
     """Return the error for a job that ended without a result, of the class of its last failure."""
     attempts = run.read_attempts(task.id)
     last_attempt = attempts[-1] if attempts else None

@@ -68,7 +68,7 @@ def _read_file_start(path: Path) -> str:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
 
 
-def add_schema(text: str, job: Path) -> str:
+def write_schemas_and_add_reference(text: str, job: Path) -> str:
     """Write the schemas next to a new job file, and return its text with the line that refers to the schema.
 
     Raises:
@@ -130,7 +130,7 @@ class JobFileProposal:
     warnings: tuple[str, ...] = ()
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether the file can be used as it is."""
         return not any(key.required for key in self.missing)
 

@@ -56,7 +56,7 @@ class _SbatchRequest:
     def get_text(self, name: str) -> str:
         return self.options[name].value.text if name in self.options else ""
 
-    def count(self, name: str, default: int = 0) -> int:
+    def get_number(self, name: str, default: int = 0) -> int:
         """Return the numeric value of an option, or `default` if it is not set.
 
         Raises:
@@ -66,7 +66,7 @@ class _SbatchRequest:
             return default
         if not re.fullmatch(r"[1-9]\d{0,5}", text):
             raise SpecError(
-                f"#SBATCH {self.options[name].written}: {text!r} must be an integer of at least 1",
+                f"#SBATCH {self.options[name].text}: {text!r} must be an integer of at least 1",
                 f"write one number, for example --{name.replace('_', '-')}=4",
             )
         return int(text)
@@ -78,11 +78,11 @@ class _SbatchRequest:
         Raises:
             UnknownFact: the script leaves the number of nodes to SLURM.
         """
-        tasks, tasks_per_node = self.count("ntasks"), self.count("ntasks_per_node")
+        tasks, tasks_per_node = self.get_number("ntasks"), self.get_number("ntasks_per_node")
         if "nodes" in self.options or self.answered:
-            return self.answered or self.count("nodes")
+            return self.answered or self.get_number("nodes")
         if tasks > 1 and not tasks_per_node:
-            written = self.options["ntasks"].written
+            written = self.options["ntasks"].text
             raise UnknownFact(
                 f"#SBATCH {written} does not specify the number of nodes",
                 "add a line #SBATCH --nodes=N with the number of nodes",
@@ -93,8 +93,8 @@ class _SbatchRequest:
 
     @property
     def tasks_per_node(self) -> int:
-        total = self.count("ntasks")
-        return self.count("ntasks_per_node") or (max(1, total // self.nodes) if total else 1)
+        total = self.get_number("ntasks")
+        return self.get_number("ntasks_per_node") or (max(1, total // self.nodes) if total else 1)
 
     @property
     def gpus(self) -> tuple[int, str, str]:
@@ -144,7 +144,7 @@ def make_job_from_sbatch(
         written, [*_list_setting_lines(request, recognised, cluster_site), *list_shell_settings(recognised)]
     )
     left_out = [
-        f"{option.written}: "
+        f"{option.text}: "
         + (
             "for several trainings, see tula recommend --trainings"
             if name == "array"
@@ -197,7 +197,7 @@ def _check_shell(text: str) -> None:
 def _check_working_directory(request: _SbatchRequest) -> None:
     if (folder := request.get_text("chdir")) and Path(folder).expanduser().resolve() != Path.cwd():
         raise SpecError(
-            f"#SBATCH {request.options['chdir'].written} cannot be used: jobs run in the folder in which tula runs",
+            f"#SBATCH {request.options['chdir'].text} cannot be used: jobs run in the folder in which tula runs",
             f"run tula init in {folder}",
         )
 
@@ -208,11 +208,11 @@ def _list_slurm_variables(request: _SbatchRequest) -> dict[str, str]:
     tasks = request.tasks_per_node
     counts = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), request.nodes),
-        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), request.count("ntasks") or tasks * request.nodes),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), request.get_number("ntasks") or tasks * request.nodes),
         **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), tasks),
         **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), gpus),
         "SLURM_GPUS": gpus * request.nodes,
-        "SLURM_CPUS_PER_TASK": request.count("cpus_per_task"),
+        "SLURM_CPUS_PER_TASK": request.get_number("cpus_per_task"),
     }
     texts = {"SLURM_JOB_NAME": request.get_text("job_name"), "SLURM_SUBMIT_DIR": str(Path.cwd())}
     return {name: str(value) for name, value in {**counts, **texts}.items() if value}
@@ -244,9 +244,9 @@ def _list_setting_lines(
         yield TemplateLine("cluster.slurm.gpu_type", quote_word(kind), "name of the GPU type in SLURM")
     ranks = recognised.gpus_per_node or 1
     yield TemplateLine("cluster.gpus_per_node", str(ranks), "one process per GPU")
-    if cpus_per_gpu := request.count("cpus_per_gpu"):
+    if cpus_per_gpu := request.get_number("cpus_per_gpu"):
         yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus_per_gpu), "per rank, from --cpus-per-gpu")
-    elif cpus := request.count("cpus_per_task"):
+    elif cpus := request.get_number("cpus_per_task"):
         of_rank = max(1, cpus * request.tasks_per_node // ranks)
         yield TemplateLine("cluster.slurm.cpus_per_task", str(of_rank), f"per rank, from --cpus-per-task {cpus} and {format_count(request.tasks_per_node, 'task')} per node")  # fmt: skip
     exclusive = "exclusive" in request.options

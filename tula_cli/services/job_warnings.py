@@ -8,7 +8,7 @@ from tula_cli.presets import NORMALISING_OPTIMIZERS
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import messages
-from tula_cli.spec.job import JobSpec, get_warmup_epochs
+from tula_cli.spec.job import JobSpec, compute_warmup_epochs
 from tula_cli.spec.sections import MAX_AUTO_WORKERS, MIN_AUTO_WORKERS
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count
@@ -48,7 +48,7 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
 
 def _describe_scaling(spec: JobSpec) -> Iterator[str]:
     """Yield a line if gradient scaling is applied to the update rather than to the gradient."""
-    if spec.train.training_method.scales_gradients and spec.ags.resolved().apply_to == "update":
+    if spec.train.training_method.scales_gradients and spec.ags.fill_from_preset().apply_to == "update":
         name = spec.optimizer.name
         why = f", because {name} normalises its gradients" if name in NORMALISING_OPTIMIZERS else ""
         yield f"train.method {spec.train.method} scales the updates of {name} instead of its gradients{why} (ags.apply_to: update)"
@@ -74,7 +74,7 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
     warnings, epochs, workers = [], spec.train.epochs, spec.train.workers
     if late_milestones := [at for at in spec.schedule.milestones if at >= epochs]:
         warnings.append(messages.milestones_after_end(milestones=late_milestones, epochs=epochs))
-    if spec.script is None and (warmup := get_warmup_epochs(spec)) > epochs:
+    if spec.script is None and (warmup := compute_warmup_epochs(spec)) > epochs:
         warnings.append(messages.warmup_after_end(warmup_epochs=warmup, epochs=epochs))
     half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
     if isinstance(half_life, float) and half_life < reference:
@@ -90,7 +90,7 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
 
 def warn_large_reference_batch(spec: JobSpec, dataset_size: int) -> list[Diagnostic]:
     """Return a warning if no training can use the reference batch: learning rates are scaled from it all the same."""
-    if not spec.is_reference_batch_above(dataset_size):
+    if not spec.is_reference_batch_larger_than(dataset_size):
         return []
     reference = spec.train.reference_batch
     return [messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=dataset_size)]

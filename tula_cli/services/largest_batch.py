@@ -134,7 +134,7 @@ def make_largest_batch(run: Run, inspection: Inspection, plan: ProfilePlan) -> L
         capacity=bracket.capacity,
         headroom=bracket.compute_headroom(),
         margin=MEMORY_MARGIN,
-        local_batch_with_margin=bracket.estimate_largest(margin=MEMORY_MARGIN),
+        local_batch_with_margin=bracket.estimate_largest_batch(margin=MEMORY_MARGIN),
         finished=bracket.choose_next_trial() is None,
         measured=tuple(result for result in report.measured if result.nodes == nodes),
         out_of_memory=tuple(result for result in report.out_of_memory if result.nodes == nodes),

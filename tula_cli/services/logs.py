@@ -42,7 +42,7 @@ class LogLine:
     failure: bool = False  # whether the line is of the first failing rank: its traceback or the end of its log
 
     @property
-    def place(self) -> tuple[Path, bool]:
+    def heading_key(self) -> tuple[Path, bool]:
         """Return the key of the heading above the line: its file, and whether it belongs to a failure."""
         return self.file, self.failure
 

@@ -34,7 +34,7 @@ from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.workload import get_workload
-from tula_cli.words import describe_pending_probes, format_count, format_number, start_sentence
+from tula_cli.words import capitalize_first_letter, describe_pending_probes, format_count, format_number
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class TypeMeasurements:
     def prefix(self) -> str:
         return f"{self.type}: " * bool(self.type)
 
-    def with_type(self, warning: Diagnostic) -> Diagnostic:
+    def add_type_to_warning(self, warning: Diagnostic) -> Diagnostic:
         """Return a warning with this node type added to its values and text, if the job names node types."""
         if not self.type:
             return warning
         return Diagnostic(warning.code, {**warning.values, "node_type": self.type}, f"{self.prefix}{warning.text}")
 
     @property
-    def trained(self) -> tuple[TrainedSteps, ...]:
+    def trained_steps(self) -> tuple[TrainedSteps, ...]:
         """The trainings whose steps are used in the fit, each with the step time of the probe of its configuration."""
         probes = self.estimator.probes
         return tuple(
@@ -135,7 +135,7 @@ def gather_measurements(
     if not all_measurements:
         raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
     return all_measurements, [
-        messages.node_type_left_out(node_type=run.type, problems=[f"{start_sentence(error.message)}."])
+        messages.node_type_left_out(node_type=run.type, problems=[f"{capitalize_first_letter(error.message)}."])
         for run, error in errors
     ]
 
@@ -179,7 +179,7 @@ def warn_no_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[Diag
     return [messages.same_progress_unknown()]
 
 
-def require_energy(
+def select_measurements_with_energy(
     all_measurements: Sequence[TypeMeasurements], left_out: Sequence[Diagnostic]
 ) -> tuple[list[TypeMeasurements], list[Diagnostic]]:
     """Return the node types whose probes measured their energy, and warnings about the others, appended to `left_out`.

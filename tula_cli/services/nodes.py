@@ -191,13 +191,13 @@ def run_node_check(
         JobFailed: the check failed; the message has what is known of the nodes.
     """
     run = get_only_run(runs, node_type, purpose="the check of nodes")
-    launcher, count = launcher_for(run.spec), check_node_count(run.spec, nodes)
+    launcher, count = launcher_for(run.spec), choose_node_count(run.spec, nodes)
     save_runs([run], file)
     task = submit_node_check(run, launcher, nodes=count)
     last_state = None
     try:
         for state in watch_node_check(run, launcher, task, timeout=timeout):
-            if (state_shown := _round_to_minute(state)) != last_state:
+            if (state_shown := _round_start_to_minute(state)) != last_state:
                 yield NodeCheckProgress(task, state)
             last_state = state_shown
         return collect_node_check(run, task)
@@ -215,7 +215,7 @@ def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
     return Interruption(f"interrupted; {task.job} continues", hint)
 
 
-def _round_to_minute(state: SchedulerState) -> SchedulerState:
+def _round_start_to_minute(state: SchedulerState) -> SchedulerState:
     """Return a state with its expected start rounded to minutes: squeue's estimate varies by seconds between polls."""
     return state if state.starts_at is None else replace(state, starts_at=state.starts_at // 60)
 
@@ -223,7 +223,7 @@ def _round_to_minute(state: SchedulerState) -> SchedulerState:
 # --- Choice of nodes
 
 
-def check_node_count(spec: JobSpec, requested: int | None) -> int:
+def choose_node_count(spec: JobSpec, requested: int | None) -> int:
     """Return the number of nodes to check: the requested one, else the smallest of the search from 2 on, if possible.
 
     Raises:
@@ -423,7 +423,7 @@ def _find_nodes_with_files(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     if job.scheduler == "local":
         return set(range(task.nodes))
     ranks = task.spec.cluster.gpus_per_node
-    tasks = 1 if task.spec.task_per_node else ranks  # SLURM tasks per node
+    tasks = 1 if task.spec.starts_one_task_per_node else ranks  # SLURM tasks per node
     logs = [path.name.split("_")[1] for path in run.submitit_dir.glob(f"{job.scheduler_id}_*_log.out")]
     return {int(log) // tasks for log in logs if log.isdigit()} | {
         rank // ranks for rank in run.checks.read_signed_in_hosts(task.id)

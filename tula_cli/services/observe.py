@@ -61,7 +61,7 @@ def install_observer(folder: Path, root: Path | str) -> None:
             raise make_write_error(path, error) from error
 
 
-def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = False) -> tuple[int, str]:
+def run_observed_command(command: Sequence[str], root: Path, *, quiet_stdout: bool = False) -> tuple[int, str]:
     """Run a command with the hooks of torch installed; return its exit code and the name of the observed job.
 
     Signals are passed on. Exit codes of signals are those of a shell, 128 + number.
@@ -90,7 +90,7 @@ def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = Fal
             raise CommandNotStarted(
                 f"cannot start {command[0]}: {error.strerror}", "give the command as you type it in the shell"
             ) from None
-        signals.forward_to(process)
+        signals.forward_signals_to(process)
         code = process.wait()
     return (128 - code if code < 0 else code), job
 
@@ -109,19 +109,19 @@ class _ForwardedSignals:
 
     def __enter__(self) -> "_ForwardedSignals":
         for number in FORWARDED_SIGNALS:
-            self._previous[number] = signal.signal(number, self._forward)
+            self._previous[number] = signal.signal(number, self._forward_signal)
         return self
 
     def __exit__(self, *failure: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def forward_to(self, process: "subprocess.Popen[bytes]") -> None:
+    def forward_signals_to(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
         for number in self._early:
             process.send_signal(number)
 
-    def _forward(self, number: int, _: object) -> None:
+    def _forward_signal(self, number: int, _: object) -> None:
         if "SLURM_STEP_ID" in os.environ or (number == signal.SIGINT and _is_in_foreground()):
             return
         if self._process is None:

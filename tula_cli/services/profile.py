@@ -17,7 +17,7 @@ from tula_cli.services.job_warnings import warn_large_reference_batch
 from tula_cli.services.largest_batch import LargestBatch, make_largest_batch, plan_largest_batch_search
 from tula_cli.services.plans import ProfilePlan, UpperBoundPlan
 from tula_cli.services.profile_plan import count_measured_node_hours, plan_probes, plan_upper_bound
-from tula_cli.services.profile_report import ProfileReport, is_measured, make_profile_report
+from tula_cli.services.profile_report import ProfileReport, is_plan_measured, make_profile_report
 from tula_cli.services.site_charges import bill_run_by_site, warn_balance_for_probes
 from tula_cli.services.waiting import (
     DetachedJobs,
@@ -44,7 +44,7 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
     return plan.jobs
 
 
-def wait_for_exits(
+def wait_for_job_exits(
     run: RunDir, launcher: Launcher, plan: ProfilePlan, *, sleep: Callable[[float], None] = time.sleep
 ) -> None:
     """Wait until the jobs of a plan that have all results of the previous round have exited.
@@ -220,7 +220,7 @@ def run_profile(
         SchedulerError: the scheduler refused a job.
     """
     runs = yield from _prepare_runs(runs)
-    return (yield from _ProfilingSession(runs, submission, largest).run())
+    return (yield from _ProfilingSession(runs, submission, largest).run_rounds())
 
 
 @dataclass
@@ -236,14 +236,14 @@ class _SubmittedRun:
         self.under_way = list_unfinished_jobs(self.run, self.launcher, self.plan.jobs)
 
     @property
-    def has_missing(self) -> bool:
+    def has_missing_jobs(self) -> bool:
         """Whether some of the jobs are still to be submitted."""
         return len(self.under_way) < len(self.plan.jobs)
 
     @property
     def may_continue(self) -> bool:
         """Whether the results may lead to a further round."""
-        return self.plan.in_rounds and is_measured(self.run, self.plan)
+        return self.plan.in_rounds and is_plan_measured(self.run, self.plan)
 
 
 @dataclass
@@ -278,14 +278,16 @@ class _ProfilingSession:
         self.confirmed = True
         self.submission.save_runs(runs_to_inspect)
         for run in runs_to_inspect:
-            inspections[run.type] = first_job.inspect_on_node(run, run.spec, timeout=self._remaining_seconds(deadline))
+            inspections[run.type] = first_job.inspect_on_node(
+                run, run.spec, timeout=self._compute_remaining_seconds(deadline)
+            )
             self.first_jobs += first_job.count_newest_node_hours(run)
         return inspections
 
-    def _remaining_seconds(self, deadline: float | None) -> float | None:
+    def _compute_remaining_seconds(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(0.0, deadline - self.submission.clock())
 
-    def run(self) -> Work[ProfileResult | SubmittedProbes]:
+    def run_rounds(self) -> Work[ProfileResult | SubmittedProbes]:
         timeout, clock = self.submission.timeout, self.submission.clock
         deadline = None if timeout is None else clock() + timeout
         inspections = yield from self._inspect_variants(deadline)
@@ -341,9 +343,9 @@ class _ProfilingSession:
     def _submit_round(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedRun]]:
         """Submit a round, after confirmation if there are jobs to submit."""
         for run, plan in missing:
-            wait_for_exits(run, self.submission.launcher_for(run.spec), plan)
+            wait_for_job_exits(run, self.submission.launcher_for(run.spec), plan)
         jobs = [_SubmittedRun(run, plan, self.submission.launcher_for(run.spec)) for run, plan in missing]
-        if any(submitted.has_missing for submitted in jobs):
+        if any(submitted.has_missing_jobs for submitted in jobs):
             for run, plan in missing:
                 yield from map(WarningEvent, warn_balance_for_probes(run.spec, plan.node_hours_at_most))
             planned_event = ProfilePlanned({run.type: plan for run, plan in planned}, self.cap, self.is_started)
@@ -366,7 +368,10 @@ class _ProfilingSession:
                 if submitted.run.type is not None:
                     yield Note(f"{describe_node_type(submitted.run.type)}:")
                 yield from wait_for_jobs(
-                    submitted.run, submitted.launcher, submitted.started, timeout=self._remaining_seconds(deadline)
+                    submitted.run,
+                    submitted.launcher,
+                    submitted.started,
+                    timeout=self._compute_remaining_seconds(deadline),
                 )
 
 

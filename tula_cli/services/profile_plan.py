@@ -92,7 +92,7 @@ def _choose_batches(
     }
     settled = {(r.nodes, r.local_batch) for r in results if not isinstance(r, Failed)}
     candidates = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
-    searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates}
+    searched = {(config.nodes, config.compute_local_batch(spec.cluster.gpus_per_node)) for config in candidates}
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)} & searched
     # The current round must finish, except for failed probes, before the next one is chosen.
     open_ = (submitted - settled) & searched

@@ -29,7 +29,7 @@ class ProfileReport:
         return not self.failed and not self.missing
 
 
-def is_measured(run: RunDir, plan: ProfilePlan) -> bool:
+def is_plan_measured(run: RunDir, plan: ProfilePlan) -> bool:
     """Return whether every probe of a plan has a result, and at least one did not fail (measured or out of memory)."""
     results = [run.read_result(make_probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
     return None not in results and not all(isinstance(result, Failed) for result in results)

@@ -32,7 +32,7 @@ from tula_cli.services.measurements import (
     gather_measurements,
     get_measurements_of_type,
     list_measurement_warnings,
-    require_energy,
+    select_measurements_with_energy,
     warn_no_gradients,
 )
 from tula_cli.spec.job import JobSpec
@@ -77,7 +77,7 @@ class Answer:
         """The run of the hardware that was chosen."""
         return get_measurements_of_type(self.all_measurements, self.recommendation.choice.type).run
 
-    def for_run(self, measurements: TypeMeasurements) -> "Answer":
+    def select_run(self, measurements: TypeMeasurements) -> "Answer":
         """Return the answer for one run alone, from `by_type`, with its configurations under the name of its node type."""
         return replace(
             self,
@@ -89,16 +89,16 @@ class Answer:
 
     def with_all_rows(self) -> Recommendation:
         """Return the recommendation with all feasible configurations as its rows, of which there may be 100,000."""
-        return self.recommendation.model_copy(update={"rows": self.candidates.predictions()})
+        return self.recommendation.model_copy(update={"rows": self.candidates.make_predictions()})
 
-    def rows_as_json(self, *, every: bool = True) -> Iterator[str]:
+    def list_rows_as_json(self, *, every: bool = True) -> Iterator[str]:
         """Yield rows with their notes as JSON texts: the listed rows, or all, which are created in blocks."""
         if not every:
             yield from (_convert_row_to_json(row, self.recommendation) for row in self.recommendation.rows)
             return
         for at in range(0, len(self.candidates), _BLOCK):
             block = self.candidates.select_rows(np.arange(at, min(at + _BLOCK, len(self.candidates))))
-            yield from (_convert_row_to_json(row, self.recommendation) for row in block.predictions())
+            yield from (_convert_row_to_json(row, self.recommendation) for row in block.make_predictions())
 
     def with_figure_rows(self) -> Recommendation:
         """Return the recommendation with the rows of its figures: all if there are few, else the listed ones."""
@@ -125,7 +125,7 @@ def answer_query(
     now = time.time()
     overrides = tuple(overrides) if overrides and any(run.exists and run.spec != run.read_job() for run in runs) else ()
     pending = count_pending_probes(runs, _make_launcher)
-    answer = recommend(runs, query, overrides=overrides, pending=pending, now=now)
+    answer = recommend_configuration(runs, query, overrides=overrides, pending=pending, now=now)
     choice, run = answer.recommendation.choice, answer.chosen_run
     if not estimates_start or run.spec.cluster.kind != "slurm":
         return answer
@@ -143,21 +143,21 @@ def _make_launcher(spec: JobSpec) -> "Launcher":
 
 def count_pending_probes(runs: Sequence[Run], launcher_for: "Callable[[JobSpec], Launcher]") -> dict[str | None, int]:
     """Return the number of probes of each node type that are queued or running."""
-    return {run.type: _count_pending_of_run(run, launcher_for) for run in select_runs(runs, None)}
+    return {run.type: _count_pending_probes_of_run(run, launcher_for) for run in select_runs(runs, None)}
 
 
-def _count_pending_of_run(run: Run, launcher_for: "Callable[[JobSpec], Launcher]") -> int:
+def _count_pending_probes_of_run(run: Run, launcher_for: "Callable[[JobSpec], Launcher]") -> int:
     if not run.read_jobs():
         return 0
     from tula_cli.services import status  # imported here: also imports the schedulers
 
-    run_status = status.get_run_status(run, launcher_for(run.spec), now=time.time())
+    run_status = status.read_run_status(run, launcher_for(run.spec), now=time.time())
     return sum(
         job.total - job.done for job in run_status.jobs if job.kind == "probe" and job.state in status.ACTIVE_STATES
     )
 
 
-def recommend(
+def recommend_configuration(
     runs: Sequence[Run],
     query: Query,
     *,
@@ -189,7 +189,7 @@ def recommend(
         runs = [bill_run_by_site(run) for run in runs]
     all_measurements, warnings = gather_measurements(runs, query, pending)
     if query.objective == "energy":
-        all_measurements, warnings = require_energy(all_measurements, warnings)
+        all_measurements, warnings = select_measurements_with_energy(all_measurements, warnings)
     noise = find_gradient_noise_of_job(all_measurements, needed=query.objective == "accuracy-time")
     forecasts, no_gradients = _predict_candidates(all_measurements, query, noise), warn_no_gradients(all_measurements)
     candidates = _select_candidates(forecasts, all_measurements, query)
@@ -210,7 +210,7 @@ def recommend(
     candidates = candidates.with_pareto_front()
     first_measurements = all_measurements[0]
     spec, dataset_size = first_measurements.run.spec, first_measurements.estimator.dataset_size
-    if spec.is_reference_batch_above(dataset_size):
+    if spec.is_reference_batch_larger_than(dataset_size):
         reference = spec.train.reference_batch
         warnings.append(messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=dataset_size))
     answer = _build_answer(
@@ -221,7 +221,7 @@ def recommend(
 
 def _select_candidates_of_run(candidates: Candidates, measurements: TypeMeasurements) -> Candidates:
     """Return the candidates of one run under its node type."""
-    run_candidates = candidates.select(type=measurements.type)
+    run_candidates = candidates.select_matching_rows(type=measurements.type)
     return run_candidates.with_columns({"type": measurements.run.variant.type or ""})
 
 
@@ -234,7 +234,7 @@ def _predict_candidates(all_measurements: Sequence[TypeMeasurements], query: Que
     for measurements in all_measurements:
         estimator, spec = measurements.estimator, measurements.run.spec
         counts = None if query.nodes is None else sorted({*spec.search.nodes, query.nodes})
-        table = estimator.candidates(counts).with_columns({"type": measurements.type})
+        table = estimator.predict_candidates(counts).with_columns({"type": measurements.type})
         if noise is not None:
             epochs = get_workload(spec).count_epochs(estimator.dataset_size)
             table = efficiency.add_same_progress(
@@ -251,7 +251,7 @@ def _select_candidates(forecasts: Candidates, all_measurements: Sequence[TypeMea
         Infeasible: there is none; the message names the first limit that excludes all, and the configuration closest to
             it.
     """
-    candidates = forecasts if query.nodes is None else forecasts.select(nodes=query.nodes)
+    candidates = forecasts if query.nodes is None else forecasts.select_matching_rows(nodes=query.nodes)
     if not len(candidates):
         raise _make_nothing_fits_error(all_measurements[0].estimator, query)
     satisfying = candidates.satisfying(query)
@@ -338,7 +338,7 @@ def _build_answer(
     now: float,
 ) -> Answer:
     """Choose among candidates, and describe the choice with its basis, warnings and alternatives."""
-    choosable = _select_choosable(candidates, all_measurements)
+    choosable = _select_choosable_configurations(candidates, all_measurements)
     among = "feasible" if choosable is candidates else "measured"
     unlimited = None
     if query.deadline_hours is not None or query.budget is not None:
@@ -348,7 +348,7 @@ def _build_answer(
         objective=query.objective,
         curve=query.curve,
         among=among,
-        unlimited=None if unlimited is None else _select_choosable(unlimited, all_measurements),
+        unlimited=None if unlimited is None else _select_choosable_configurations(unlimited, all_measurements),
     )
     measurements = get_measurements_of_type(all_measurements, choice.prediction.type)
     run, estimator = measurements.run, measurements.estimator
@@ -370,11 +370,15 @@ def _build_answer(
         from tula_cli.services.comparison.accuracy import find_accuracy_evidence
 
         accuracy = find_accuracy_evidence(run, batch=prediction.batch)
-    other_market = _find_on_other_market(prediction, forecasts)
+    other_market = _find_forecast_on_other_market(prediction, forecasts)
     quantity = QUANTITIES["accuracy-time" if query.objective == "accuracy-time" else "time"]
     all_warnings = (
         *warnings,
-        *(of_type.with_type(warning) for of_type in all_measurements for warning in list_measurement_warnings(of_type)),
+        *(
+            of_type.add_type_to_warning(warning)
+            for of_type in all_measurements
+            for warning in list_measurement_warnings(of_type)
+        ),
         *list_choice_warnings(estimator, choice, query, other_market=other_market),
     )
     recommendation = Recommendation(
@@ -388,15 +392,15 @@ def _build_answer(
         ),
         choice=prediction,
         reason=f"{choice.reason}{knees}; {epochs}",
-        rows=candidates.select_rows(select_rows(candidates, choice, quantity)).predictions(),
+        rows=candidates.select_rows(flag_listed_rows(candidates, choice, quantity)).make_predictions(),
         candidates=int(candidates.number_configurations().max()) + 1,
         runners_up=choice.runners_up,
         warnings=tuple(warning.text for warning in all_warnings),
         currency=run.spec.pricing.currency,
-        price=_join_by_type(all_measurements, lambda of_type: cost.describe_price(of_type.run.spec.pricing)),
+        price=_describe_each_type(all_measurements, lambda of_type: cost.describe_price(of_type.run.spec.pricing)),
         fit_error=estimator.steps.error,
-        fit=_join_by_type(all_measurements, lambda of_type: of_type.estimator.steps.words),
-        power=_join_by_type(
+        fit=_describe_each_type(all_measurements, lambda of_type: of_type.estimator.steps.words),
+        power=_describe_each_type(
             all_measurements, lambda of_type: of_type.estimator.power.words if of_type.estimator.power else ""
         ),
         efficiency="" if noise is None else describe_noise_basis(noise, measurements),
@@ -405,21 +409,23 @@ def _build_answer(
         ramp=". ".join(filter(None, [describe_stages(stages), describe_stage_nodes(prediction)])),
         accuracy=accuracy,
         other_market=other_market,
-        trainings=tuple(steps for of_type in all_measurements for steps in of_type.trained),
+        trainings=tuple(steps for of_type in all_measurements for steps in of_type.trained_steps),
         trainings_left_out=tuple(f"{of_type.prefix}{why}" for of_type in all_measurements for why in of_type.left_out),
         created_at=now,
     )
     return Answer(recommendation, all_warnings, {}, all_measurements, candidates, forecasts)
 
 
-def _find_on_other_market(row: Prediction, forecasts: Candidates) -> Prediction | None:
+def _find_forecast_on_other_market(row: Prediction, forecasts: Candidates) -> Prediction | None:
     """Return the forecast of the same configuration on the other market; None if there is none."""
     market = "spot" if row.market == "on_demand" else "on_demand"
-    matching = forecasts.select(type=row.type, nodes=row.nodes, batch=row.batch, market=market)
-    return matching.prediction(0) if len(matching) else None
+    matching = forecasts.select_matching_rows(type=row.type, nodes=row.nodes, batch=row.batch, market=market)
+    return matching.make_prediction(0) if len(matching) else None
 
 
-def _select_choosable(candidates: Candidates, all_measurements: Sequence[TypeMeasurements]) -> Candidates:
+def _select_choosable_configurations(
+    candidates: Candidates, all_measurements: Sequence[TypeMeasurements]
+) -> Candidates:
     """Return the configurations to choose among: on node types with delayed ranks only measured ones, if any."""
     delayed = [measurements.type for measurements in all_measurements if measurements.estimator.held_up]
     is_known = candidates["measured"] | ~np.isin(candidates["type"], delayed)
@@ -429,20 +435,22 @@ def _select_choosable(candidates: Candidates, all_measurements: Sequence[TypeMea
 def _describe_knees(measurements: TypeMeasurements, candidates: Candidates, query: Query) -> str:
     return describe_knee_shares(
         measurements.estimator.steps,
-        candidates.select(type=measurements.type, market="on_demand"),
+        candidates.select_matching_rows(type=measurements.type, market="on_demand"),
         gpus_per_node=measurements.estimator.spec.cluster.gpus_per_node,
         quantity=query.quantity,
     )
 
 
-def _join_by_type(all_measurements: Sequence[TypeMeasurements], describe: Callable[[TypeMeasurements], str]) -> str:
+def _describe_each_type(
+    all_measurements: Sequence[TypeMeasurements], describe: Callable[[TypeMeasurements], str]
+) -> str:
     """Describe each node type on a line; node types with an empty description are left out."""
     return "\n".join(
         f"{measurements.prefix}{text}" for measurements in all_measurements if (text := describe(measurements))
     )
 
 
-def select_rows(rows: Candidates, choice: Choice, quantity: Quantity) -> Flags:
+def flag_listed_rows(rows: Candidates, choice: Choice, quantity: Quantity) -> Flags:
     """Return which rows are listed, shape (n,); of each configuration, all markets or none.
 
     If there are many, these are the choice and the runners-up, the Pareto front (thinned out from the fastest to the

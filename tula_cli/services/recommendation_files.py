@@ -166,7 +166,7 @@ def _list_rows(
             "nodes": config.nodes,
             "batch": config.batch,
             "gpus_per_node": gpus,
-            "local_batch": config.local_batch(gpus),
+            "local_batch": config.compute_local_batch(gpus),
             "outcome": _describe_outcome(result, predicted=is_predicted),
             "note": note,
             **{field: getattr(result, field, None) for field in _MEASURED_COLUMNS},
@@ -181,7 +181,7 @@ def _describe_outcome(result: Result | None, *, predicted: bool) -> str:
     return "failed" if isinstance(result, Failed) else "left_out"
 
 
-def should_replace(recommendation: Recommendation, stored: Recommendation | None) -> bool:
+def should_replace_recommendation(recommendation: Recommendation, stored: Recommendation | None) -> bool:
     """Return whether an answer is stored without a request.
 
     That is the case for the first answer without overrides, and for an answer to the same criteria as the stored one.
@@ -210,7 +210,7 @@ def store_answer(
     job: Path | None,
     every: bool,
 ) -> StoreResult:
-    """Store an answer if it is requested or `should_replace` the stored one.
+    """Store an answer if it is requested or `should_replace_recommendation` the stored one.
 
     Args:
         runs, answer, overrides, job, every: as in `save_answer`.
@@ -220,7 +220,7 @@ def store_answer(
         TulaError: as in `save_answer`.
     """
     recommendation, earlier = answer.recommendation, find_recommendation(runs)
-    if not requested and not should_replace(recommendation, earlier):
+    if not requested and not should_replace_recommendation(recommendation, earlier):
         return StoreResult(is_stored=False, earlier=earlier)
     try:
         save_answer(runs, answer, overrides=overrides, job=job, every=every)
@@ -284,7 +284,7 @@ def save_answer(
         if run.path == chosen.path and chosen.type == chosen.variant.type:
             _write_answer(run, answer, every=every)
         elif of_run is not None and of_run.type in answer.by_type:
-            _write_answer(run, answer.for_run(of_run), every=every)
+            _write_answer(run, answer.select_run(of_run), every=every)
         file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
         save_runs([run], file)
     mark_chosen_run(chosen, runs)

@@ -141,7 +141,7 @@ def run_resume_test(
         )
         return earlier
     require_current_format(run.path)
-    if cap_message := describe_test_over_cap(runs):
+    if cap_message := describe_resume_test_over_cap(runs):
         raise OverBudget(
             cap_message, "raise the limit, for example --set search.max_node_hours=100, or lower search.max_minutes"
         )
@@ -199,7 +199,7 @@ def submit_resume_test(
     return task
 
 
-def describe_test_over_cap(runs: Sequence[Run], *, nodes: int = 1) -> str:
+def describe_resume_test_over_cap(runs: Sequence[Run], *, nodes: int = 1) -> str:
     """Return a message that a resume test on `nodes` nodes may exceed the rest of the node-hour cap; empty if it fits."""
     spec = runs[0].spec
     used_hours = sum(count_measured_node_hours(run) for run in runs if run.exists)
@@ -292,7 +292,7 @@ class TrainingStart:
         """Return the start of a planned training in a run; `runs` are all runs of the job."""
         limit_text = ""
         if run.spec.script is not None:
-            limit_text = describe_test_over_cap(runs, nodes=plan.task.resume_test_nodes)
+            limit_text = describe_resume_test_over_cap(runs, nodes=plan.task.resume_test_nodes)
         return cls(run, plan.task, plan.code, plan.prediction, allow_resume_test, limit_text)
 
     @property
@@ -300,12 +300,12 @@ class TrainingStart:
         return self.prediction is not None and self.prediction.hours > LONG_TRAINING_HOURS
 
     @property
-    def _key(self) -> str:
+    def _test_signature(self) -> str:
         """Signature of the script and its code, under which resume tests are recorded."""
         return compute_resume_test_signature(self.run.spec, self.code.digest)
 
     @property
-    def changes_nodes(self) -> bool:
+    def may_change_nodes(self) -> bool:
         """Whether the script may have to resume on another number of nodes, because jobs use the nodes that they are granted."""
         return self.run.spec.script is not None and len(self.task.sizes) > 1
 
@@ -324,11 +324,11 @@ class TrainingStart:
         records = ResumeTestRecords(self.run.path)
         if not self.rehearse or not can_test_resume(self.run.spec):
             return False
-        if self.changes_nodes:
-            return records.find_newest_on_other_nodes(self._key) is None
+        if self.may_change_nodes:
+            return records.find_newest_on_other_nodes(self._test_signature) is None
         if not self.is_long or self.run.get_training(self.task.signature).read_attempts():
             return False
-        return not any(record.over_at is not None for record in records.read_records(self._key))
+        return not any(record.over_at is not None for record in records.read_records(self._test_signature))
 
     def require_resume_on_other_nodes(self) -> None:
         """Require that the script can resume on another number of nodes, or that a test of this is due, if --nodes is a range.
@@ -337,9 +337,9 @@ class TrainingStart:
             SpecError: it cannot be tested, or --no-rehearse or the cap on node-hours prevents that.
             CannotResume: a test found that the script does not.
         """
-        if not self.changes_nodes or self.is_test_due:
+        if not self.may_change_nodes or self.is_test_due:
             return
-        spec, record = self.run.spec, ResumeTestRecords(self.run.path).find_newest_on_other_nodes(self._key)
+        spec, record = self.run.spec, ResumeTestRecords(self.run.path).find_newest_on_other_nodes(self._test_signature)
         if record is not None:
             ResumeTestFinding(record, get_resume_settings(spec).batch, kept=True).require_resume_on_other_nodes()
             return
@@ -398,7 +398,7 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, submissi
     yield from _list_finding_events(finding)
     if training.rehearse and training.is_long:
         finding.require_resumable(run.spec.name, NO_RESUME_HINT)
-    if training.changes_nodes and not finding.kept:
+    if training.may_change_nodes and not finding.kept:
         finding.require_resume_on_other_nodes()
     return ""
 

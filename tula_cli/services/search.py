@@ -40,7 +40,7 @@ def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: LimitByN
     """Return the probes of the spec's strategy: a map from number of nodes to ascending local batches.
 
     For `adaptive` they are the first round, for `auto` a sweep (`choose_strategy` decides between them). A
-    job that is measured in addition to another one (`JobSpec.measured_with_fewer_gpus`) takes two batches on the
+    job that is measured in addition to another one (`JobSpec.is_supplement_with_fewer_gpus`) takes two batches on the
     fewest nodes. Numbers of nodes without a feasible batch are left out.
 
     Args:
@@ -54,19 +54,19 @@ def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: LimitByN
     candidates = list_feasible_candidates(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
     by_nodes = _group_candidates_by_nodes(spec, candidates)
     strategy = "sweep" if spec.search.strategy == "auto" else spec.search.strategy
-    if strategy == "adaptive" and not spec.measured_with_fewer_gpus:
+    if strategy == "adaptive" and not spec.is_supplement_with_fewer_gpus:
         from tula_cli.models.choice.adaptive import choose_first_probes
 
         first_probes = choose_first_probes(by_nodes.items(), whole_steps=_has_whole_steps_only(spec, ()))
         return group_probes_by_nodes(set(first_probes))
-    choose = choose_smallest_and_middle_probes if spec.measured_with_fewer_gpus else STRATEGIES[strategy]
+    choose = choose_smallest_and_middle_probes if spec.is_supplement_with_fewer_gpus else STRATEGIES[strategy]
     chosen = choose(by_nodes)
     return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
 
 
 def _group_candidates_by_nodes(spec: JobSpec, candidates: Iterable[Config]) -> dict[int, tuple[int, ...]]:
     return group_probes_by_nodes(
-        (config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates
+        (config.nodes, config.compute_local_batch(spec.cluster.gpus_per_node)) for config in candidates
     )
 
 
@@ -113,9 +113,11 @@ def choose_next_round(
     )
     finished = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
     ooms = [(r.nodes, r.local_batch) for r in results if isinstance(r, OutOfMemory)]
-    gpus, sharded = spec.cluster.gpus_per_node, spec.train.sharded
+    gpus, sharded = spec.cluster.gpus_per_node, spec.train.is_sharded
     fitting = {
-        c for c in candidates if not find_smallest_ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)
+        c
+        for c in candidates
+        if not find_smallest_ruled_out(ooms, c.nodes, c.compute_local_batch(gpus), sharded=sharded)
     }
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
     # A script that fails on a number of nodes, for example because it is not distributed, also fails at other batches.
@@ -124,7 +126,7 @@ def choose_next_round(
     }
     failing_nodes -= {nodes for nodes, _ in finished}
     fitting = {
-        c for c in fitting if c.nodes not in failing_nodes and (c.nodes, c.local_batch(gpus)) not in failed
+        c for c in fitting if c.nodes not in failing_nodes and (c.nodes, c.compute_local_batch(gpus)) not in failed
     } or fitting
     measured = [result for result in results if isinstance(result, Measured)]
     whole_steps = _has_whole_steps_only(spec, measured) or may_lack_overlap(choose_priors_of_job(spec, measured))
@@ -158,7 +160,7 @@ def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
     """Return whether the probes time whole steps only; without probes on several GPUs, whether they are expected to."""
     synchronised_probes = [probe for probe in measured if probe.nodes * probe.gpus_per_node > 1]
     if not synchronised_probes:
-        return spec.script is not None or spec.train.sharded
+        return spec.script is not None or spec.train.is_sharded
     return all(probe.compute_time is None for probe in synchronised_probes)
 
 
@@ -177,7 +179,7 @@ def _select_compared_configurations(estimator: "Estimator", fitting: Set[Config]
     is_candidate = rows["measured"].copy()
     for name in ("time", "cost"):
         is_candidate[find_best_rows(rows, QUANTITIES[name], max_rows=_MAX_COMPARED_CONFIGURATIONS)] = True
-    return rows.select_rows(is_candidate).predictions()
+    return rows.select_rows(is_candidate).make_predictions()
 
 
 def _make_candidate(estimator: "Estimator", row: Prediction) -> "Candidate":
@@ -230,12 +232,14 @@ def find_largest_local_batch(spec: JobSpec, inspection: Inspection) -> LimitByNo
         return None
     from tula_cli.models import memory
 
-    model = memory.fit_memory_model(inspection.footprints, accumulate=spec.train.accumulate, sharded=spec.train.sharded)
+    model = memory.fit_memory_model(
+        inspection.footprints, accumulate=spec.train.accumulate, sharded=spec.train.is_sharded
+    )
     capacity, margin, gpus = inspection.capacity, MEMORY_MARGIN, spec.cluster.gpus_per_node
     if not model.sharded:
         return model.compute_largest_local_batch(capacity, margin=margin)
     return {
-        nodes: model.for_ranks(nodes * gpus).compute_largest_local_batch(capacity, margin=margin)
+        nodes: model.adapt_to_ranks(nodes * gpus).compute_largest_local_batch(capacity, margin=margin)
         for nodes in spec.search.nodes
     }
 
@@ -283,7 +287,7 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
             if step <= largest
             else "add a smaller number to search.nodes",
         )
-    least = min(config.local_batch(spec.cluster.gpus_per_node) for config in divisible)
+    least = min(config.compute_local_batch(spec.cluster.gpus_per_node) for config in divisible)
     return Infeasible(
         f"every probe ran out of memory: at most {get_highest_limit(max_local_batch)} samples fit on one GPU, but the smallest local batch is"
         f" {least}",

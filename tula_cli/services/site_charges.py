@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 from tula_cli.cluster.slurm.sbatch import fill_environment_defaults
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.entry_points import find_extra, load_extra
+from tula_cli.entry_points import load_extra, load_extra_if_installed
 from tula_cli.errors import OverBudget, SpecError
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import TrainTask
@@ -194,7 +194,7 @@ def require_known_balance(balance_check: BalanceCheck | None) -> BalanceCheck:
     return balance_check
 
 
-def require_balance(balance_check: BalanceCheck) -> None:
+def require_sufficient_balance(balance_check: BalanceCheck) -> None:
     """Enforce --within-balance.
 
     Raises:
@@ -237,5 +237,5 @@ def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
     if task is None or job is None or job.scheduler != "slurm" or task.spec.pricing.slurm_billing is None:
         return None
     earlier = {attempt.allocation.partition(".")[0] for attempt in training.read_attempts()} - {""}
-    billing: SiteBilling | None = find_extra("slurm_site")
+    billing: SiteBilling | None = load_extra_if_installed("slurm_site")
     return None if billing is None else billing.find_charge(task, sorted({*earlier, *job.ids}))

@@ -22,7 +22,7 @@ from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.scripts import ResumeTestResult
 from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RateSearchTask, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.services.training_status import TrainingStatus, get_training_status
+from tula_cli.services.training_status import TrainingStatus, read_training_status
 from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_count
@@ -89,11 +89,11 @@ class _JobProgress:
     may_grow: bool = False  # whether the job itself decides on further probes
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return self.done + len(self.failed) == self.total
 
 
-def get_job_status(
+def make_job_status(
     snapshot: Snapshot,
     job: Job,
     results: Mapping[str, Result],
@@ -105,9 +105,9 @@ def get_job_status(
 ) -> JobStatus:
     tasks = snapshot.list_tasks_of_job(job.id)
     attempts = snapshot.adjust_to_file_clock(snapshot.list_attempts_of_job(job.id))
-    progress = get_job_progress(snapshot, tasks, results)
+    progress = read_job_progress(snapshot, tasks, results)
     recent = [attempt for attempt in attempts if _belongs_to_submission(attempt, job)]
-    state, reason = _get_job_state(
+    state, reason = _determine_job_state(
         progress,
         recent,
         scheduler,
@@ -171,7 +171,7 @@ def _list_planned_probes(tasks: Iterable[JobTask]) -> dict[str, ProbeConfigurati
     }
 
 
-def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Mapping[str, Result]) -> _JobProgress:
+def read_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Mapping[str, Result]) -> _JobProgress:
     newest = tasks[-1]
     if not isinstance(newest, ProbeTask):
         return _JobProgress(total=1, done=int(_has_result(snapshot, newest)), now=None)
@@ -201,7 +201,7 @@ def _has_result(snapshot: Snapshot, task: JobTask) -> bool:
     return any(test.task == task.id and test.over_at is not None for test in snapshot.resume_test_results)
 
 
-def _get_job_state(
+def _determine_job_state(
     progress: _JobProgress,
     attempts: list[Attempt],
     scheduler: SchedulerState,
@@ -213,7 +213,7 @@ def _get_job_state(
 ) -> tuple[JobState, str]:
     """Return a job's state and reason, by results, then cancellation, then the scheduler, then attempts."""
     live = scheduler.state in ("pending", "running")
-    if progress.complete and not ((progress.failed or progress.may_grow) and live):
+    if progress.is_complete and not ((progress.failed or progress.may_grow) and live):
         return ("failed", progress.failed[0]) if progress.failed else ("done", "")
     if cancelled:
         return "cancelled", f"by {cancelled}"
@@ -223,10 +223,10 @@ def _get_job_state(
         return "queued", scheduler.reason
     if scheduler.state == "running":
         return "suspended" if scheduler.suspended else "running", scheduler.reason
-    return _get_state_from_attempts(progress, attempts, scheduler, spec, now=now, grace=grace)
+    return _determine_state_from_attempts(progress, attempts, scheduler, spec, now=now, grace=grace)
 
 
-def _get_state_from_attempts(
+def _determine_state_from_attempts(
     progress: _JobProgress,
     attempts: list[Attempt],
     scheduler: SchedulerState,
@@ -337,10 +337,10 @@ def query_run_status(run: Run) -> RunStatus:
     """Return the current status of a run; queries the scheduler, but cannot submit jobs."""
     from tula_cli.cluster import launcher
 
-    return get_run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time())
+    return read_run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time())
 
 
-def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:
+def read_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:
     """Return the status of a run at `now`. Damaged records and rows are reported as warnings; all others are shown.
 
     Args:
@@ -360,9 +360,9 @@ def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str
         job for job in snapshot.jobs if (only is None or job.id in only) and snapshot.list_tasks_of_job(job.id)
     ]
     states = launcher.query_states(snapshot, jobs_with_tasks)
-    training = get_training_status(snapshot, tasks, states, now=now)
+    training = read_training_status(snapshot, tasks, states, now=now)
     jobs = [
-        get_job_status(snapshot, job, results, states[job.id], pace=pace, training=training, now=now)
+        make_job_status(snapshot, job, results, states[job.id], pace=pace, training=training, now=now)
         for job in jobs_with_tasks
     ]
     active_ids = {status.id for status in jobs if status.state in ACTIVE_STATES}

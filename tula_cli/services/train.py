@@ -44,8 +44,8 @@ from tula_cli.services.resume_test import TrainingStart, describe_interruption_c
 from tula_cli.services.site_charges import (
     bill_run_by_site,
     check_balance_of_task,
-    require_balance,
     require_known_balance,
+    require_sufficient_balance,
 )
 from tula_cli.services.training_end import load_summary, require_known_job
 from tula_cli.services.waiting import DetachedJobs, Submission, explain_interruption
@@ -120,7 +120,7 @@ def plan_training(
         prediction = task.prediction
         warnings = [*warn_large_reference_batch(spec, dataset_size), *_warn_shortened_ramp(run, task, dataset_size)]
     else:
-        task = _resume_task(run, newest, task)
+        task = _apply_current_settings(run, newest, task)
         prediction = task.sizes[-1].prediction if task.sizes else prediction
         warnings = _warn_unusable_sizes(task, sizes)
     if sizes and not task.sizes:
@@ -194,7 +194,7 @@ def _describe_source(recommendation: Recommendation | None, given_names: Sequenc
     return f"{given_names[0]} as given, otherwise {recommended}" if given_names else recommended
 
 
-def _resume_task(run: RunDir, newest: TrainTask, requested: TrainTask) -> TrainTask:
+def _apply_current_settings(run: RunDir, newest: TrainTask, requested: TrainTask) -> TrainTask:
     """Return the newest task with the current settings; reduced loader processes are kept unless workers changed.
 
     If its number of nodes is outside the requested range, it moves to the most that can be used: as the next attempt if
@@ -437,7 +437,7 @@ def run_training(training: PreparedTraining, submission: Submission) -> Work[Sum
     unfinished = list_unfinished_jobs(run, launcher, [plan.task.job])
     if not unfinished:
         if training.request.within_balance:
-            require_balance(require_known_balance(plan.balance))
+            require_sufficient_balance(require_known_balance(plan.balance))
         planned = TrainPlanned(plan, list_nodes_of_chain_jobs(plan.task))
         yield planned
         submission.require_confirmed(planned)
@@ -445,7 +445,7 @@ def run_training(training: PreparedTraining, submission: Submission) -> Work[Sum
     after = "" if unfinished else (yield from run_resume_test_if_due(training.start, launcher, submission))
     with explain_interruption([run]):
         job = submit_training(run, plan, launcher, after=after)
-        outcome = yield from submission.wait_or_detach(run, launcher, [job], unfinished)
+        outcome = yield from submission.wait_for_jobs_or_detach(run, launcher, [job], unfinished)
     if isinstance(outcome, DetachedJobs):
         return outcome
     require_known_job(outcome, job)

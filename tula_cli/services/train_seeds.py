@@ -9,7 +9,7 @@ from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
 from tula_cli.errors import Diverged, JobFailed, OverBudget, Pending, SpecError, TulaError
 from tula_cli.models.choice.campaign import Campaign, ScheduledTraining
-from tula_cli.models.choice.node_schedule import is_within
+from tula_cli.models.choice.node_schedule import is_within_limit
 from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.code import choose_code, list_code_changes
@@ -20,7 +20,7 @@ from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.results import Summary
 from tula_cli.services import messages
 from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
-from tula_cli.services.compare import inspect_once
+from tula_cli.services.compare import cache_first_inspection
 from tula_cli.services.comparison.rows import takes_seed
 from tula_cli.services.events import Note, SeedsPlanned, WarningEvent, Work
 from tula_cli.services.plans import TrainPlan
@@ -106,7 +106,7 @@ class PreparedSeeds:
     inspect: Inspect
 
     @property
-    def missing(self) -> tuple[SeedTraining, ...]:
+    def missing_trainings(self) -> tuple[SeedTraining, ...]:
         return tuple(training for training in self.trainings if training.summary is None)
 
     def plan_training(self, training: SeedTraining) -> TrainPlan:
@@ -126,7 +126,7 @@ class PreparedSeeds:
             )
         return plan
 
-    def report(self) -> SeedsReport:
+    def make_report(self) -> SeedsReport:
         """Return the trainings as they are now."""
         rows = tuple(_read_seed_training(self.run, training) for training in self.trainings)
         return SeedsReport(self.plan, rows, _sum_costs(rows))
@@ -205,11 +205,11 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
         )
         training = SeedTraining(seed, scheduled.nodes, plan.batch, signature, None, "")
         trainings.append(_read_seed_training(run, training))
-    prepared = PreparedSeeds(runs, run, plan, tuple(trainings), None, request, inspect_once(inspect))
+    prepared = PreparedSeeds(runs, run, plan, tuple(trainings), None, request, cache_first_inspection(inspect))
     _require_within_budget(prepared)
-    if not prepared.missing:
+    if not prepared.missing_trainings:
         return prepared
-    first = prepared.plan_training(prepared.missing[0])
+    first = prepared.plan_training(prepared.missing_trainings[0])
     yield from map(WarningEvent, first.code.warnings)
     return replace(prepared, first=first)
 
@@ -217,11 +217,11 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
 def _require_within_budget(prepared: PreparedSeeds) -> None:
     """Raise an error if the finished trainings and those that remain exceed the budget of the plan."""
     plan = prepared.plan
-    spent, missing = _sum_costs(prepared.trainings), prepared.missing
+    spent, missing = _sum_costs(prepared.trainings), prepared.missing_trainings
     if plan.budget is None or not missing or not spent:
         return  # without a budget, or before any cost, there is nothing to check
     remaining = sum(scheduled.cost for scheduled in prepared.list_scheduled(missing))
-    if not is_within(spent + remaining, plan.budget):
+    if not is_within_limit(spent + remaining, plan.budget):
         raise OverBudget(
             f"the finished trainings cost {format_number(spent, 4)} {plan.currency} and"
             f" {format_count(len(missing), 'further training')} may cost {format_number(remaining, 4)}, together more than"
@@ -242,13 +242,13 @@ def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsRepo
         JobFailed: the first trainings have all failed.
     """
     run = prepared.run
-    if not prepared.missing:
+    if not prepared.missing_trainings:
         yield Note("all trainings of this plan have already finished")
-        return prepared.report()
+        return prepared.make_report()
     submission.require_waiting(run.spec)
     launcher = submission.launcher_for(run.spec)
-    under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing])
-    new = [training for training in prepared.missing if training.job not in under_way]
+    under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing_trainings])
+    new = [training for training in prepared.missing_trainings if training.job not in under_way]
     if new:
         node_hours = sum(scheduled.nodes * scheduled.hours for scheduled in prepared.list_scheduled(new))
         planned = SeedsPlanned(prepared.plan, len(new), node_hours)
@@ -260,8 +260,8 @@ def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsRepo
         if run.spec.cluster.backend.has_queue:
             yield from _submit_missing_trainings(prepared, launcher, submission, under_way)
         else:
-            yield from _train_one_by_one(prepared, launcher, submission)
-    return prepared.report()
+            yield from _run_trainings_one_by_one(prepared, launcher, submission)
+    return prepared.make_report()
 
 
 def _test_resume(prepared: PreparedSeeds, launcher: Launcher, submission: Submission) -> Work[str]:
@@ -289,7 +289,7 @@ def _submit_missing_trainings(
             follows = [job for job in names if job in unfinished]
             submit_training(run, prepared.plan_training(training), launcher, after=after, follows=follows)
             unfinished.add(training.job)
-    jobs = [training.job for training in prepared.missing]
+    jobs = [training.job for training in prepared.missing_trainings]
     yield from warn_about_submitted_jobs(run, launcher, jobs, under_way, run.spec)
     if submission.should_wait(run.spec):
         yield from wait_for_jobs(run, launcher, jobs, timeout=submission.timeout)
@@ -299,12 +299,12 @@ def _submit_missing_trainings(
         )
 
 
-def _train_one_by_one(prepared: PreparedSeeds, launcher: Launcher, submission: Submission) -> Work[None]:
+def _run_trainings_one_by_one(prepared: PreparedSeeds, launcher: Launcher, submission: Submission) -> Work[None]:
     """Run the missing trainings one after another; one that fails does not stop the others."""
     run, failed = prepared.run, 0
     after = yield from _test_resume(prepared, launcher, submission)
-    for number, training in enumerate(prepared.missing, 1):
-        yield Note(f"training {number} of {len(prepared.missing)}: seed {training.seed}")
+    for number, training in enumerate(prepared.missing_trainings, 1):
+        yield Note(f"training {number} of {len(prepared.missing_trainings)}: seed {training.seed}")
         submit_training(run, prepared.plan_training(training), launcher, after=after)
         yield from wait_for_jobs(run, launcher, [training.job], timeout=submission.timeout)
         if run.is_cancelled(training.job):

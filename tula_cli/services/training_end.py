@@ -17,7 +17,7 @@ MAX_FIRST_FAILURES = 3
 RESUME_HINT = "run the same command again to resume from the newest checkpoint"
 
 
-def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, saved_samples: int) -> TulaError:
+def make_training_error(task: TrainTask, attempts: Sequence[Attempt], *, saved_samples: int) -> TulaError:
     """Return the error that describes how a training ended.
 
     Args:
@@ -88,4 +88,4 @@ def load_summary(run: RunDir, signature: str) -> Summary:
     attempts = training.read_attempts()
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status shows why")
-    raise make_error_of_training(task, attempts, saved_samples=training.find_newest_samples())
+    raise make_training_error(task, attempts, saved_samples=training.find_newest_samples())

@@ -102,7 +102,7 @@ class SpentAndRemainingCost:
     currency: str
 
 
-def get_training_status(
+def read_training_status(
     snapshot: Snapshot, tasks: Iterable[JobTask], states: Mapping[str, SchedulerState], *, now: float
 ) -> TrainingStatus | None:
     """Return the status of the newest of these trainings, if possible of one that belongs to no comparison, or None."""
@@ -117,7 +117,7 @@ def get_training_status(
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
     row = _find_newest_row_with_eta(rows)
-    script, stage = newest.spec.script, _get_stage_status(rows, result, nodes=newest.nodes)
+    script, stage = newest.spec.script, _find_stage_status(rows, result, nodes=newest.nodes)
     prediction = newest.prediction and newest.prediction.get_prediction_at_batch(stage.batch if stage else newest.batch)
     summary = files.read_summary() if result is not None else None
     is_running = scheduler is not None and scheduler.state == "running"
@@ -149,7 +149,7 @@ def get_training_status(
             now=now - files.compute_clock_offset(rows) if _is_training(snapshot, newest.job, scheduler, row) else None,
         ),
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
-        tuning=_get_tuning_status(files.read_tuning()),
+        tuning=_make_tuning_status(files.read_tuning()),
         kwh=energy.kwh if (energy := files.read_energy()) is not None else None,
         samples_asked=None if script is None else count_requested_samples(script),
         ags=_find_newest_scaling(rows),
@@ -223,7 +223,7 @@ def _find_newest_scaling(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]
     return next((values.get("so_far", values) for values in ags_rows), None)
 
 
-def _get_stage_status(
+def _find_stage_status(
     rows: Sequence[Mapping[str, Any]], result: TrainResult | None, *, nodes: int
 ) -> StageStatus | None:
     """Return the current ramp stage of a training; None if it has finished or its batch does not grow."""
@@ -255,7 +255,7 @@ def _find_newest_row_with_eta(rows: Iterable[Mapping[str, Any]]) -> Mapping[str,
     return newest[0] if newest and newest[0]["kind"] != "start" else {}
 
 
-def _get_tuning_status(tuning: Tuning | None) -> TuningStatus | None:
+def _make_tuning_status(tuning: Tuning | None) -> TuningStatus | None:
     if tuning is None:
         return None
     names = [arm.name for arm in tuning.arms]

@@ -21,7 +21,7 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.services import messages
 from tula_cli.services.events import Event, JobsProgress, Planned, ProbeFinished, WarningEvent, Work
-from tula_cli.services.status import ACTIVE_STATES, JobStatus, RunStatus, get_job_progress, get_run_status
+from tula_cli.services.status import ACTIVE_STATES, JobStatus, RunStatus, read_job_progress, read_run_status
 from tula_cli.services.tracking import export_while_waiting
 from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
@@ -78,7 +78,7 @@ class Submission:
         for run in runs:
             save_runs([run], self.find_settings_origin(run))
 
-    def wait_or_detach(
+    def wait_for_jobs_or_detach(
         self,
         run: Run,
         launcher: Launcher,
@@ -272,8 +272,8 @@ def watch_jobs(
     never_starts_polls = 0  # polls in sequence: a busy controller may give such a reason for a moment
     while True:
         now, folders = clock(), _list_result_folders(run)
-        written = _find_last_write_time(folders)
-        status = get_run_status(run, launcher, now=now, only=waiting_for)
+        written = _list_write_times(folders)
+        status = read_run_status(run, launcher, now=now, only=waiting_for)
         if not run.path.is_dir():
             raise RunGone(run.path)
         yield status
@@ -291,7 +291,7 @@ def watch_jobs(
             return
         remaining = pause if timeout is None else min(pause, max(0.0, started + timeout - now))
         while remaining > 0:
-            last_written, written = written, _find_last_write_time(folders)
+            last_written, written = written, _list_write_times(folders)
             if written != last_written and _are_jobs_finished(run, waiting_for):
                 break
             sleep(min(FILE_POLL_SECONDS, remaining))
@@ -305,7 +305,7 @@ def _list_result_folders(run: RunDir) -> list[Path]:
     return [*(run.path / name for name in ("tasks", "results", "script", "train")), *trainings, *evaluations]
 
 
-def _find_last_write_time(folders: Iterable[Path]) -> list[int]:
+def _list_write_times(folders: Iterable[Path]) -> list[int]:
     """Return the modification times (ns) of the folders that exist; much cheaper than reading the files in them."""
     times = []
     for folder in folders:
@@ -320,7 +320,7 @@ def _are_jobs_finished(run: RunDir, job_ids: set[str]) -> bool:
     results = {result.id: result for result in snapshot.results}
     tasks_by_job = [snapshot.list_tasks_of_job(id_) for id_ in job_ids]
     return all(
-        tasks and (progress := get_job_progress(snapshot, tasks, results)).done == progress.total
+        tasks and (progress := read_job_progress(snapshot, tasks, results)).done == progress.total
         for tasks in tasks_by_job
     )
 

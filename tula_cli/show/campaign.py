@@ -29,7 +29,7 @@ def render_campaign(plan: "Campaign") -> Iterator["RenderableType"]:
         yield _describe_choice(plan, plan.bound_hours)
     if plan.lower_bound is not None:
         yield _describe_choice_of_jobs(plan, plan.lower_bound)
-    yield _compare_with_fastest(plan)
+    yield _describe_comparison_with_fastest(plan)
     yield ""
     yield _make_waves_table(plan)
 
@@ -68,7 +68,7 @@ def _describe_choice_of_jobs(plan: "Campaign", lower_bound: float) -> str:
     )
 
 
-def _compare_with_fastest(plan: "Campaign") -> str:
+def _describe_comparison_with_fastest(plan: "Campaign") -> str:
     fastest, configuration = plan.at_fastest, ""
     if fastest.nodes is not None:
         concurrency_text = (

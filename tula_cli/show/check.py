@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.profile import render_unsettled_plan
 from tula_cli.show.screen import Origin
-from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_by_type
+from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_each_type
 from tula_cli.words import (
     choose_size_unit,
     format_bytes,
@@ -17,7 +17,7 @@ from tula_cli.words import (
     format_local_time,
     format_number,
     format_size,
-    join_first,
+    join_first_words,
     make_relative_path,
 )
 
@@ -43,13 +43,13 @@ _MAX_CHANGES_SHOWN = 6  # maximum number of changes of an edited job that are li
 # --- Plans
 
 
-def render_checks(
+def render_check_reports(
     reports: "Mapping[str | None, CheckReport]", origins: Mapping[str, Origin]
 ) -> tuple[dict[str, Any], Iterator["RenderableType"]]:
     """Return the check reports of all node types as data for the envelope, and as output."""
     if None in reports:
         return {"report": reports[None], "origins": origins}, render_check(reports[None], origins)
-    return {"types": dict(reports), "origins": origins}, render_by_type(
+    return {"types": dict(reports), "origins": origins}, render_each_type(
         reports, lambda report: render_check(report, {})
     )
 
@@ -152,7 +152,7 @@ def describe_site(site: "Site | None") -> str:
     return words
 
 
-def describe_proposal(job_proposal: "JobFileProposal", path: Path) -> tuple[dict[str, object], list[str]]:
+def summarize_proposal(job_proposal: "JobFileProposal", path: Path) -> tuple[dict[str, object], list[str]]:
     """Return what was recognised and not recognised in a command, as data for the envelope and as lines."""
     spans, proposal = job_proposal.placeholders, job_proposal.recognised
     rows = [(f"{flag} {was}", f"{{{name}}}") for flag, (was, name) in spans.items()]
@@ -168,7 +168,7 @@ def describe_proposal(job_proposal: "JobFileProposal", path: Path) -> tuple[dict
     optional = [named.get(key.key, key.key) for key in job_proposal.missing if not key.required]
     lines += [f"Not found in the command (optional): {', '.join(optional)}"] * bool(optional)
     command = f"tula check {shlex.quote(str(path))}"
-    after = command if job_proposal.complete else f"add the required keys, then run {command}"
+    after = command if job_proposal.is_complete else f"add the required keys, then run {command}"
     data: dict[str, object] = {
         "recognised": {flag: {"value": was, "placeholder": name} for flag, (was, name) in spans.items()},
         "understood": {
@@ -182,7 +182,7 @@ def describe_proposal(job_proposal: "JobFileProposal", path: Path) -> tuple[dict
             "left_out": proposal.left_out,
         },
         "missing": job_proposal.missing,
-        "complete": job_proposal.complete,
+        "complete": job_proposal.is_complete,
     }
     return data, [*lines, "", f"wrote {path}; next: {after}"]
 
@@ -197,7 +197,7 @@ def describe_check_state(task: "CheckTask", state: "SchedulerState") -> str:
 def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableType"]:
     """Yield two tables with one row per node (equipment and connection), then the network measurements."""
     report = cluster_check.report
-    names = _describe_node_names(report)
+    names = _list_node_names(report)
     table = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs/\nrank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
         table.add_row(
@@ -217,7 +217,7 @@ def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableT
     yield from _render_network(report, names)
 
 
-def _describe_node_names(report: "ClusterReport") -> list[str]:
+def _list_node_names(report: "ClusterReport") -> list[str]:
     """Return the host names, numbered if they are not unique."""
     hosts = [node.host for node in report.nodes]
     return hosts if len(set(hosts)) == len(hosts) else [f"{host} #{number}" for number, host in enumerate(hosts, 1)]
@@ -312,7 +312,7 @@ def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
     changes = [
         f"{key} {_shorten_text(now)} (run: {_shorten_text(then)})" for key, (then, now) in config_drift.changes.items()
     ]
-    return f"{name} differs from this run: {join_first(changes, _MAX_CHANGES_SHOWN)}. To use the file: {describe_file_use(config_drift, command)}"
+    return f"{name} differs from this run: {join_first_words(changes, _MAX_CHANGES_SHOWN)}. To use the file: {make_apply_command(config_drift, command)}"
 
 
 def _shorten_text(value: Any) -> str:
@@ -320,7 +320,7 @@ def _shorten_text(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def describe_file_use(config_drift: "ConfigDrift", command: str) -> str:
+def make_apply_command(config_drift: "ConfigDrift", command: str) -> str:
     """Return the command line that applies a job file; `tula profile` if the file is a different job by now."""
     words = ["tula", "profile" if config_drift.elsewhere else command, make_relative_path(Path(config_drift.file.path))]
     return shlex.join([*words, *(word for override in config_drift.file.overrides for word in ("--set", override))])

@@ -20,38 +20,38 @@ KIND_DESCRIPTIONS = {
 }
 
 
-def render_spaces(run_spaces: "Sequence[RunDiskUsage]", *, width: int) -> "Iterator[RenderableType]":
+def render_disk_usage(disk_usages: "Sequence[RunDiskUsage]", *, width: int) -> "Iterator[RenderableType]":
     """Yield a table with one row per run and kind of removable files, followed by the consequences of removing them."""
-    rows = [row for run_space in run_spaces for row in _list_space_rows(run_space)]
+    rows = [row for disk_usage in disk_usages for row in _list_disk_usage_rows(disk_usage)]
     yield from render_long_table(
         ("run", "last written", "run size", "removable", "files", "file size"), rows, left=(0, 1, 3), width=width
     )
     yield ""
-    yield from (f"{run_space.id} is skipped: {run_space.kept}" for run_space in run_spaces if run_space.kept)
-    for run_space in run_spaces:
-        if run_space.final:
+    yield from (f"{disk_usage.id} is skipped: {disk_usage.kept}" for disk_usage in disk_usages if disk_usage.kept)
+    for disk_usage in disk_usages:
+        if disk_usage.final:
             yield (
-                f"{run_space.id}: {_describe_trainings(run_space.final)} cannot be resumed afterwards; the best weights are kept and can be evaluated"
+                f"{disk_usage.id}: {_describe_trainings(disk_usage.final)} cannot be resumed afterwards; the best weights are kept and can be evaluated"
             )
-        if run_space.compared:
-            yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results are kept"
-    freed = sum(run_space.size for run_space in run_spaces)
-    in_use = sum(run_space.held for run_space in run_spaces)
-    yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {format_count(len(run_spaces), 'run')} can be freed; results and metrics are kept"
+        if disk_usage.compared:
+            yield f"{disk_usage.id}: {_describe_trainings(disk_usage.compared)} can neither be resumed nor evaluated afterwards; results are kept"
+    freed = sum(disk_usage.size for disk_usage in disk_usages)
+    in_use = sum(disk_usage.held for disk_usage in disk_usages)
+    yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {format_count(len(disk_usages), 'run')} can be freed; results and metrics are kept"
 
 
 def _describe_trainings(signatures: Sequence[str]) -> str:
     return f"{'training' if len(signatures) == 1 else 'trainings'} {', '.join(signatures)}"
 
 
-def _list_space_rows(run_space: "RunDiskUsage") -> list[list[str]]:
-    first = [run_space.id, format_local_time(run_space.changed, "%Y-%m-%d"), format_bytes(run_space.held)]
-    kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in run_space.holdings)]
+def _list_disk_usage_rows(disk_usage: "RunDiskUsage") -> list[list[str]]:
+    first = [disk_usage.id, format_local_time(disk_usage.changed, "%Y-%m-%d"), format_bytes(disk_usage.held)]
+    kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in disk_usage.holdings)]
     if not kinds:
         return [[*first, "-", "-", "-"]]
     rows = []
     for kind in kinds:
-        sizes = [holding.size for holding in run_space.holdings if holding.kind == kind]
+        sizes = [holding.size for holding in disk_usage.holdings if holding.kind == kind]
         rows.append([*first, KIND_DESCRIPTIONS[kind], str(len(sizes)), format_bytes(sum(sizes))])
         first = ["", "", ""]
     return rows
@@ -63,10 +63,10 @@ def describe_freed_space(result: "CleanResult") -> Iterator[str]:
     yield from (f"not everything was deleted: {problem}" for problem in result.problems)
 
 
-def make_clean_data(run_spaces: "Sequence[RunDiskUsage]", done: "CleanResult | None") -> dict[str, Any]:
+def make_clean_data(disk_usages: "Sequence[RunDiskUsage]", done: "CleanResult | None") -> dict[str, Any]:
     """Return the removable files and the result for --json (sizes in bytes); `freed` is None if nothing was removed."""
     return {
-        "runs": [{**vars(run_space), "size": run_space.size} for run_space in run_spaces],
-        "size": sum(run_space.size for run_space in run_spaces),
+        "runs": [{**vars(disk_usage), "size": disk_usage.size} for disk_usage in disk_usages],
+        "size": sum(disk_usage.size for disk_usage in disk_usages),
         "freed": done,
     }

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.tables import make_table, render_scripts
-from tula_cli.words import choose_time_unit, describe_method_label, format_count, format_duration, format_number
+from tula_cli.words import choose_time_unit, format_count, format_duration, format_method_label, format_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,7 +41,7 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
         local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
         table.add_row(
             str(index),
-            describe_method_label(cell.method, reference=cell.reference),
+            format_method_label(cell.method, reference=cell.reference),
             str(cell.batch),
             str(local),
             str(cell.nodes),
@@ -152,7 +152,7 @@ def make_comparison_table(compare_report: "CompareReport", rows: "Sequence[Compa
     for row in shown:
         table.add_row(
             str(row.batch) if row.batch != batch else "",
-            describe_method_label(row.method, reference=row.reference),
+            format_method_label(row.method, reference=row.reference),
             str(row.seeds),
             *(
                 format_spread(row.get_statistics(metric), choose_metric_digits(compare_report, metric))

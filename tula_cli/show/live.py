@@ -36,10 +36,10 @@ class LiveDisplay:
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
 
-    def update(self, status: "RunStatus") -> None:
+    def update_status(self, status: "RunStatus") -> None:
         """Show a newer status of the run."""
         for warning in status.training.warnings if status.training is not None else ():
-            self.screen.warn(warning)
+            self.screen.print_warning(warning)
 
     def add_probe(self, event: "ProbeFinished") -> None:
         """Show the result of a probe."""
@@ -47,7 +47,7 @@ class LiveDisplay:
     def update_comparison(self, progress: "ComparisonProgress") -> None:
         """Show the progress of a comparison."""
         if progress.problem and progress.ended is not None:
-            self.screen.warn(f"{progress.ended.description} failed: {get_first_line(progress.problem)}")
+            self.screen.print_warning(f"{progress.ended.description} failed: {get_first_line(progress.problem)}")
 
 
 class LineDisplay(LiveDisplay):
@@ -57,31 +57,31 @@ class LineDisplay(LiveDisplay):
         super().__init__(screen)
         self._states: dict[str, str] = {}
 
-    def update(self, status: "RunStatus") -> None:
-        super().update(status)
+    def update_status(self, status: "RunStatus") -> None:
+        super().update_status(status)
         for job in status.jobs:
-            self._note_change(job.id, f"{job.state} {job.reason}", _describe_job(job))
+            self._print_change(job.id, f"{job.state} {job.reason}", _describe_job(job))
         train = status.training
         if train is not None:
             finished = ", finished" if train.finished else ""
             branch = "" if train.tuning is None else f" {train.tuning.number} {train.tuning.chosen}"
             state = f"{train.signature} {train.batch} {int(train.epoch)}{branch}{finished}"
-            self._note_change("training", state, describe_training(train))
+            self._print_change("training", state, describe_training(train))
 
     def add_probe(self, event: "ProbeFinished") -> None:
         remaining = f", about {format_duration(event.left)} left" if event.left and event.number < event.total else ""
-        self.screen.note(f"[{event.number}/{event.total}] {describe_probe(event.result)}{remaining}")
+        self.screen.print_note(f"[{event.number}/{event.total}] {describe_probe(event.result)}{remaining}")
 
     def update_comparison(self, progress: "ComparisonProgress") -> None:
         super().update_comparison(progress)
         cell = "" if progress.cell is None else progress.cell.description
         state = f"{progress.done} {progress.failed} {progress.running} {progress.total} {cell} {progress.waits}"
-        self._note_change("comparison", state, describe_comparison(progress))
+        self._print_change("comparison", state, describe_comparison(progress))
 
-    def _note_change(self, subject: str, state: str, text: str) -> None:
+    def _print_change(self, subject: str, state: str, text: str) -> None:
         if self._states.get(subject) != state:
             self._states[subject] = state
-            self.screen.note(text)
+            self.screen.print_note(text)
 
 
 def _describe_job(job: "JobStatus") -> str:
@@ -117,40 +117,40 @@ class ProgressBarDisplay(LiveDisplay):
         self.screen.drawn = None
         self._live.stop()
 
-    def update(self, status: "RunStatus") -> None:
-        super().update(status)
+    def update_status(self, status: "RunStatus") -> None:
+        super().update_status(status)
         details = []
         for job in status.jobs:
             if job.kind == "train" and status.training is not None and job.state == "running":
-                self._draw_training(job.id, status.training)
+                self._draw_training_bar(job.id, status.training)
                 details.append(describe_progress_of_training(status.training))
                 continue
-            self._draw(job.id, job.id, job.done, job.total, ", ".join([job.state, *_list_probe_progress(job)]))
+            self._draw_bar(job.id, job.id, job.done, job.total, ", ".join([job.state, *_list_probe_progress(job)]))
             if job.state != "failed" and (reason := describe_job_state(job)):
                 details.append(f"{job.id}: {reason}")
             if job.now is not None and job.state == "running":
                 probe = describe_configuration(job.now.nodes, job.now.batch, job.now.local_batch)
                 details.append(f"{job.id} measures {probe}")
-        self._refresh(details)
+        self._show_details(details)
 
     def add_probe(self, event: "ProbeFinished") -> None:
-        self.screen.note(f"[{event.number}/{event.total}] {describe_probe(event.result)}")
+        self.screen.print_note(f"[{event.number}/{event.total}] {describe_probe(event.result)}")
 
     def update_comparison(self, progress: "ComparisonProgress") -> None:
         super().update_comparison(progress)
         total = progress.total or 1
         remaining = [] if progress.left is None else [f"{format_duration(progress.left)} left"]
         state = ", ".join([f"{progress.done} of {format_count(progress.total, 'training')}", *remaining])
-        self._draw("comparison", "comparison", progress.done + progress.failed, total, state)
+        self._draw_bar("comparison", "comparison", progress.done + progress.failed, total, state)
         details = [describe_comparison(progress)]
         if progress.training is not None and not progress.training.finished:
-            self._draw_training("training", progress.training)
+            self._draw_training_bar("training", progress.training)
             details.append(describe_progress_of_training(progress.training))
         elif (bar := self._bar_of.pop("training", None)) is not None:
             self._bars.remove_task(bar)
-        self._refresh(details)
+        self._show_details(details)
 
-    def _draw_training(self, key: str, status: "TrainingStatus") -> None:
+    def _draw_training_bar(self, key: str, status: "TrainingStatus") -> None:
         done: float
         total: float | None
         if status.epochs is not None:
@@ -161,16 +161,16 @@ class ProgressBarDisplay(LiveDisplay):
             count = "" if total is None else f"{done} of {total} samples"
         rate = [f"{format_number(status.batch / status.step_time)} samples/s"] if status.step_time else []
         remaining = [f"{format_duration(status.eta)} left"] if status.eta is not None else []
-        self._draw(
+        self._draw_bar(
             key, f"training {status.signature}", done, total, ", ".join(filter(None, [count, *rate, *remaining]))
         )
 
-    def _draw(self, key: str, description: str, done: float, total: float | None, state: str) -> None:
+    def _draw_bar(self, key: str, description: str, done: float, total: float | None, state: str) -> None:
         if key not in self._bar_of:
             self._bar_of[key] = self._bars.add_task(description, total=total, state=state)
         self._bars.update(self._bar_of[key], description=description, completed=done, total=total, state=state)
 
-    def _refresh(self, details: Sequence[str]) -> None:
+    def _show_details(self, details: Sequence[str]) -> None:
         from rich.console import Group
 
         self._live.update(Group(self._bars, *details), refresh=True)

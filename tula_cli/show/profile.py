@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_by_type, render_scripts
+from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_each_type, render_scripts
 from tula_cli.words import (
     choose_size_unit,
     describe_configuration,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tula_cli.services.profile_report import ProfileReport
 
 
-def _render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
+def _render_total_upper_bound(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """Yield the upper bound of profiling all node types together, if there are several."""
     if len(plans) > 1:
         prices = [plan.price_at_most for plan in plans]
@@ -37,14 +37,14 @@ def _render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterat
 
 def render_plans(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """Show the plan for each node type and its upper bound."""
-    yield from render_by_type(plans_by_type, render_plan)
-    yield from _render_all_types(list(plans_by_type.values()))
+    yield from render_each_type(plans_by_type, render_plan)
+    yield from _render_total_upper_bound(list(plans_by_type.values()))
 
 
 def render_dry_run(dry_runs: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
     """Show the plan for each node type with the scripts that would be submitted."""
-    yield from render_by_type(dry_runs, lambda dry_run: render_plan(dry_run.plan, scripts=dry_run.scripts))
-    yield from _render_all_types([dry_run.plan for dry_run in dry_runs.values()])
+    yield from render_each_type(dry_runs, lambda dry_run: render_plan(dry_run.plan, scripts=dry_run.scripts))
+    yield from _render_total_upper_bound([dry_run.plan for dry_run in dry_runs.values()])
 
 
 def render_plan(
@@ -80,7 +80,7 @@ def render_round(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPla
     unfinished = {
         name: plan for name, plan in plans_by_type.items() if isinstance(plan, ProfilePlan) and plan.missing_count
     }
-    yield from render_by_type(unfinished, _render_added_probes)
+    yield from render_each_type(unfinished, _render_added_probes)
 
 
 def _render_added_probes(plan: "ProfilePlan") -> Iterator[str]:

@@ -50,10 +50,10 @@ def render_recommendation(
         yield from _describe_same_progress(recommendation)
     yield ""
     if recommendation.objective == "accuracy-time":
-        yield from _render_with_signs(render_same_progress(recommendation))
+        yield from _render_table_with_legend(render_same_progress(recommendation))
         yield ""
         yield "With the job's number of epochs at every batch:"
-    yield from _render_with_signs(make_predictions_table(recommendation, every=every))
+    yield from _render_table_with_legend(make_predictions_table(recommendation, every=every))
     if not every:
         shown, total = len(_select_rows(recommendation)), _count_configurations(recommendation)
         yield from [f"{shown} of {total} configurations; {more}"] if shown < total else ()
@@ -106,7 +106,7 @@ def render_explanation(
     yield from _describe_refreshes(recommendation)
     yield from _explain_progress_stages_and_checkpoints(recommendation)
     yield ""
-    yield from _render_with_signs(make_details_table(recommendation))
+    yield from _render_table_with_legend(make_details_table(recommendation))
     yield ""
     yield from (f"fit: {line}" for line in recommendation.fit.splitlines())
     yield from describe_measured_trainings(recommendation)
@@ -222,7 +222,7 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
             str(row.nodes),
             format_number(progress.epochs),
             _format_interval(progress.epochs_low, progress.epochs_high),
-            _list_caveat_signs(recommendation, row, "progress_within_noise")
+            _format_caveat_signs(recommendation, row, "progress_within_noise")
             + format_number(3600 * progress.hours / divisor),
             _format_interval(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
             format_number(progress.cost),
@@ -235,7 +235,7 @@ CAVEAT_SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110
 """Sign before a figure with a caveat, by the keys of `CAVEATS`."""
 
 
-def _list_caveat_signs(recommendation: "Recommendation", row: "Prediction | None", *names: str) -> str:
+def _format_caveat_signs(recommendation: "Recommendation", row: "Prediction | None", *names: str) -> str:
     """Return the signs of the named caveats that a row has."""
     from tula_cli.run.records.recommendations import get_caveat_kind, list_caveats
 
@@ -243,7 +243,7 @@ def _list_caveat_signs(recommendation: "Recommendation", row: "Prediction | None
     return "".join(CAVEAT_SIGNS[get_caveat_kind(name)] for name in names if name in caveats)
 
 
-def _render_with_signs(table: "Table") -> "Iterator[RenderableType]":
+def _render_table_with_legend(table: "Table") -> "Iterator[RenderableType]":
     """Yield a table, and the legend of its caveat signs if it has any."""
     from tula_cli.run.records.recommendations import CAVEATS
 
@@ -383,14 +383,14 @@ class _ColumnFormat:
         time, cost = self.format_time_and_cost(row)
         speed_up = self.baseline.compute_speed_up(row) if self.baseline and row is not None else None
         efficiency = None if row is None else row.scaling_efficiency
-        energy = _list_caveat_signs(self.recommendation, row, "energy_within_noise") + format_number(
+        energy = _format_caveat_signs(self.recommendation, row, "energy_within_noise") + format_number(
             None if row is None else row.kwh
         )
         return [
             time,
             *([_format_ratio(speed_up)] if self.baseline else []),
             *(
-                [_list_caveat_signs(self.recommendation, row, "efficiency_above_110") + _format_ratio(efficiency)]
+                [_format_caveat_signs(self.recommendation, row, "efficiency_above_110") + _format_ratio(efficiency)]
                 if self.has_efficiency
                 else []
             ),
@@ -401,8 +401,8 @@ class _ColumnFormat:
     def format_time_and_cost(self, row: "Prediction | None") -> tuple[str, str]:
         if row is None:
             return "-", "-"
-        time = _list_caveat_signs(self.recommendation, row, "wide_interval", "time_within_noise")
-        cost = _list_caveat_signs(self.recommendation, row, "cost_within_noise")
+        time = _format_caveat_signs(self.recommendation, row, "wide_interval", "time_within_noise")
+        cost = _format_caveat_signs(self.recommendation, row, "cost_within_noise")
         return time + format_number(3600 * row.hours / self.divisor), cost + format_number(row.cost)
 
     def format_origin(self, row: "Prediction") -> list[str]:

@@ -105,12 +105,12 @@ class Screen:
 
     # --- Messages on stderr
 
-    def note(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
         """Report progress on stderr, unless quiet."""
         if not self.quiet:
             self._print(text)
 
-    def warn(self, warning: Diagnostic | str) -> None:
+    def print_warning(self, warning: Diagnostic | str) -> None:
         """Print a warning unless it was printed before; the envelope contains it too."""
         text = str(warning)
         if text not in self.warnings:
@@ -118,10 +118,10 @@ class Screen:
             self.diagnostics += [warning] if isinstance(warning, Diagnostic) else []
             self._print(f"warning: {text}")
 
-    def warn_all(self, warnings: Iterable[Diagnostic | str]) -> None:
+    def print_warnings(self, warnings: Iterable[Diagnostic | str]) -> None:
         """Print warnings about an answer; to be called after it, because they would be overlooked above a long table."""
         for warning in warnings:
-            self.warn(warning)
+            self.print_warning(warning)
 
     def _print(self, text: str) -> None:
         """Write to stderr; on a terminal, wrap at spaces and print above a live display."""
@@ -134,12 +134,12 @@ class Screen:
             text = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
         print(text, file=self.err, flush=True)
 
-    def confirm(self, question: str) -> bool:
+    def ask_yes_or_no(self, question: str) -> bool:
         """Ask a yes/no question on the terminal; any answer except y or yes counts as no."""
         print(f"{strip_control_characters(question)} [y/N] ", end="", file=self.err, flush=True)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
-    def ask(self, why: str, question: str, choices: Sequence[str] = ()) -> str | None:
+    def ask_for_value(self, why: str, question: str, choices: Sequence[str] = ()) -> str | None:
         """Ask on the terminal for one of `choices`, or without them for a positive integer; None without an answer."""
         if why:
             print(why, file=self.err)
@@ -154,18 +154,18 @@ class Screen:
 
     # --- The answer
 
-    def answer(self, data: Any, parts: Iterable["RenderableType"]) -> None:
+    def print_answer(self, data: Any, parts: Iterable["RenderableType"]) -> None:
         """Print the answer: with --json `data` in the envelope, otherwise `parts`, which are created only when shown."""
         self._answered = True
         if self.as_json:
-            self._data = to_plain_data(data)
+            self._data = convert_to_plain_data(data)
             return
         console = self._make_console(self.out)
         for part in parts:
             print_renderable(console, part)
         self.out.flush()  # flushed before the warnings on stderr, which may be the same file
 
-    def print_aside(self, parts: Iterable["RenderableType"]) -> None:
+    def print_to_stderr(self, parts: Iterable["RenderableType"]) -> None:
         """Show parts that do not belong to the answer on stderr."""
         if not self.quiet:
             console = self._make_console(self.err)
@@ -175,17 +175,17 @@ class Screen:
     def print_line(self, text: str, data: Any) -> None:
         """Print one line of an endless answer (`tula logs`): text, or one JSON object per line."""
         print(
-            json.dumps(to_plain_data(data)) if self.as_json else strip_control_characters(text),
+            json.dumps(convert_to_plain_data(data)) if self.as_json else strip_control_characters(text),
             file=self.out,
             flush=True,
         )
 
-    def finish(self) -> None:
+    def finish_answer(self) -> None:
         """Print the envelope of a command that has given an answer."""
         if self.as_json and self._answered:
             self._print_envelope(None)
 
-    def fail(self, error: TulaError) -> None:
+    def print_error(self, error: TulaError) -> None:
         """Print an error and its hint, and add them to the envelope."""
         console = self._make_console(self.err)
         heading = "" if error.code == "interrupted" else "error: "
@@ -238,7 +238,7 @@ class Screen:
 
 
 def _convert_diagnostic_to_data(diagnostic: Diagnostic) -> dict[str, Any]:
-    return {"code": diagnostic.code, "values": to_plain_data(dict(diagnostic.values)), "text": diagnostic.text}
+    return {"code": diagnostic.code, "values": convert_to_plain_data(dict(diagnostic.values)), "text": diagnostic.text}
 
 
 def _list_diagnostics(value: Any) -> list[dict[str, Any]]:
@@ -249,7 +249,12 @@ def _list_diagnostics(value: Any) -> list[dict[str, Any]]:
 
 def _convert_error_to_data(error: TulaError) -> dict[str, Any]:
     problems = error.problems if isinstance(error, SpecError) else ()
-    return {"code": error.code, "message": error.message, "hint": error.hint, "problems": to_plain_data(problems)}
+    return {
+        "code": error.code,
+        "message": error.message,
+        "hint": error.hint,
+        "problems": convert_to_plain_data(problems),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +285,7 @@ def _write_json_with_lines(envelope: dict[str, Any], out: TextIO) -> None:
         out.write(f"\n]{after}")
 
 
-def to_plain_data(value: Any) -> Any:
+def convert_to_plain_data(value: Any) -> Any:
     """Convert a value to JSON types; nan and inf become None, and `Lines` are kept for writing later.
 
     A `Diagnostic` becomes its text; the dataclass that has it gets a key `diagnostics`, with the codes and values of
@@ -291,15 +296,15 @@ def to_plain_data(value: Any) -> Any:
     if isinstance(value, Diagnostic):
         return value.text
     if hasattr(value, "model_dump"):
-        return to_plain_data(value.model_dump(mode="json"))
+        return convert_to_plain_data(value.model_dump(mode="json"))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         diagnostics = {name: coded for name, field_value in fields.items() if (coded := _list_diagnostics(field_value))}
-        return to_plain_data(fields) | ({"diagnostics": diagnostics} if diagnostics else {})
+        return convert_to_plain_data(fields) | ({"diagnostics": diagnostics} if diagnostics else {})
     if isinstance(value, dict):
-        return {str(key): to_plain_data(field_value) for key, field_value in value.items()}
+        return {str(key): convert_to_plain_data(field_value) for key, field_value in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [to_plain_data(field_value) for field_value in value]
+        return [convert_to_plain_data(field_value) for field_value in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -11,7 +11,7 @@ from tula_cli.show.tables import (
     make_table,
     make_table_of_columns,
     measure_long_table,
-    render_by_type,
+    render_each_type,
     render_long_table,
 )
 from tula_cli.words import (
@@ -100,7 +100,7 @@ def render_status_by_type(
     charges: "Mapping[str | None, SiteCharge]",
 ) -> Iterator["RenderableType"]:
     """Yield the status of each node type, and the recommendation over all node types."""
-    yield from render_by_type(statuses, render_status)
+    yield from render_each_type(statuses, render_status)
     for name, charge in charges.items():
         whole = (
             "" if charge.predicted is None else f" ({format_number(charge.predicted)} predicted for the whole training)"
@@ -361,11 +361,11 @@ def _make_run_row(run: "RunSummary") -> list[str]:
         run.script or run.model,
         run.dataset or "-",
         *counts,
-        _describe_best(run),
+        _describe_best_result(run),
     ]
 
 
-def _describe_best(run: "RunSummary") -> str:
+def _describe_best_result(run: "RunSummary") -> str:
     """Describe the best result of a run's trainings: top-1, or without it perplexity or loss."""
     if run.best_top1 is not None:
         return f"top-1 {format_number(run.best_top1, 4)}{'' if run.script else ' %'}"  # a script may report fractions

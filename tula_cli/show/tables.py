@@ -100,7 +100,7 @@ def print_renderable(console: "Console", part: "RenderableType") -> None:
     from rich.text import Text
 
     if isinstance(part, Table):
-        width, needed = console.width, fit_to_width(part, console)
+        width, needed = console.width, fit_table_to_width(part, console)
         if needed > width and console.is_terminal:
             needed -= _wrap_text_columns(part)
         console.width = max(width, needed)
@@ -127,7 +127,7 @@ def _wrap_text_columns(part: "Table") -> int:
     return saved
 
 
-def fit_to_width(part: "Table", console: "Console") -> int:
+def fit_table_to_width(part: "Table", console: "Console") -> int:
     """Remove a table's padding if it is wider than the console; return the width it needs."""
     from rich.measure import Measurement
 
@@ -169,7 +169,7 @@ def describe_upper_bound(hours: float | None, node_hours: float, price: float | 
     return f"at most {time}{cost}"
 
 
-def render_by_type(
+def render_each_type(
     parts_by_name: Mapping[str | None, T], describe: Callable[[T], Iterator["RenderableType"]]
 ) -> Iterator["RenderableType"]:
     """Yield the output for each node type of a job, with headings if the job names node types."""
@@ -180,7 +180,7 @@ def render_by_type(
         yield from describe(part)
 
 
-def list_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
+def make_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
     """Return the data of each node type and of the `whole` job for the envelope; without node types, only the run's data."""
     return {"types": dict(parts_by_name), **whole} if None not in parts_by_name else parts_by_name[None]
 

@@ -268,7 +268,7 @@ def render_summary(
     if summary.ended:
         yield f"ended {summary.ended} (train.early_stopping); predictions are for the epochs that were trained"
     yield ""
-    yield _make_predicted_against_actual(summary, charge)
+    yield _make_predicted_and_actual_table(summary, charge)
     if charge is not None:
         yield charge.description
     if summary.actual_kwh is not None and (summary.counted or 0.0) < MIN_COUNTED_SHARE:
@@ -298,7 +298,7 @@ def render_summary(
         yield gain.text
 
 
-def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | None") -> "Table":
+def _make_predicted_and_actual_table(summary: "Summary", charge: "SiteCharge | None") -> "Table":
     divisor, unit = choose_time_unit(3600 * summary.actual_hours)
     table = make_table(("", "predicted", "actual", "error (%)"))
     to_unit = 3600 / divisor

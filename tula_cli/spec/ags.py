@@ -56,7 +56,7 @@ class Ags(Section):
     parameters: Literal["auto", "all"] | Annotated[tuple[str, ...], Field(min_length=1)] = "auto"
     factor: Literal["auto"] | PositiveFloat = "auto"  # Only for method static: the factor; auto: sqrt(batch / b_small)
 
-    def resolved(self) -> "ResolvedAgs":
+    def fill_from_preset(self) -> "ResolvedAgs":
         """Return the section with every field filled, from the preset if not given."""
         return _resolve_preset(self)
 
@@ -150,7 +150,7 @@ def adapt_to_sharded_model(ags: Ags, train: "Train") -> Ags:
     Raises:
         ValueError: the job has a setting that needs the whole model.
     """
-    if not train.sharded:
+    if not train.is_sharded:
         return ags
     if why := _explain_sharding_conflict(train):
         raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, but {why}")
@@ -158,7 +158,7 @@ def adapt_to_sharded_model(ags: Ags, train: "Train") -> Ags:
         return ags
     if ags.granularity == "element":
         raise ValueError("train.parallel: fsdp supports only one AGS factor per tensor; set ags.granularity: tensor")
-    if ags.resolved().source == "local_norms":
+    if ags.fill_from_preset().source == "local_norms":
         raise ValueError(
             "train.parallel: fsdp does not provide the gradient of each GPU, which ags.source: local_norms needs; set ags.source: small_batch or ags.preset: paper"
         )

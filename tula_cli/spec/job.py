@@ -226,7 +226,7 @@ class JobSpec(Section):
         if is_import_string(kind):
             raise ValueError(
                 f"train.ramp: decay needs a built-in schedule, because tula does not know where schedule.kind: {kind} halves the learning rate. Set the stages, for example train.ramp: [{{epochs: 30, batch: 128}}, {{epochs: 10, batch: 256}}], and"
-                f" train.lr_scaling: {_get_noise_rule(self)}"
+                f" train.lr_scaling: {_choose_noise_rule(self)}"
             )
         if compute_max_decay_growth(self) < 2:
             fault = (
@@ -270,12 +270,12 @@ class JobSpec(Section):
         return self
 
     @property
-    def measured_with_fewer_gpus(self) -> bool:
+    def is_supplement_with_fewer_gpus(self) -> bool:
         """Whether this job supplements one with more GPUs per node, and is therefore measured with few probes."""
         return self._measured_with_fewer_gpus
 
     @property
-    def task_per_node(self) -> bool:
+    def starts_one_task_per_node(self) -> bool:
         """Whether the scheduler starts one process per node, which starts the ranks, instead of one process per GPU."""
         slurm = self.cluster.slurm
         by_command = self.script is not None and self.script.launch == "node"
@@ -340,7 +340,7 @@ class JobSpec(Section):
         merge_mappings(base, settings, {}, source=name)
         return JobSpec.model_validate(base)
 
-    def is_reference_batch_above(self, dataset_size: int) -> bool:
+    def is_reference_batch_larger_than(self, dataset_size: int) -> bool:
         """Return whether the reference batch exceeds the samples, so that no training of tula's own loop can use it."""
         return self.script is None and self.train.reference_batch > dataset_size
 
@@ -349,7 +349,7 @@ class JobSpec(Section):
         return self.model_copy(update={"pricing": self.pricing.model_copy(update={"slurm_billing": None})})
 
     def with_fewer_gpus(self, fewer: bool) -> "JobSpec":
-        """Return the job with `measured_with_fewer_gpus` set, which is no key of the job file."""
+        """Return the job with `is_supplement_with_fewer_gpus` set, which is no key of the job file."""
         job = self.model_copy()
         job._measured_with_fewer_gpus = fewer
         return job
@@ -368,7 +368,7 @@ def _prefix_error_path(item: Any, *path: str) -> InitErrorDetails:
     return InitErrorDetails(type=problem_kind, loc=(*path, *item["loc"]), input=item["input"], ctx=item.get("ctx", {}))
 
 
-def get_warmup_epochs(spec: JobSpec) -> float:
+def compute_warmup_epochs(spec: JobSpec) -> float:
     """Return the epochs of learning-rate warm-up: as given, otherwise as the method needs.
 
     A warm-up of the method takes at most 5 % of the training, so that a short training is not all warm-up.
@@ -385,7 +385,7 @@ def get_warmup_epochs(spec: JobSpec) -> float:
 
 def compute_reference_rate(spec: JobSpec, epoch: float) -> float:
     """Return the learning rate at the reference batch after `epoch` epochs, for a schedule that is not user-defined."""
-    warmup = get_warmup_epochs(spec)
+    warmup = compute_warmup_epochs(spec)
     base = spec.optimizer.lr * (compute_warmup_factor(epoch, warmup) if epoch < warmup else 1.0)
     return compute_scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
 
@@ -395,7 +395,7 @@ def compute_max_decay_growth(spec: JobSpec) -> float:
 
     The learning rate must have fallen by this factor while `MIN_STAGE_SHARE` of the training remains for a stage.
     """
-    epochs, warmup, lr = spec.train.epochs, get_warmup_epochs(spec), spec.optimizer.lr
+    epochs, warmup, lr = spec.train.epochs, compute_warmup_epochs(spec), spec.optimizer.lr
     last = spec.train.max_epochs - MIN_STAGE_SHARE * epochs
     share = compute_lr_decay_factor(spec.schedule, lr, epoch=last, warmup=warmup, epochs=epochs)
     return (1 + RELATIVE_TOLERANCE) / share if share > 0 else math.inf
@@ -404,7 +404,7 @@ def compute_max_decay_growth(spec: JobSpec) -> float:
 def describe_train_length(spec: JobSpec) -> str:
     """Describe the training length of a job."""
     if spec.script is not None:
-        return script_section.describe_length(spec.script)
+        return script_section.describe_script_length(spec.script)
     whole, trained = spec.train.epochs, spec.train.max_epochs
     return format_count(whole, "epoch") if trained == whole else f"{trained} of {format_count(whole, 'epoch')}"
 
@@ -414,16 +414,16 @@ def compute_lr_scale(spec: JobSpec, batch: int) -> float:
 
     AGS factors come in addition; they are not known beforehand.
     """
-    scale, limit = _compute_unlimited_lr_scale(spec, batch), get_max_lr_factor(spec)
+    scale, limit = _compute_unlimited_lr_scale(spec, batch), choose_max_lr_factor(spec)
     return scale if limit is None else min(scale, limit)
 
 
 def _compute_unlimited_lr_scale(spec: JobSpec, batch: int) -> float:
     ratio = batch / spec.train.reference_batch
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[_get_lr_rule(spec)]
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[_choose_lr_rule(spec)]
 
 
-def get_max_lr_factor(spec: JobSpec) -> float | None:
+def choose_max_lr_factor(spec: JobSpec) -> float | None:
     """Return the limit of `compute_lr_scale`: as given, else the method's, doubled for cross-entropy; None: no limit.
 
     The gradient of a cross-entropy is bounded however wrong the output is; a single large row of a regression may
@@ -439,17 +439,19 @@ def get_max_lr_factor(spec: JobSpec) -> float | None:
 
 
 def find_effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
-    """Return `get_max_lr_factor` if it lowers the learning rate at a global batch, else None.
+    """Return `choose_max_lr_factor` if it lowers the learning rate at a global batch, else None.
 
     For method auto this is the limit of its ramp arms.
     """
     if spec.train.training_method.is_self_tuning:
         ramp = spec.train.model_copy(update={"method": "ramp", "lr_scaling": "auto"})
         spec = spec.model_copy(update={"train": ramp})
-    return get_max_lr_factor(spec) if compute_lr_scale(spec, batch) < _compute_unlimited_lr_scale(spec, batch) else None
+    return (
+        choose_max_lr_factor(spec) if compute_lr_scale(spec, batch) < _compute_unlimited_lr_scale(spec, batch) else None
+    )
 
 
-def _get_noise_rule(spec: JobSpec) -> LrRule:
+def _choose_noise_rule(spec: JobSpec) -> LrRule:
     """Return how the learning rate follows a batch that grows as the schedule decays (`train.ramp: decay`).
 
     If the schedule divides the rate by a, the batch is multiplied by a, and the rate by 1/a times this rule of a.
@@ -466,14 +468,14 @@ def _get_noise_rule(spec: JobSpec) -> LrRule:
     return "linear" if is_sgd else "sqrt"
 
 
-def _get_lr_rule(spec: JobSpec) -> LrRule:
+def _choose_lr_rule(spec: JobSpec) -> LrRule:
     """Return the scaling rule of the learning rate: as set in the job, else that of the method.
 
-    By default `train.ramp: decay` uses `_get_noise_rule`. Methods ramp and ortho scale by the root if the optimizer
+    By default `train.ramp: decay` uses `_choose_noise_rule`. Methods ramp and ortho scale by the root if the optimizer
     divides by the gradient's magnitude, or is unknown because it is a script's (Malladi et al. 2022).
     """
     if spec.train.stages == "decay" and spec.train.lr_scaling == "auto":
-        return _get_noise_rule(spec)
+        return _choose_noise_rule(spec)
     # The optimizer of a script is unknown before it starts.
     is_adaptive = spec.script is not None or spec.optimizer.name in NORMALISING_OPTIMIZERS
     return spec.train.training_method.choose_lr_rule(spec.train.lr_scaling, is_adaptive=is_adaptive)
@@ -530,7 +532,7 @@ def describe_method_conflict(spec: JobSpec) -> str:
     Empty if the method fits, or if this is unknown until the optimizer is loaded.
     """
     name = spec.optimizer.name
-    divides = name in NORMALISING_OPTIMIZERS and spec.ags.resolved().apply_to == "gradient"
+    divides = name in NORMALISING_OPTIMIZERS and spec.ags.fill_from_preset().apply_to == "gradient"
     if misfit := spec.train.training_method.describe_optimizer_conflict(name, divides_gradients=divides):
         return misfit
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in OPTIMIZERS_WITH_BETA2:

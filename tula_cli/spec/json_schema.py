@@ -55,10 +55,10 @@ def describe_keys(section: type[Section]) -> dict[str, str]:
     """
     comments = _read_field_comments(section)
     hints = get_type_hints(section, include_extras=True)
-    return {name: comments.get(name) or _get_first_line(hints[name]) for name in section.model_fields}
+    return {name: comments.get(name) or _get_first_docstring_line(hints[name]) for name in section.model_fields}
 
 
-def _get_first_line(hint: Any) -> str:
+def _get_first_docstring_line(hint: Any) -> str:
     return next((inspect.cleandoc(inner.__doc__ or "").splitlines()[0] for inner in list_inner_sections(hint)), "")
 
 
@@ -128,7 +128,7 @@ def make_json_schema(kind: Kind) -> Schema:
     for name in _merge_sections(schema if kind == "site" else of_node_types, parts):
         parts[name].pop("required", None)
     if kind == "job":
-        schema |= _require_keys(required, parts)
+        schema |= _make_required_keys_condition(required, parts)
     head = {
         "$schema": DIALECT,
         "$id": f"urn:tula:{kind}",
@@ -189,7 +189,7 @@ def _list_referenced_sections(value: Any) -> Iterator[str]:
             yield from (name for item in nested if isinstance(item, dict) for name in _list_referenced_sections(item))
 
 
-def _require_keys(names: list[str], parts: Schema) -> Schema:
+def _make_required_keys_condition(names: list[str], parts: Schema) -> Schema:
     """Return the condition that requires keys, also of section train, of jobs without a script."""
     of_train = {"properties": {"train": {"required": parts["Train"].pop("required")}}}
     script = {"required": ["script"], "properties": {"script": {"type": "object"}}}

@@ -75,9 +75,9 @@ def validate_job(content: Mapping[str, Any], *, source: str) -> JobSpec:
     try:
         return JobSpec.model_validate(content)
     except ValidationError as error:
-        from tula_cli.spec.problems import describe_problems
+        from tula_cli.spec.problems import list_problems
 
-        problems = describe_problems(error.errors(), is_script="script" in content)
+        problems = list_problems(error.errors(), is_script="script" in content)
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SpecError(f"{source} has {count}", problems=problems) from None
 

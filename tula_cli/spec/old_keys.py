@@ -186,7 +186,9 @@ def drop_removed_values(content: Any) -> Any:
     if str(train.get("method")) in REMOVED_METHODS:
         train = {**train, "method": "lbt"}
     if train:
-        updated["train"] = _complete_train(train, is_of_other_metric=stopping.get("metric") is not None)
+        updated["train"] = _drop_ineffective_train_settings(
+            train, is_of_other_metric=stopping.get("metric") is not None
+        )
     if isinstance(node_types := content.get("node_types"), Mapping):
         updated["node_types"] = {name: drop_removed_values(node_type) for name, node_type in node_types.items()}
     return updated
@@ -213,7 +215,7 @@ def _remove_path(content: Any, keys: Sequence[str]) -> Any:
     return content if remaining is content[keys[0]] else {**content, keys[0]: remaining}
 
 
-def _complete_train(train: Mapping[str, Any], *, is_of_other_metric: bool) -> dict[str, Any]:
+def _drop_ineffective_train_settings(train: Mapping[str, Any], *, is_of_other_metric: bool) -> dict[str, Any]:
     """Return a stored section train without values that have no effect without the removed keys.
 
     Args:
@@ -241,7 +243,7 @@ def replace_old_path(path: str) -> str:
     return path
 
 
-def advise_key(path: str) -> str:
+def make_key_advice(path: str) -> str:
     """Return advice for a key `a.b.c` that no longer exists; empty if there is none."""
     path_in_job = _strip_node_type_prefix(path)
     if path_in_job in RENAMED_KEYS:

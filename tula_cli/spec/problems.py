@@ -11,9 +11,9 @@ from typing import Any, get_args, get_origin
 from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section, UnexpectedValue
-from tula_cli.spec.old_keys import REMOVED_VALUES, advise_key
+from tula_cli.spec.old_keys import REMOVED_VALUES, make_key_advice
 from tula_cli.spec.resources import NodeType
-from tula_cli.words import describe_expected_value
+from tula_cli.words import simplify_pydantic_message
 
 _BATCH_ADVICE = "tula chooses the batch: set train.reference_batch to the batch that optimizer.lr was tuned for, limit the choice with search.min_batch and search.max_batch, or train at one batch with tula train --batch"
 _USUAL_NAMES: Mapping[str, str] = {
@@ -71,7 +71,7 @@ class _Description:
     is_section: bool = False  # a section is expected
 
 
-def describe_problems(errors: Iterable[Any], *, is_script: bool) -> tuple[Problem, ...]:
+def list_problems(errors: Iterable[Any], *, is_script: bool) -> tuple[Problem, ...]:
     """Describe pydantic errors, with one problem per path.
 
     Args:
@@ -86,15 +86,15 @@ def _describe(item: Any, *, is_script: bool) -> _Description:
         error = item.get("ctx", {}).get("error")
         is_unexpected = isinstance(error, UnexpectedValue)
         expected, given = (error.expected, error.given) if is_unexpected else ("", "")
-        return _Description(_describe_value_error(item, path), expected, given)
+        return _Description(_make_value_problem(item, path), expected, given)
     if item["type"] == "invalid_key":
         return _Description(Problem(".".join(map(str, item["loc"])), "a key must be text"))
     if item["type"] == "missing":
         return _Description(Problem(path, "is required"))
     if item["type"] == "extra_forbidden":
-        return _Description(_describe_unknown_key(item, path, is_script=is_script))
+        return _Description(_make_unknown_key_problem(item, path, is_script=is_script))
     expected, given = _describe_expected(item), _format_value(item["input"])
-    message = f"must be {expected}" if expected else describe_expected_value(item["msg"])
+    message = f"must be {expected}" if expected else simplify_pydantic_message(item["msg"])
     if not expected and item["type"] in ("too_short", "string_too_short"):
         message = "must not be empty"
     is_section = _EXPECTED.get(item["type"]) == _SECTION_WORDS
@@ -108,17 +108,17 @@ def _describe(item: Any, *, is_script: bool) -> _Description:
     return _Description(Problem(path, f"{message}, got {given}", hint), expected, given, is_section)
 
 
-def _describe_unknown_key(item: Any, path: str, *, is_script: bool) -> Problem:
-    if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
+def _make_unknown_key_problem(item: Any, path: str, *, is_script: bool) -> Problem:
+    if hint := make_key_advice(re.sub(r"\[\d+\]", "", path)):
         return Problem(path, "this key no longer exists: delete it", hint)
-    hint = _suggest_key(str(item["loc"][-1]), _list_keys_at(item["loc"][:-1]), is_script=is_script)
+    hint = _suggest_key(str(item["loc"][-1]), _list_keys_of_section(item["loc"][:-1]), is_script=is_script)
     return Problem(path, "no such key", hint)
 
 
-def _describe_value_error(item: Any, path: str) -> Problem:
-    message = describe_expected_value(item["msg"])
+def _make_value_problem(item: Any, path: str) -> Problem:
+    message = simplify_pydantic_message(item["msg"])
     key, _, reason = message.partition(": ")
-    if re.fullmatch(r"[\w.]+", key) and key.split(".")[0] in _list_keys_at(item["loc"]):
+    if re.fullmatch(r"[\w.]+", key) and key.split(".")[0] in _list_keys_of_section(item["loc"]):
         # The error of a section's validator starts with the key.
         return Problem(f"{path}.{key}" if item["loc"] else key, reason)
     return Problem(path, message[:1].lower() + message[1:])
@@ -140,7 +140,7 @@ def _describe_expected(item: Any) -> str:
         return f"{'an integer' if isinstance(bound, int) else 'a number'} {words} {bound:.15g}"
     if kind not in _EXPECTED:
         return ""
-    names = _list_keys_at(item["loc"]) if _EXPECTED[kind] == _SECTION_WORDS else []
+    names = _list_keys_of_section(item["loc"]) if _EXPECTED[kind] == _SECTION_WORDS else []
     return _EXPECTED[kind] + (f" (keys: {', '.join(names)})" if names else "")
 
 
@@ -200,7 +200,7 @@ def _make_sort_key(path: str) -> tuple[bool, int]:
 
 def _find_key_of_name(item: Any) -> str:
     """Suggest the key for a name that was given in place of its section (`model: resnet18`)."""
-    names = _list_keys_at(item["loc"]) if isinstance(item["input"], str) else []
+    names = _list_keys_of_section(item["loc"]) if isinstance(item["input"], str) else []
     key = next((key for key in ("name", "kind", "method") if key in names), None)
     return f"did you mean {_format_path(item['loc'])}.{key}={item['input']}?" if key else ""
 
@@ -264,7 +264,7 @@ def _format_path(location: tuple[Any, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".") or "the job file"
 
 
-def _list_keys_at(location: tuple[Any, ...]) -> list[str]:
+def _list_keys_of_section(location: tuple[Any, ...]) -> list[str]:
     section: type[Section] | None = JobSpec
     if len(location) > 1 and location[0] == "node_types":
         section, location = (JobSpec, location[2:]) if len(location) > 2 else (NodeType, ())

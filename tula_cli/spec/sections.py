@@ -429,7 +429,7 @@ class Train(Section):
         return self.epochs if stopping is None else min(self.epochs, stopping.epochs or self.epochs)
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         return self.parallel == "fsdp"
 
     @property
@@ -537,7 +537,7 @@ class Search(Section):
         return self
 
     @property
-    def split_steps(self) -> int:
+    def max_extra_timing_steps(self) -> int:
         """Maximum number of steps for each additional timing of a probe, and for measuring gradients."""
         return self.min_steps
 
@@ -549,7 +549,7 @@ class Search(Section):
     def estimate_probe_seconds(self, step_time: float) -> float:
         """Return the expected seconds of a probe's warm-up, timed steps and additional timings, at `step_time` per step."""
         # With steady steps, the additional timings take the minimum number of steps.
-        extra_timings = EXTRA_TIMINGS * MIN_TIMED_STEPS + self.split_steps
+        extra_timings = EXTRA_TIMINGS * MIN_TIMED_STEPS + self.max_extra_timing_steps
         return (self.min_steps + self.estimate_timed_steps(step_time) + extra_timings) * step_time
 
 

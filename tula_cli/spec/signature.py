@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tula_cli.spec.ags import BRANCHING_EPOCH, Ags
-from tula_cli.spec.job import JobSpec, find_effective_lr_limit, get_default_beta1, get_warmup_epochs
+from tula_cli.spec.job import JobSpec, compute_warmup_epochs, find_effective_lr_limit, get_default_beta1
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.slurm_options import Slurm
@@ -78,16 +78,16 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
     parts["dataset"] = spec.dataset.model_dump(exclude={"download", "test"})
     if (beta1 := get_default_beta1(spec, batch)) is not None:
         parts["optimizer"]["beta1"] = beta1
-    parts["schedule"]["warmup_epochs"] = get_warmup_epochs(spec)
+    parts["schedule"]["warmup_epochs"] = compute_warmup_epochs(spec)
     ags = spec.ags if spec.train.training_method.uses_section("ags") else Ags()  # no effect with other methods
-    parts["ags"] = {"exclude": (), "norm_ewma": 0.0, **ags.resolved().model_dump(exclude={"preset"})}
+    parts["ags"] = {"exclude": (), "norm_ewma": 0.0, **ags.fill_from_preset().model_dump(exclude={"preset"})}
     parts["schedule"]["args"] = {}
     parts["train"] = _REMOVED_KEY_VALUES["trained"] | spec.train.model_dump(
         exclude={
             *("workers", "checkpoint_every", "oom_policy", "max_attempts", "diagnostics"),
             *("metrics", "best_checkpoint"),  # evaluation only, without effect on the weights
             *("early_stopping", "max_lr_factor"),
-            *(() if spec.train.sharded else ("parallel",)),
+            *(() if spec.train.is_sharded else ("parallel",)),
             *COMPUTATION_KEYS,  # change results no more than another type of GPU does
         }
     )
@@ -161,7 +161,7 @@ def _get_lr_limit(spec: JobSpec, batch: int) -> float | None:
 
 def _list_measured_ags_fields(spec: JobSpec) -> dict[str, Any]:
     """Return the settings of section ags on which the duration and memory of a step depend."""
-    ags = spec.ags.resolved()
+    ags = spec.ags.fill_from_preset()
     fields = {"granularity", "source", "apply_to", *(() if spec.script else ("b_small",))}
     return ags.model_dump(include=fields | ({"refresh"} if ags.refreshes_each_step else set()))
 

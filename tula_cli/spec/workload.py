@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from tula_cli.spec.job import JobSpec, get_warmup_epochs
+from tula_cli.spec.job import JobSpec, compute_warmup_epochs
 from tula_cli.spec.scripts.placeholders import find_placeholders, get_program_name
 from tula_cli.spec.scripts.script import Script, count_script_samples
 
@@ -42,7 +42,7 @@ class Workload:
     @property
     def warmup_epochs(self) -> float:
         """Epochs of learning-rate warm-up that tula knows of."""
-        return get_warmup_epochs(self.spec)
+        return compute_warmup_epochs(self.spec)
 
     @property
     def short_epochs(self) -> int | None:

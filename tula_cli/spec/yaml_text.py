@@ -125,7 +125,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
     with contextlib.suppress(yaml.YAMLError, *_VALUE_ERRORS):
         content = yaml.load(text, Loader=_FastLoader) if yaml.__with_libyaml__ else None
     if content is None:
-        content = _parse_in_python(text, source=source)
+        content = _parse_with_python_loader(text, source=source)
     if _measure_nesting_depth(content) > _MAX_DEPTH:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}")
     if _count_values(content, {}) > _MAX_VALUES:
@@ -163,7 +163,7 @@ def _list_children(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
 
 
-def _parse_in_python(text: str, *, source: str) -> Any:
+def _parse_with_python_loader(text: str, *, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

@@ -145,7 +145,7 @@ def should_use_channels_last(train: Train, model: nn.Module, device: torch.devic
     Tensor cores use this format and would otherwise convert at each call. On other devices it is slower as often as
     faster, and MIOpen does not use it by default.
     """
-    if train.sharded:  # shards are cut from contiguous weights
+    if train.is_sharded:  # shards are cut from contiguous weights
         return False
     if device.type != "cuda" or torch.version.hip is not None or not has_convolutions(model):
         return False

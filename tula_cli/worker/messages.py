@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from tula_cli.diagnostics import diagnostic
-from tula_cli.words import format_count, start_sentence
+from tula_cli.words import capitalize_first_letter, format_count
 
 
 @diagnostic
 def damaged_checkpoint_skipped(*, problem: str, samples: int) -> str:
     resumes = f"resumes at {samples} samples and repeats the later ones" if samples else "starts from the beginning"
-    return f"{start_sentence(problem)}. The training {resumes}."
+    return f"{capitalize_first_letter(problem)}. The training {resumes}."
 
 
 @diagnostic
@@ -65,7 +65,7 @@ def small_norm_batches(*, samples: Mapping[int, int]) -> str:
 
 @diagnostic
 def setting_without_effect(*, text: str) -> str:
-    return f"{start_sentence(text)}."
+    return f"{capitalize_first_letter(text)}."
 
 
 @diagnostic

@@ -169,7 +169,7 @@ def largest_of_all(stage: Stage) -> None:
                 find_model_largest_batch(stage, key, known[key], trial.of(make_memory_job(key, stage)), total)
         for key in wanted:
             capacity = (
-                memory_model.fit_memory_model(known[key]).compute_needed(256) + 64 * 2**20
+                memory_model.fit_memory_model(known[key]).compute_needed_memory(256) + 64 * 2**20
                 if stage.tiny
                 else memory_limit(stage)
             )

@@ -90,7 +90,7 @@ def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it
     slurm.fault(starts=format_time(NOW + 1800))
     answer = services_recommend.answer_query(open_runs_of_job(run), Query(objective="time", max_nodes=2))
     recommendation = answer.recommendation
-    plain = services_recommend.recommend(
+    plain = services_recommend.recommend_configuration(
         open_runs_of_job(run), Query(objective="time", max_nodes=2), now=NOW
     ).recommendation
     assert plain.start_estimate is None and plain.choice == recommendation.choice

@@ -78,7 +78,9 @@ def test_an_efficiency_above_100_is_marked_in_its_table(run: RunDir) -> None:
 
 
 def test_an_unknown_interval_is_called_unknown(run: RunDir) -> None:
-    answer = recommending.recommend(open_runs_of_job(run), Query(objective="cost"), now=1.0).recommendation
+    answer = recommending.recommend_configuration(
+        open_runs_of_job(run), Query(objective="cost"), now=1.0
+    ).recommendation
     unknown = answer.choice.model_copy(update={"hours_low": None, "hours_high": None})
     rows = [unknown, *answer.rows[1:]]
     configurations = build_configurations_table(rows, unknown, "USD")

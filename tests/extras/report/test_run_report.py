@@ -80,7 +80,7 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
 
 
 def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, told: Document) -> None:
-    now = recommending.recommend(open_runs_of_job(whole), Query(objective="time"), now=1.0).recommendation
+    now = recommending.recommend_configuration(open_runs_of_job(whole), Query(objective="time"), now=1.0).recommendation
     result = find_table(told, "configurations")
     rows = sorted(now.rows, key=lambda row: row != now.choice)
     assert result.marks[0] == "chosen"
@@ -112,7 +112,7 @@ def test_an_answer_that_would_be_another_now_is_reported(tmp_path: Path) -> None
 def test_without_an_answer_the_knee_is_reported(tmp_path: Path) -> None:
     run = reports.make_probed_run(tmp_path)
     document = make_report(run)
-    now = recommending.recommend(open_runs_of_job(run), Query(objective="knee"), now=1.0).recommendation
+    now = recommending.recommend_configuration(open_runs_of_job(run), Query(objective="knee"), now=1.0).recommendation
     assert f"{now.choice.nodes} nodes, batch {now.choice.batch} (" in document.answer or now.choice.nodes == 1
     assert run.read_recommendation() is None, "a report keeps no answer"
     assert find_section(document, "training").missing == "nothing has been trained yet. Run tula train."
@@ -209,7 +209,7 @@ def test_predicted_and_actual_are_those_of_the_summary(told: Document) -> None:
 
 
 def test_attempts_are_those_of_status_with_their_ends(whole: RunDir, told: Document) -> None:
-    now = status.get_run_status(whole, make.FakeLauncher(), now=reports.REPORT_TIME)
+    now = status.read_run_status(whole, make.FakeLauncher(), now=reports.REPORT_TIME)
     result = find_table(told, "attempts")
     assert len(result.rows) == len([attempt for attempt in now.attempts if attempt.job == "train-ab12cd34"]) == 2
     assert read_column(result, "ended") == ["node_failure", "done"]

@@ -11,8 +11,8 @@ from tula_cli.extras.slurm_site.bill import get_user_name
 from tula_cli.services.site_charges import (
     add_site_billing,
     check_balance,
-    require_balance,
     require_known_balance,
+    require_sufficient_balance,
     warn_balance_for_probes,
 )
 from tula_cli.spec.resources import SiteBill
@@ -41,13 +41,13 @@ def test_the_tightest_limit_of_all_above_decides():
     assert fits.words.startswith(
         "account big has 0.683 of 1.67 SU left (0.667 reserved for running jobs); the training needs"
     )
-    require_balance(fits)
+    require_sufficient_balance(fits)
     beyond = check_balance(job(), nodes=1, hours=9 / 60, billing=SITE)
     assert beyond is not None and "account big" in beyond.lacking.values["available"]
     with pytest.raises(
         OverBudget, match=r"nothing was submitted.*account big has 0\.683 of 1\.67 SU left .* 0\.750 SU"
     ):
-        require_balance(beyond)
+        require_sufficient_balance(beyond)
 
 
 def test_a_dear_qos_takes_twice_as_much_and_has_a_limit_of_its_own():
@@ -59,7 +59,7 @@ def test_the_upper_end_of_the_interval_is_held_to_it_too():
     result = check_balance(job(), nodes=1, hours=8 / 60, max_hours=9 / 60, billing=SITE)
     assert result.lacking is None and result.lacking_at_most
     with pytest.raises(OverBudget, match="upper end of the 90 % interval"):
-        require_balance(result)
+        require_sufficient_balance(result)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_upper_end_of_the_interval_is_held_to_it_too():
 def test_what_cannot_be_known_is_reported_and_not_promised(found, words):
     assert found.lacking is None
     with pytest.raises(OverBudget, match=f"cannot be checked: .*{words}"):
-        require_balance(found)
+        require_sufficient_balance(found)
 
 
 def test_a_price_of_another_kind_has_no_balance():
@@ -95,7 +95,7 @@ def test_no_limit_is_as_much_as_one_likes():
     result = check_balance(
         unlimited, nodes=8, hours=1e6, billing=SlurmSite(lambda *c: texts if "accounts=lab" in c else free(*c))
     )
-    require_balance(result)
+    require_sufficient_balance(result)
     assert "account lab has no limit" in result.words
 
 

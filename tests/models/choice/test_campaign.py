@@ -6,17 +6,17 @@ import make_runs as make
 import numpy as np
 import pytest
 
-from tula_cli.models.choice.campaign import Campaign, CandidatesOfJob, PlanRequest, describe_plan
+from tula_cli.models.choice.campaign import Campaign, CandidatesOfJob, PlanRequest, make_campaign
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
+    find_cheapest_plan,
     find_predecessors,
     find_shortest_makespan,
+    find_shortest_plan,
     list_options,
-    plan_cheapest,
-    plan_shortest,
     sum_costs,
 )
 from tula_cli.query import Query
@@ -85,7 +85,7 @@ def test_no_schedule_of_equal_trainings_is_shorter_or_cheaper_within_the_deadlin
         shortest, _ = search_all_schedules(options, trainings, nodes)
         assert find_shortest_makespan(options, trainings=trainings, nodes=nodes) == pytest.approx(shortest)
         for factor in (1.0, 1.2, 1.7):
-            starts = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=factor * shortest)
+            starts = find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=factor * shortest)
             assert starts is not None and len(starts) == trainings
             check_schedule(starts, nodes)
             assert max(start.end for start in starts) <= factor * shortest * (1 + 1e-6)
@@ -100,18 +100,18 @@ def test_no_schedule_within_the_budget_is_shorter(monotone: bool) -> None:
         options, nodes, trainings = make_options(seed, monotone=monotone)
         shortest, _ = search_all_schedules(options, trainings, nodes)
         costs = [trainings * option.cost for option in options if option.nodes <= nodes]
-        assert plan_shortest(options, trainings=trainings, nodes=nodes, budget=0.99 * min(costs)) is None
+        assert find_shortest_plan(options, trainings=trainings, nodes=nodes, budget=0.99 * min(costs)) is None
         for share in (0.0, 0.3, 0.6):
             budget = min(costs) + share * (max(costs) - min(costs))
             expected, _ = search_all_schedules(options, trainings, nodes, budget=budget)
-            starts = plan_shortest(options, trainings=trainings, nodes=nodes, budget=budget)
+            starts = find_shortest_plan(options, trainings=trainings, nodes=nodes, budget=budget)
             assert starts is not None and len(starts) == trainings
             check_schedule(starts, nodes)
             assert compute_makespan(starts) == pytest.approx(expected, rel=1e-5)
             assert sum_costs(starts) <= budget * (1 + 1e-6)
             constrained += expected > shortest * 1.01
             deadline = {"deadline": 0.99 * expected, "budget": budget}
-            assert plan_shortest(options, trainings=trainings, nodes=nodes, **deadline) is None
+            assert find_shortest_plan(options, trainings=trainings, nodes=nodes, **deadline) is None
     assert constrained > 10
 
 
@@ -126,7 +126,7 @@ def test_node_counts_that_do_not_divide_each_other_give_plans_near_the_shortest_
             options.append(TrainingOption(width, hours, width * hours))
         trainings = rng.randint(1, 4)
         makespan = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
-        starts = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=makespan)
+        starts = find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=makespan)
         assert starts is not None and max(start.end for start in starts) == pytest.approx(makespan)
         check_schedule(starts, nodes)
         shortest, _ = search_all_schedules(options, trainings, nodes)
@@ -137,9 +137,9 @@ def test_node_counts_that_do_not_divide_each_other_give_plans_near_the_shortest_
 def test_no_plan_meets_a_deadline_below_the_shortest_makespan_or_on_too_few_nodes() -> None:
     options = [TrainingOption(2, 6.0, 12.0), TrainingOption(4, 4.0, 16.0)]
     assert find_shortest_makespan(options, trainings=3, nodes=4) == 10.0
-    assert plan_cheapest(options, trainings=3, nodes=4, deadline=9.9) is None
+    assert find_cheapest_plan(options, trainings=3, nodes=4, deadline=9.9) is None
     assert find_shortest_makespan(options, trainings=1, nodes=1) == math.inf
-    assert plan_cheapest(options, trainings=1, nodes=1) is None
+    assert find_cheapest_plan(options, trainings=1, nodes=1) is None
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e3])
@@ -151,7 +151,7 @@ def test_plans_do_not_depend_on_the_unit_of_time(scale: float) -> None:
 
 
 def test_without_a_deadline_all_trainings_are_the_cheapest_and_as_many_as_fit_run_side_by_side() -> None:
-    starts = plan_cheapest([TrainingOption(1, 10.0, 10.0), TrainingOption(4, 4.0, 16.0)], trainings=6, nodes=4)
+    starts = find_cheapest_plan([TrainingOption(1, 10.0, 10.0), TrainingOption(4, 4.0, 16.0)], trainings=6, nodes=4)
     assert starts is not None
     assert [(start.hours, start.option.nodes) for start in starts] == [(0.0, 1)] * 4 + [(10.0, 1)] * 2
 
@@ -180,10 +180,10 @@ def describe(trainings: int, nodes: int, rows: dict[int, float]) -> Campaign:
     )
     options = list_options(table, np.arange(len(rows)))
     makespan = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
-    starts = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=makespan)
+    starts = find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=makespan)
     assert starts is not None
     request = PlanRequest(query=Query(), minimises="time", nodes=nodes, currency="EUR", warnings=["careful"])
-    return describe_plan(starts, table, [CandidatesOfJob("job", trainings, range(len(rows)), 64)], request)
+    return make_campaign(starts, table, [CandidatesOfJob("job", trainings, range(len(rows)), 64)], request)
 
 
 def test_a_plan_has_its_figures_and_those_of_each_training_at_its_fastest() -> None:
@@ -215,7 +215,7 @@ def test_every_number_of_trainings_up_to_the_nodes_is_planned() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_trainings_that_wait_for_their_predecessors_never_need_more_nodes_whatever_they_take(seed: int) -> None:
     options, trainings, nodes = make_options(seed, monotone=True)
-    starts = plan_shortest(options, trainings=trainings, nodes=nodes)
+    starts = find_shortest_plan(options, trainings=trainings, nodes=nodes)
     assert starts is not None
     predecessors = find_predecessors(starts, nodes)
     assert all(all(starts[other].end <= start.hours * (1 + 1e-9) for other in others)
@@ -232,6 +232,8 @@ def test_nodes_for_all_trainings_at_once_need_no_division_of_the_nodes() -> None
     options = [TrainingOption(1, 4.0, 4.0, 0), TrainingOption(2, 2.0, 4.0, 1), TrainingOption(8, 1.0, 8.0, 2)]
     many = {"trainings": 500, "nodes": 10**9}  # dividing so many nodes would take hours
     assert find_shortest_makespan(options, **many) == 1.0
-    assert plan_cheapest(options, **many) == [ScheduledStart(0.0, options[1])] * 500, "the shortest of the cheapest"
-    assert plan_cheapest(options, deadline=1.5, **many) == [ScheduledStart(0.0, options[2])] * 500
-    assert plan_cheapest(options, deadline=0.5, **many) is None
+    assert find_cheapest_plan(options, **many) == [ScheduledStart(0.0, options[1])] * 500, (
+        "the shortest of the cheapest"
+    )
+    assert find_cheapest_plan(options, deadline=1.5, **many) == [ScheduledStart(0.0, options[2])] * 500
+    assert find_cheapest_plan(options, deadline=0.5, **many) is None

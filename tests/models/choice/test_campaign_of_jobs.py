@@ -10,8 +10,8 @@ from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
+    find_cheapest_plan,
     find_shortest_makespan,
-    plan_cheapest,
     sum_costs,
 )
 
@@ -142,7 +142,7 @@ def test_trainings_of_one_job_are_planned_nearly_as_well_as_by_the_exact_plan_fo
         exact = find_shortest_makespan(options, trainings=trainings, nodes=8)
         plan = plan_jobs([JobTrainings(trainings, [options])], 8, PlanTarget("time"))
         assert plan is not None and exact * (1 - 1e-9) <= compute_makespan(plan.starts) <= 1.05 * exact
-        cheapest = plan_cheapest(options, trainings=trainings, nodes=8, deadline=1.1 * exact)
+        cheapest = find_cheapest_plan(options, trainings=trainings, nodes=8, deadline=1.1 * exact)
         other = plan_jobs([JobTrainings(trainings, [options])], 8, PlanTarget("cost", deadline=1.1 * exact))
         assert cheapest is not None and other is not None
         assert sum_costs(cheapest) * (1 - 1e-9) <= sum_costs(other.starts) <= 1.05 * sum_costs(cheapest)

@@ -49,8 +49,8 @@ def growing() -> tuple[Candidates, list[Prediction]]:
 
 def test_rows_of_the_table_are_the_records_that_it_was_made_of() -> None:
     table = Candidates.from_predictions(rows())
-    assert list(table.predictions()) == rows(), "with and without nested records"
-    assert isinstance(table.prediction(0).peak_memory, int), "bytes are a whole number"
+    assert list(table.make_predictions()) == rows(), "with and without nested records"
+    assert isinstance(table.make_prediction(0).peak_memory, int), "bytes are a whole number"
 
 
 def test_every_column_is_described_and_its_values_are_those_of_the_records() -> None:
@@ -64,17 +64,17 @@ def test_every_column_is_described_and_its_values_are_those_of_the_records() -> 
 def test_numbers_that_a_model_does_not_give_are_unknown() -> None:
     given = {"nodes": [2], "batch": [8], "local_batch": [4], "step_time": [0.5], "hours": [1.0], "cost": [2.0]}
     words = {"type": [""], "market": ["on_demand"], "trained": [""], "stages": [()]}
-    (row,) = Candidates.from_columns({**given, **words}).predictions()
+    (row,) = Candidates.from_columns({**given, **words}).make_predictions()
     assert (row.nodes, row.hours, row.kwh, row.peak_memory, row.parts, row.same_progress) == (2, 1.0, *[None] * 4)
     assert not (row.measured or row.pareto or row.further)
 
 
 def test_rows_are_taken_and_joined_with_all_that_they_hold() -> None:
     table = Candidates.from_predictions(rows())
-    joined = Candidates.concatenate([table.select_rows([3, 0]), table.select(market="spot")])
-    assert list(joined.predictions()) == [rows()[index] for index in (3, 0, 1)]
-    assert not len(table.select_rows([])) and table.select_rows([]).predictions() == ()
-    assert table.select(type="fast", market="on_demand").prediction(0) == rows()[0]
+    joined = Candidates.concatenate([table.select_rows([3, 0]), table.select_matching_rows(market="spot")])
+    assert list(joined.make_predictions()) == [rows()[index] for index in (3, 0, 1)]
+    assert not len(table.select_rows([])) and table.select_rows([]).make_predictions() == ()
+    assert table.select_matching_rows(type="fast", market="on_demand").make_prediction(0) == rows()[0]
 
 
 def test_tables_of_a_constant_and_of_a_growing_batch_are_joined_in_any_order() -> None:
@@ -84,7 +84,7 @@ def test_tables_of_a_constant_and_of_a_growing_batch_are_joined_in_any_order() -
     records = [with_stages, [constant[4], constant[1]]]
     for first, second in ((0, 1), (1, 0)):
         joined = Candidates.concatenate([tables[first], tables[second]])
-        assert list(joined.predictions()) == [*records[first], *records[second]]
+        assert list(joined.make_predictions()) == [*records[first], *records[second]]
 
 
 def test_a_configuration_is_one_on_both_markets_and_another_on_other_nodes() -> None:
@@ -115,7 +115,7 @@ def test_a_query_keeps_the_rows_within_all_of_its_limits_in_their_order() -> Non
     table = Candidates.from_predictions(made)
 
     def places(query: Query) -> list[tuple[int, int]]:
-        return [(row.nodes, row.batch) for row in table.satisfying(query).predictions()]
+        return [(row.nodes, row.batch) for row in table.satisfying(query).make_predictions()]
 
     assert places(Query()) == [(4, 64), (2, 128), (2, 64), (8, 64)]
     assert places(Query(max_nodes=4, max_batch=64)) == [(4, 64), (2, 64)]
@@ -129,7 +129,7 @@ def test_the_front_is_of_time_cost_and_energy_where_all_have_it() -> None:
         given = zip((1.0, 2.0, 3.0), (3.0, 3.0, 4.0), kwh, strict=True)
         made = [make.prediction(2, 64, hours=hours, cost=cost, kwh=energy) for hours, cost, energy in given]
         marked = Candidates.from_predictions(made).with_pareto_front()
-        return [row.pareto for row in marked.predictions()]
+        return [row.pareto for row in marked.make_predictions()]
 
     assert front(None, None, 1.0) == [True, False, False]
     assert front(5.0, 5.0, 1.0) == [True, False, True]

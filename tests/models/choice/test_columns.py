@@ -1,12 +1,12 @@
 import numpy as np
 
-from tula_cli.models.choice.candidates import apply_to_distinct_values, compute_ratios, find_nearest
+from tula_cli.models.choice.candidates import apply_to_distinct_values, compute_ratios, find_nearest_columns
 
 
 def test_of_equally_near_ones_the_next_distance_decides_then_the_order() -> None:
     far = np.array([[1.0, 2.0, 1.0], [3.0, 3.0, 3.0], [5.0, 4.0, 6.0]])
     further = np.array([[9.0, 0.0, 8.0], [1.0, 1.0, 2.0], [0.0, 9.0, 0.0]])
-    assert find_nearest(far, further).tolist() == [2, 0, 1]
+    assert find_nearest_columns(far, further).tolist() == [2, 0, 1]
 
 
 def test_half_is_as_near_as_double() -> None:

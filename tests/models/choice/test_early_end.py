@@ -6,7 +6,12 @@ from typing import Any
 import make_runs as make
 import pytest
 
-from tula_cli.models.choice.early_stopping import describe_stop, is_better, select_best_values, shorten_prediction
+from tula_cli.models.choice.early_stopping import (
+    describe_stop_reason,
+    is_better_evaluation,
+    select_best_values,
+    shorten_prediction,
+)
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.sections import Train
 
@@ -34,9 +39,9 @@ def test_a_training_ends_at_its_target_after_some_epochs_or_without_a_better_one
     section, best, ends = train(**until), dict[str, float](), list[int]()
     for epoch, evaluation in enumerate(evaluations, 1):
         values = {"top1": math.nan, "loss": 1.0, **evaluation}
-        if is_better(values, best, section.best_checkpoint):
+        if is_better_evaluation(values, best, section.best_checkpoint):
             best = select_best_values(values, section.best_checkpoint, epoch=epoch)
-        ends += [epoch] if describe_stop(values, best, section, epoch=epoch) else []
+        ends += [epoch] if describe_stop_reason(values, best, section, epoch=epoch) else []
     assert next(iter(ends), None) == end
 
 

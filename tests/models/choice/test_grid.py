@@ -56,9 +56,9 @@ def test_every_candidate_is_within_all_bounds(nodes, gpus, minimum, maximum, loc
     for config in candidates:
         assert config.nodes in nodes
         assert minimum <= config.batch <= maximum
-        assert config.local_batch(gpus) * config.nodes * gpus == config.batch
-        assert config.local_batch(gpus) % accumulate == 0
-        assert local is None or config.local_batch(gpus) <= local
+        assert config.compute_local_batch(gpus) * config.nodes * gpus == config.batch
+        assert config.compute_local_batch(gpus) % accumulate == 0
+        assert local is None or config.compute_local_batch(gpus) <= local
 
 
 @pytest.mark.parametrize("gpus", [1, 4])

@@ -17,7 +17,7 @@ MIB = 2**20
 def test_requests_are_rounded_to_512_bytes() -> None:
     allocator = CachingAllocator()
     for name, size in enumerate((1, 512, 513, 0)):
-        allocator.allocate(name, size)
+        allocator.allocate_block(name, size)
     assert allocator.allocated == 512 + 512 + 1024
 
 
@@ -27,62 +27,62 @@ def test_requests_are_rounded_to_512_bytes() -> None:
 )
 def test_segments_have_the_sizes_that_torch_asks_for(size: int, segment: int) -> None:
     allocator = CachingAllocator()
-    allocator.allocate(0, size)
+    allocator.allocate_block(0, size)
     assert allocator.reserved == segment * MIB
 
 
 def test_small_requests_share_a_segment_and_large_ones_another() -> None:
     allocator = CachingAllocator()
     for name in range(4):
-        allocator.allocate(name, MIB // 2)
+        allocator.allocate_block(name, MIB // 2)
     assert allocator.reserved == 2 * MIB
     for name in range(4, 8):
-        allocator.allocate(name, 5 * MIB)
+        allocator.allocate_block(name, 5 * MIB)
     assert allocator.reserved == 22 * MIB
 
 
 def test_a_remainder_of_a_mebibyte_stays_with_its_block() -> None:
     allocator = CachingAllocator()
-    allocator.allocate(0, 19 * MIB)  # a segment of its own, 20 MiB in whole 2 MiB
+    allocator.allocate_block(0, 19 * MIB)  # a segment of its own, 20 MiB in whole 2 MiB
     assert (allocator.reserved, allocator.allocated) == (20 * MIB, 20 * MIB)
 
 
 def test_freed_neighbours_join() -> None:
     allocator = CachingAllocator()
     for name in range(4):
-        allocator.allocate(name, 5 * MIB)
+        allocator.allocate_block(name, 5 * MIB)
     for name in (0, 2, 1):
-        allocator.release(name)
-    allocator.allocate(4, 15 * MIB)
+        allocator.release_block(name)
+    allocator.allocate_block(4, 15 * MIB)
     assert allocator.reserved == 20 * MIB
 
 
 def test_the_block_that_fits_best_is_taken() -> None:
     allocator = CachingAllocator()
-    allocator.allocate(0, 40 * MIB)
-    allocator.allocate(1, 20 * MIB)
-    allocator.release(0)
-    allocator.release(1)
-    allocator.allocate(2, 20 * MIB)
-    allocator.allocate(3, 40 * MIB)
+    allocator.allocate_block(0, 40 * MIB)
+    allocator.allocate_block(1, 20 * MIB)
+    allocator.release_block(0)
+    allocator.release_block(1)
+    allocator.allocate_block(2, 20 * MIB)
+    allocator.allocate_block(3, 40 * MIB)
     assert allocator.reserved == 60 * MIB
 
 
 def test_near_the_limit_whole_free_segments_are_given_back() -> None:
     allocator = CachingAllocator(64 * MIB)
-    allocator.allocate(0, 40 * MIB)
-    allocator.release(0)
-    allocator.allocate(1, 50 * MIB)
+    allocator.allocate_block(0, 40 * MIB)
+    allocator.release_block(0)
+    allocator.allocate_block(1, 50 * MIB)
     assert (allocator.flushes, allocator.reserved, allocator.peak_reserved) == (1, 50 * MIB, 50 * MIB)
     with pytest.raises(DeviceMemoryExhausted):
-        allocator.allocate(2, 20 * MIB)
+        allocator.allocate_block(2, 20 * MIB)
 
 
 def test_a_segment_that_is_partly_in_use_is_kept() -> None:
     allocator = CachingAllocator()
     for name in range(3):
-        allocator.allocate(name, 5 * MIB)
-    allocator.release(0)
+        allocator.allocate_block(name, 5 * MIB)
+    allocator.release_block(0)
     allocator._release_free_segments()
     assert allocator.reserved == 20 * MIB
 
@@ -94,15 +94,15 @@ EVENTS = st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 30)), max_s
 def test_nothing_is_lost_or_handed_out_twice(choices: list[tuple[int, int]]) -> None:
     allocator, live = CachingAllocator(), {}
     for name, (size, drop) in enumerate(choices):
-        allocator.allocate(name, size)
+        allocator.allocate_block(name, size)
         live[name] = size
         if drop in live:
-            allocator.release(drop)
+            allocator.release_block(drop)
             del live[drop]
         assert sum(live.values()) <= allocator.allocated <= allocator.peak_allocated <= allocator.reserved
         assert sorted(allocator.list_names()) == sorted(live)
     for name in live:
-        allocator.release(name)
+        allocator.release_block(name)
     assert allocator.allocated == 0
     allocator._release_free_segments()
     assert allocator.reserved == 0, "all pieces are whole segments again"

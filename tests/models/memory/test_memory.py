@@ -26,8 +26,8 @@ def test_the_largest_batch_fits_and_the_next_does_not(truth: Truth, capacity: in
     model = fit_memory_model([make_footprint(truth, 8), make_footprint(truth, 64)])
     largest = model.compute_largest_local_batch(capacity, margin=margin)
     assert largest is not None
-    assert largest == 0 or model.compute_reserved(largest) <= capacity * (1 - margin) + 2
-    assert model.compute_reserved(largest + 1) >= capacity * (1 - margin) - 2
+    assert largest == 0 or model.compute_reserved_memory(largest) <= capacity * (1 - margin) + 2
+    assert model.compute_reserved_memory(largest + 1) >= capacity * (1 - margin) - 2
 
 
 def test_components_add_up_to_the_peak() -> None:
@@ -92,7 +92,7 @@ def test_two_measured_batches_make_the_estimate_void() -> None:
 def test_the_allocator_holds_more_than_is_in_use() -> None:
     truth = Truth(reserved_over_peak=1.25)
     model = fit_memory_model([make_probe(truth, 2, 32), make_probe(truth, 2, 128)])
-    assert model.compute_reserved(64) == pytest.approx(1.25 * truth.peak(64), rel=1e-6)
+    assert model.compute_reserved_memory(64) == pytest.approx(1.25 * truth.peak(64), rel=1e-6)
     tight = model.compute_largest_local_batch(1600 * MIB, margin=0.0)
     loose = fit_memory_model([make_probe(Truth(), 2, 32), make_probe(Truth(), 2, 128)]).compute_largest_local_batch(
         1600 * MIB, margin=0.0
@@ -200,9 +200,9 @@ def test_the_largest_batch_leaves_room_for_libraries_and_allocator(capacity: int
     model = fit_memory_model(row.model_copy(update={"room": round(room * row.memory.peak)}) for row in rows)
     largest = model.compute_largest_local_batch(capacity, margin=0.1)
     assert largest is not None
-    assert model.compute_needed(largest + 1) > capacity * 0.9 - 2
-    assert largest == 0 or model.compute_needed(largest) <= capacity * 0.9 + 2
-    assert model.compute_needed(512) == pytest.approx(room * bent(512).memory.peak + libraries, rel=1e-6)
+    assert model.compute_needed_memory(largest + 1) > capacity * 0.9 - 2
+    assert largest == 0 or model.compute_needed_memory(largest) <= capacity * 0.9 + 2
+    assert model.compute_needed_memory(512) == pytest.approx(room * bent(512).memory.peak + libraries, rel=1e-6)
 
 
 def test_measured_libraries_win() -> None:
@@ -219,8 +219,12 @@ def test_what_small_probes_hold_in_reserve_does_not_bound_large_batches() -> Non
     model = fit_memory_model(
         [*rows, seen_at(32, reserved=loose), seen_at(200, reserved=seen_at(200).memory.peak * 3 // 2)]
     )
-    assert model.compute_reserved(1000) == pytest.approx(1.5 * model.compute_peak(1000), rel=1e-3), "what is paid for"
-    assert model.compute_needed(1000) == pytest.approx(1.02 * model.compute_peak(1000), rel=1e-3), "what must be there"
+    assert model.compute_reserved_memory(1000) == pytest.approx(1.5 * model.compute_peak(1000), rel=1e-3), (
+        "what is paid for"
+    )
+    assert model.compute_needed_memory(1000) == pytest.approx(1.02 * model.compute_peak(1000), rel=1e-3), (
+        "what must be there"
+    )
 
 
 def test_probes_below_the_reference_batch_do_not_hide_the_factors() -> None:
@@ -288,7 +292,7 @@ def test_more_may_be_counted_than_is_there_at_the_peak() -> None:
 
 def test_what_the_allocator_holds_beyond_a_peak_counts() -> None:
     model = fit_memory_model([peak(b, (300 + b) * MIB, reserved=2 * (300 + b) * MIB) for b in (32, 64)])
-    assert model.compute_reserved(128) == pytest.approx(2 * 428 * MIB, rel=1e-6)
+    assert model.compute_reserved_memory(128) == pytest.approx(2 * 428 * MIB, rel=1e-6)
     assert model.compute_largest_local_batch(2 * 400 * MIB, margin=0.0) == 100
 
 
@@ -333,7 +337,7 @@ def estimates(slope: float) -> list[Footprint]:
 def test_a_process_without_a_limit_has_all_of_it_for_its_tensors() -> None:
     probes = [on_cpu(size, 57.3 + 19.5 * size, libraries=530 * MIB) for size in (4, 8, 32, 64)]
     model = fit_memory_model([*probes, *estimates(15)])
-    assert model.libraries == 0 and model.compute_needed(64) == model.compute_peak(64)
+    assert model.libraries == 0 and model.compute_needed_memory(64) == model.compute_peak(64)
     largest = model.compute_largest_local_batch(1300 * MIB, margin=0.1)
     assert largest == pytest.approx((1170 - 57.3) / 19.5, abs=3)
     limited = [on_cpu(size, 57.3 + 19.5 * size, capacity=1300 * MIB, libraries=530 * MIB) for size in (4, 8, 32, 64)]
@@ -348,7 +352,7 @@ def test_libraries_that_grow_with_the_batch_on_the_cpu_leave_smaller_batches_the
     assert model.libraries == 68 * MIB
     for probe in probes:
         needed = probe.memory.peak + (probe.memory.libraries or 0)
-        assert model.compute_needed(probe.local_batch) == pytest.approx(needed, rel=0.03)
+        assert model.compute_needed_memory(probe.local_batch) == pytest.approx(needed, rel=0.03)
 
 
 def test_an_estimate_on_the_cpu_keeps_room_for_holes_until_probes_have_measured_them() -> None:
@@ -356,8 +360,8 @@ def test_an_estimate_on_the_cpu_keeps_room_for_holes_until_probes_have_measured_
         fit_memory_model(estimates(15)),
         fit_memory_model([*estimates(15), *(on_cpu(size, 57 + 19.5 * size) for size in (8, 64))]),
     )
-    assert before.compute_needed(64) == pytest.approx(1.5 * before.compute_peak(64), rel=1e-6)
-    assert after.compute_needed(64) == after.compute_peak(64)
+    assert before.compute_needed_memory(64) == pytest.approx(1.5 * before.compute_peak(64), rel=1e-6)
+    assert after.compute_needed_memory(64) == after.compute_peak(64)
 
 
 @pytest.mark.parametrize(

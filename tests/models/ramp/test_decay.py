@@ -15,9 +15,9 @@ from tula_cli.errors import SpecError
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import Ramp, build_ramp
-from tula_cli.models.ramp_costs import check_stages, describe_stage_nodes, describe_unusable_stages
+from tula_cli.models.ramp_costs import check_stages, describe_stage_nodes, list_stage_diagnostics
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, get_max_lr_factor
+from tula_cli.spec.job import JobSpec, choose_max_lr_factor, compute_lr_scale, compute_reference_rate
 from tula_cli.spec.load import validate_job
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.worker.train.learning_rate import compute_learning_rate
@@ -153,7 +153,7 @@ def test_the_rule_is_that_of_the_optimizer(name: str, method: str, rule: str) ->
 
 
 def test_only_a_limit_that_is_given_holds() -> None:
-    assert get_max_lr_factor(job(method="ramp")) is None, "the rate never exceeds the job's own"
+    assert choose_max_lr_factor(job(method="ramp")) is None, "the rate never exceeds the job's own"
     assert compute_lr_scale(job(method="ramp", max_lr_factor=4), 2048) == 4
 
 
@@ -250,9 +250,9 @@ def test_each_stage_has_the_nodes_that_it_is_worth_unless_the_job_says_otherwise
 
 def test_batches_that_the_decay_never_comes_to_are_no_candidates() -> None:
     low = {"kind": "cosine", "min_lr": 0.01}
-    assert {row.batch for row in forecast(low).candidates().predictions()} == {32, 64, 128, 256}
-    assert 2048 in {row.batch for row in forecast().candidates().predictions()}
+    assert {row.batch for row in forecast(low).predict_candidates().make_predictions()} == {32, 64, 128, 256}
+    assert 2048 in {row.batch for row in forecast().predict_candidates().make_predictions()}
     subject = forecast(low, reference_batch=4, ramp_nodes="same").spec
-    problems, (warning,) = describe_unusable_stages(subject, dataset_size=12_800)
+    problems, (warning,) = list_stage_diagnostics(subject, dataset_size=12_800)
     assert problems == [] and warning.code == "nodes-unusable-for-stages"
     assert warning.values["nodes"] == [8] and "train.ramp: decay starts at" in str(warning.values["reason"])

@@ -191,8 +191,8 @@ def test_node_hours_and_hours_are_the_sums_over_the_stages_and_their_starts() ->
 
 @pytest.mark.parametrize("by", ["time", "cost"])
 def test_no_configuration_is_worse_than_with_the_same_nodes_by_its_own_objective(by: StageObjective) -> None:
-    same = {(row.nodes, row.batch): row for row in forecast(by, ramp="auto").candidates().predictions()}
-    rows = forecast(by, ramp_nodes="auto").candidates().predictions()
+    same = {(row.nodes, row.batch): row for row in forecast(by, ramp="auto").predict_candidates().make_predictions()}
+    rows = forecast(by, ramp_nodes="auto").predict_candidates().make_predictions()
     assert {(row.nodes, row.batch) for row in rows} == set(same)
     for row in rows:
         other = same[row.nodes, row.batch]

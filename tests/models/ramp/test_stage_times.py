@@ -75,7 +75,7 @@ def test_epochs_that_are_not_trained_take_nothing() -> None:
 
 def test_many_at_once_are_those_one_by_one() -> None:
     subject = forecast("auto", method="ramp")
-    for row in subject.candidates().predictions():
+    for row in subject.predict_candidates().make_predictions():
         alone = forecast("auto", method="ramp").predict(Config(row.nodes, row.batch))
         assert row.hours == pytest.approx(alone.hours) and [a.step_time for a in row.stages] == pytest.approx(
             [a.step_time for a in alone.stages]
@@ -98,12 +98,12 @@ def test_a_stage_that_does_not_divide_rules_a_configuration_out() -> None:
     subject = forecast([{"epochs": 1, "batch": 40}])
     assert subject.describe_why_infeasible(Config(2, 128)) == ""
     assert "batch 40 is not divisible by 16" in subject.describe_why_infeasible(Config(16, 128))
-    assert {row.nodes for row in subject.candidates().predictions() if row.batch > 40} == {2, 4, 8}
+    assert {row.nodes for row in subject.predict_candidates().make_predictions() if row.batch > 40} == {2, 4, 8}
 
 
 def test_what_a_training_would_refuse_to_begin_at_is_not_offered_and_stays_to_fall_back_to() -> None:
     subject = forecast([{"epochs": 1, "batch": 64}], min_batch=16)
-    assert min(row.batch for row in subject.candidates().predictions()) == 128
+    assert min(row.batch for row in subject.predict_candidates().make_predictions()) == 128
     assert "batch 64 is not below 64, the batch of the training" in subject.describe_why_not_startable(Config(2, 64))
     assert subject.describe_why_infeasible(Config(2, 64)) == "" == subject.describe_why_not_startable(Config(2, 128))
     assert [rung.batch for rung in subject.list_oom_fallbacks(2, 256)] == [256, 128, 64, 32, 16]
@@ -122,7 +122,7 @@ def test_the_same_progress_knows_that_stages_lose_less() -> None:
     noise = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=4)
     rows = [forecast(ramp).predict_configurations(*convert_to_columns([Config(2, 256)])) for ramp in (None, "auto")]
     plain, grown = (
-        add_same_progress(row, epochs=10, reference=32, noise=noise).prediction(0).same_progress for row in rows
+        add_same_progress(row, epochs=10, reference=32, noise=noise).make_prediction(0).same_progress for row in rows
     )
     assert plain is not None and grown is not None
     whole = compute_equivalent_constant_noise(100.0, reference=32, epochs=10)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp import Ramp, Stage, build_ramp
-from tula_cli.models.ramp_costs import check_stages, describe_unusable_stages
+from tula_cli.models.ramp_costs import check_stages, list_stage_diagnostics
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate_job
 from tula_cli.spec.sections import Search
@@ -145,7 +145,7 @@ def test_check_tells_where_the_search_has_no_batch_for_the_stages(
         those = [item if isinstance(item, tuple) else (item, None) for item in named]
         stages = [{"epochs": 1, "batch": batch, **({"nodes": nodes} if nodes else {})} for batch, nodes in those]
     search = Search(nodes=[1, 2], min_batch=32, max_batch=most)
-    problems, warnings = describe_unusable_stages(job(stages).model_copy(update={"search": search}), dataset_size=size)
+    problems, warnings = list_stage_diagnostics(job(stages).model_copy(update={"search": search}), dataset_size=size)
     for result, words in ((problems, problem), (warnings, warning)):
         assert len(result) == (0 if not words else 2 if "has 3 nodes" in words else 1)
         assert not words or words in f"no training on {result[0].values['nodes']}: {result[0].values['reason']}"
@@ -153,8 +153,8 @@ def test_check_tells_where_the_search_has_no_batch_for_the_stages(
 
 def test_check_tells_stages_that_last_too_long_once_the_dataset_is_known() -> None:
     subject = job([{"epochs": 19.9999, "batch": 64}]).model_copy(update={"search": Search(nodes=[1], max_batch=512)})
-    assert describe_unusable_stages(subject, dataset_size=None) == ([], [])
-    assert "lasts 20 epochs" in describe_unusable_stages(subject, dataset_size=1438)[0][0].text
+    assert list_stage_diagnostics(subject, dataset_size=None) == ([], [])
+    assert "lasts 20 epochs" in list_stage_diagnostics(subject, dataset_size=1438)[0][0].text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from read_diagnostics import values
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.time.noise import compute_block_deviation, compute_trimmed_mean
-from tula_cli.models.time.step_time import Observation, estimate_measured, fit_step_time
+from tula_cli.models.time.step_time import Observation, estimate_measured_step_time, fit_step_time
 
 GRID = [(nodes, batch) for nodes in (2, 4, 8, 16) for batch in (16, 64, 256)]
 
@@ -43,7 +43,7 @@ def test_more_nodes_than_were_measured_are_less_certain_and_not_any_number() -> 
 
 def test_all_at_once_is_the_same_as_one_by_one() -> None:
     step_time = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring")
-    together = step_time.predict_all([2, 6, 16], [1, 1, 1], [16, 48, 512])
+    together = step_time.predict_step_times([2, 6, 16], [1, 1, 1], [16, 48, 512])
     for index, (nodes, batch) in enumerate([(2, 16), (6, 48), (16, 512)]):
         estimate = step_time.predict(nodes, 1, batch)
         assert (estimate.seconds, estimate.low, estimate.high) == pytest.approx(
@@ -229,12 +229,12 @@ def test_drift_ignores_what_averages_out() -> None:
 
 
 def test_a_measured_step_time_has_the_interval_of_its_own_steps_and_of_another_job() -> None:
-    steady = estimate_measured([1.0, 1.1] * 10, 0.03)
+    steady = estimate_measured_step_time([1.0, 1.1] * 10, 0.03)
     assert steady.seconds == pytest.approx(1.05)
     assert steady.low is not None and steady.low == pytest.approx(1.05 * (1 - 1.645 * math.sqrt(2) * 0.03), rel=1e-3)
-    rough = estimate_measured(np.repeat([0.9, 1.0, 1.1, 1.0, 0.9], 10).tolist(), 0.03)
+    rough = estimate_measured_step_time(np.repeat([0.9, 1.0, 1.1, 1.0, 0.9], 10).tolist(), 0.03)
     assert rough.low is not None and rough.high is not None and rough.low < 0.9 and rough.high > 1.1
-    assert estimate_measured([1.0, 1.0], 0.03).low is None
+    assert estimate_measured_step_time([1.0, 1.0], 0.03).low is None
 
 
 def test_how_far_jobs_differ_is_learnt_from_configurations_that_were_measured_again() -> None:

@@ -15,7 +15,7 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import convert_to_observation
 from tula_cli.models.time import step_time, stretches
 from tula_cli.models.time.noise import Z90
-from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, Observation, estimate_measured
+from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, Observation, estimate_measured_step_time
 from tula_cli.models.time.stretches import list_observations_from_training
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
@@ -133,7 +133,10 @@ def test_a_training_replaces_the_probe_of_its_configuration() -> None:
         stretches.estimate_from_measurements(probe, (), 0.01),
         stretches.estimate_from_measurements(probe, [trained(0.101)], 0.01),
     )
-    assert alone == estimate_measured(probe, 0.01) and stretches.estimate_from_measurements(None, (), 0.01) is None
+    assert (
+        alone == estimate_measured_step_time(probe, 0.01)
+        and stretches.estimate_from_measurements(None, (), 0.01) is None
+    )
     assert both is not None and both.seconds == pytest.approx(0.101)
     apart = [trained(0.1), trained(0.12, noise=0.2)]
     weighted = stretches.estimate_from_measurements(probe, apart, 0.01)
@@ -166,7 +169,7 @@ def unseen(seen: Sequence[Observation]) -> tuple[float, float, float]:
     """Return the mean error at the neighbours, the share of them inside their intervals, and how wide these are."""
     fit = step_time.fit_step_time(seen, collective="ring")
     nodes, local_batches = zip(*NEAR, strict=True)
-    steps = fit.predict_all(nodes, [1] * len(NEAR), local_batches)
+    steps = fit.predict_step_times(nodes, [1] * len(NEAR), local_batches)
     seconds, low, high = steps.seconds, steps.low, steps.high
     truth = np.array([TRUTH.step_time(*place) for place in NEAR])
     kept = np.mean((low <= truth) & (truth <= high))
@@ -193,15 +196,17 @@ def test_the_fit_says_how_many_of_its_observations_are_trainings() -> None:
     probes = [make_probe(TRUTH, nodes, b) for nodes, value in PROBES.items() for b in value]
     forecast = Estimator.fit(make_spec(), probes, trained=[trained(0.1), trained(0.102, until=5.0)])
     assert "(8 probes and 2 trainings, " in forecast.steps.words
-    row = next(row for row in forecast.candidates().predictions() if (row.nodes, row.batch) == (8, 512))
+    row = next(row for row in forecast.predict_candidates().make_predictions() if (row.nodes, row.batch) == (8, 512))
     assert row.measured and row.trained == "ab12cd34" and row.step_time == pytest.approx(0.101, rel=1e-3)
     assert "fit-misses" not in codes(forecast.warnings)
     before = Estimator.fit(make_spec(), probes)
-    assert "training" not in before.steps.words and not any(row.trained for row in before.candidates().predictions())
+    assert "training" not in before.steps.words and not any(
+        row.trained for row in before.predict_candidates().make_predictions()
+    )
 
 
 def test_a_training_on_more_nodes_than_any_probe_had_is_no_extrapolation() -> None:
     probes = [make_probe(TRUTH, nodes, b) for nodes in (2, 4) for b in (8, 128)]
-    rows = Estimator.fit(make_spec(), probes, trained=[trained(0.11)]).candidates([8]).predictions()
+    rows = Estimator.fit(make_spec(), probes, trained=[trained(0.11)]).predict_candidates([8]).make_predictions()
     assert not any(row.further for row in rows)
-    assert all(row.further for row in Estimator.fit(make_spec(), probes).candidates([8]).predictions())
+    assert all(row.further for row in Estimator.fit(make_spec(), probes).predict_candidates([8]).make_predictions())

@@ -20,7 +20,7 @@ from tula_cli.run.job_runs import make_runs, open_run
 from tula_cli.run.records.recommendations import ADDED_COLUMNS, Prediction, Recommendation
 from tula_cli.services import messages
 from tula_cli.services.api import RESULT_COLUMNS, Run
-from tula_cli.services.check import CheckResult, check_all_node_types
+from tula_cli.services.check import CheckResult, check_job_on_all_node_types
 
 HOSTILE = "<script>alert('x')</script> & \x1b[31mred"
 ESCAPED = "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; red"
@@ -40,7 +40,7 @@ def recommendation(run: Run) -> Recommendation:
 
 @pytest.fixture
 def checked() -> CheckResult:
-    return check_all_node_types(make_runs(Path("tula-runs"), JOB), inspector=lambda spec: make_inspection())
+    return check_job_on_all_node_types(make_runs(Path("tula-runs"), JOB), inspector=lambda spec: make_inspection())
 
 
 def list_rows(html: str) -> list[list[str]]:

@@ -146,7 +146,7 @@ def trained(
 
 
 def table(run: RunDir, comparison: Comparison) -> accuracy.CompareReport:
-    now = services_status.get_run_status(run, make.FakeLauncher(), now=time.time())
+    now = services_status.read_run_status(run, make.FakeLauncher(), now=time.time())
     return accuracy.build_compare_report(Run(run.path, run.read_spec()), comparison, jobs=now.jobs)
 
 

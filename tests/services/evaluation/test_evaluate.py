@@ -21,7 +21,7 @@ from tula_cli.run.records.tasks import MAX_RESTARTS, EvaluateTask, Rung, TrainTa
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.evaluate import PreparedEvaluation, prepare_evaluation, run_evaluation
 from tula_cli.services.events import EvaluationPlanned, Note, run_work
-from tula_cli.services.status import get_job_progress
+from tula_cli.services.status import read_job_progress
 from tula_cli.services.waiting import DetachedJobs, Submission
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
@@ -250,10 +250,10 @@ def test_the_supervisor_starts_it_again_after_a_lost_process_and_not_after_the_u
     assert make.execute_reaction(run, task, Failure(outcome="signal"), before=MAX_RESTARTS) is None
     assert make.execute_reaction(run, task, Failure(outcome="user")) is None
     run.write_task(task)
-    assert get_job_progress(Snapshot(run.path), [task], {}).done == 0
+    assert read_job_progress(Snapshot(run.path), [task], {}).done == 0
     run.get_training("aaaa").write_evaluation(make.evaluation(task))
     assert run.is_finished(task)
-    assert get_job_progress(Snapshot(run.path), [task], {}).complete
+    assert read_job_progress(Snapshot(run.path), [task], {}).is_complete
 
 
 def test_on_slurm_it_has_the_time_of_a_training(run: RunDir) -> None:

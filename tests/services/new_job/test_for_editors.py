@@ -9,13 +9,13 @@ from isolation import isolate_environment
 
 from tula_cli.cli import app
 from tula_cli.errors import CannotWrite, SpecError
-from tula_cli.services.init import add_schema, get_schema_path, write_schema
+from tula_cli.services.init import get_schema_path, write_schema, write_schemas_and_add_reference
 from tula_cli.show.screen import Screen
 from tula_cli.spec.json_schema import make_json_schema
 
 
 def test_the_schemas_of_job_and_site_lie_beside_a_job_which_names_its_own(tmp_path):
-    text = add_schema("name: x\n", tmp_path / "deep" / "job.yaml")
+    text = write_schemas_and_add_reference("name: x\n", tmp_path / "deep" / "job.yaml")
     first, rest = text.split("\n", 1)
     assert (first, rest) == ("# yaml-language-server: $schema=.tula/job.schema.json", "name: x\n")
     for kind in ("job", "site"):
@@ -37,7 +37,7 @@ def test_a_schema_is_renewed_and_nothing_else_is_replaced(tmp_path):
 def test_what_cannot_be_written_is_reported(tmp_path):
     (tmp_path / ".tula").write_text("a file")
     with pytest.raises((CannotWrite, SpecError)):
-        add_schema("", tmp_path / "job.yaml")
+        write_schemas_and_add_reference("", tmp_path / "job.yaml")
 
 
 @pytest.mark.parametrize("words", [(), ("slurm",), ("--from-command", "train.py --batch-size 8 --epochs 3")])

@@ -29,7 +29,7 @@ def loaded(made: JobFileProposal, folder: Path) -> JobSpec:
 def test_a_torchrun_line_is_a_job_as_it_is(tmp_path: Path) -> None:
     made = make_job_from_command(LINE, "local")
     spec = loaded(made, tmp_path)
-    assert made.complete and LINE in made.text
+    assert made.is_complete and LINE in made.text
     assert spec.script is not None
     assert spec.script.command == "python train.py --batch-size {local_batch} --lr {lr} --epochs {epochs}"
     assert (spec.name, spec.script.reference.batch, spec.script.length.epochs) == ("train", 256, 90)
@@ -153,7 +153,7 @@ def test_what_is_required_and_not_told_is_a_comment_that_check_asks_for(
 ) -> None:
     made = make_job_from_command(line, "local")
     assert {key.key for key in made.missing if key.required} == required
-    assert not made.complete
+    assert not made.is_complete
     with pytest.raises(SpecError) as error:
         loaded(made, tmp_path)
     assert error.value.problems
@@ -177,7 +177,7 @@ def test_a_resume_is_written_where_the_script_saves_into_the_runs_folder(tmp_pat
     assert spec.script is not None and spec.script.resume is not None
     assert spec.script.resume.args == "--resume {checkpoint}"
     elsewhere = make_job_from_command(f"{LINE} --resume last.pth", "local")
-    assert elsewhere.complete and "script.resume.checkpoint" in {key.key for key in elsewhere.missing}
+    assert elsewhere.is_complete and "script.resume.checkpoint" in {key.key for key in elsewhere.missing}
     spec = loaded(elsewhere, tmp_path)
     assert spec.script is not None and spec.script.resume is None
 

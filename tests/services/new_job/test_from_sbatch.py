@@ -23,7 +23,7 @@ def made(name: str) -> JobFileProposal:
 
 
 def loaded(job: JobFileProposal) -> JobSpec:
-    text = job.text if job.complete else job.text.replace("  # length: {epochs: 90}", "  length: {epochs: 90}")
+    text = job.text if job.is_complete else job.text.replace("  # length: {epochs: 90}", "  length: {epochs: 90}")
     return validate_job(parse_yaml(text, source="job.yaml"), source="job.yaml")
 
 

@@ -8,10 +8,10 @@ import yaml
 from tula_cli.cluster.slurm.site import Site, parse_partitions
 from tula_cli.services.init import (
     MAX_SHORT_LINES,
-    add_schema,
     make_job_from_command,
     make_job_from_template,
     shorten_job_file,
+    write_schemas_and_add_reference,
 )
 from tula_cli.services.init_from_sbatch import make_job_from_sbatch
 from tula_cli.spec.job import JobSpec
@@ -91,8 +91,8 @@ FULL_FILES = dict(full_files())
 
 @pytest.mark.parametrize("name", FULL_FILES)
 def test_the_short_file_is_the_same_job_in_at_most_40_lines(name, tmp_path):
-    full = add_schema(FULL_FILES[name], tmp_path / "job.yaml")
-    short = add_schema(shorten_job_file(FULL_FILES[name]), tmp_path / "job.yaml")
+    full = write_schemas_and_add_reference(FULL_FILES[name], tmp_path / "job.yaml")
+    short = write_schemas_and_add_reference(shorten_job_file(FULL_FILES[name]), tmp_path / "job.yaml")
     assert MAX_SHORT_LINES == 40 and len(short.splitlines()) <= 40 < len(full.splitlines())
     assert yaml.safe_load(short) == yaml.safe_load(full)
     assert "tula init --full" in short and "tula profile job.yaml" in short

@@ -14,7 +14,7 @@ from tula_cli.run.job_runs import open_run, open_runs_of_job
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services.measurements import MAX_TRAININGS, fit_estimator_of_recommendation
-from tula_cli.services.recommend import recommend
+from tula_cli.services.recommend import recommend_configuration
 from tula_cli.show import tables
 from tula_cli.spec.job import JobSpec
 
@@ -60,7 +60,7 @@ def train(run: RunDir, seconds: float, *, own: JobSpec | None = None, name: str 
 
 
 def ask(run: RunDir) -> Recommendation:
-    return recommend(open_runs_of_job(run), Query(objective="time"), now=1.0).recommendation
+    return recommend_configuration(open_runs_of_job(run), Query(objective="time"), now=1.0).recommendation
 
 
 def get_row(result: Recommendation, nodes: int = 2, batch: int = 128) -> Prediction:
@@ -99,7 +99,7 @@ def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
 def test_what_is_trained_is_predicted_as_it_was_recommended(run: RunDir) -> None:
     train(run, 1.15 * TRUTH.step_time(2, 64))
     forecast = fit_estimator_of_recommendation(open_run(run))
-    assert forecast.candidates().predictions()[0] == ask(run).rows[0].model_copy(
+    assert forecast.predict_candidates().make_predictions()[0] == ask(run).rows[0].model_copy(
         update={"pareto": False, "same_progress": None}
     )
 

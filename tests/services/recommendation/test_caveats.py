@@ -81,7 +81,7 @@ def test_tables_have_signs_before_figures_and_a_line_that_explains_those_alone()
         row(1, 32, hours=1.05, hours_low=1.0, hours_high=1.2),
     )
     result = make.recommendation(rows=(CHOICE, close, wide), choice=CHOICE, runners_up=())
-    made, message = show._render_with_signs(show.make_predictions_table(result))
+    made, message = show._render_table_with_legend(show.make_predictions_table(result))
     lines = cells(made)
     assert [line[4] for line in lines] == ["60.0", "~63.0", "?~300"]
     assert [line[5] for line in lines] == ["4.00", "9.00", "~50.0"]
@@ -100,7 +100,7 @@ def test_tables_have_signs_before_figures_and_a_line_that_explains_those_alone()
 def test_a_table_without_caveats_has_no_line_below() -> None:
     far = row(1, 32)
     result = make.recommendation(rows=(CHOICE, far), choice=CHOICE, runners_up=())
-    assert len(list(show._render_with_signs(show.make_predictions_table(result)))) == 1
+    assert len(list(show._render_table_with_legend(show.make_predictions_table(result)))) == 1
     assert not re.search("[?~!]", str(cells(show.make_predictions_table(result))))
 
 

@@ -90,7 +90,7 @@ def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytes
 
     monkeypatch.setattr(training_run, "read_json_lines", counted)
     for objective in ("accuracy-time", "time"):
-        recommend.recommend(open_runs_of_job(run), Query(objective=objective), now=1.0)  # type: ignore[arg-type]
+        recommend.recommend_configuration(open_runs_of_job(run), Query(objective=objective), now=1.0)  # type: ignore[arg-type]
     assert sorted(read) == [run.get_training(name * 8).metrics_path for name in "ab"]
     trained(run, "a" * 8, batch=64, factor=2.0)
     assert find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=20).scale == pytest.approx(600)
@@ -153,7 +153,9 @@ def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None
     for result in add_gradient_noise(make_probes(Truth(dataset_size=12_800), {2: (32, 256), 4: (32, 256)}), 50.0):
         run.write_result(result)
     trained(run, "b" * 8, batch=64)
-    recommendation = recommend.recommend(open_runs_of_job(run), Query(objective="time"), now=1.0).recommendation
+    recommendation = recommend.recommend_configuration(
+        open_runs_of_job(run), Query(objective="time"), now=1.0
+    ).recommendation
     assert recommendation.stages[-1].batch == recommendation.choice.batch and recommendation.stages[0].batch == 64
     assert recommendation.ramp.startswith("batch 64 from epoch 0: noise scale 50.0; batch 128 from epoch ")
     assert [stage.batch for stage in recommendation.choice.stages] == [

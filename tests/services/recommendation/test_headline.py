@@ -15,7 +15,7 @@ from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.recommendations import Accuracy, Headline, Prediction, Recommendation, RiskBasis
-from tula_cli.services.recommend import recommend
+from tula_cli.services.recommend import recommend_configuration
 from tula_cli.show.train import render_summary
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import UNPRICED_PRICING
@@ -42,7 +42,7 @@ def run_with(
 
 
 def ask(run: RunDir, objective: Any = "time", **limits: Any) -> Recommendation:
-    return recommend(open_runs_of_job(run), Query(objective=objective, **limits), now=1.0).recommendation
+    return recommend_configuration(open_runs_of_job(run), Query(objective=objective, **limits), now=1.0).recommendation
 
 
 def headline(run: RunDir, objective: Any = "time", **limits: Any) -> Headline:
@@ -72,7 +72,7 @@ def test_the_baseline_is_the_reference_batch_on_the_fewest_nodes(tmp_path: Path)
 
 def test_every_row_is_compared_with_the_baseline(tmp_path: Path) -> None:
     run = run_with(tmp_path)
-    answer = recommend(open_runs_of_job(run), Query(), now=1.0)
+    answer = recommend_configuration(open_runs_of_job(run), Query(), now=1.0)
     recommendation, line = answer.recommendation, answer.recommendation.headline
     assert line is not None and line.baseline is not None
     table = recommendation.frame()
@@ -81,9 +81,9 @@ def test_every_row_is_compared_with_the_baseline(tmp_path: Path) -> None:
     chosen = table[table["chosen"]].iloc[0]
     assert line.time is not None and chosen["speed_up"] == line.time.ratio
     assert chosen["accuracy_risk"] == line.risk.level
-    for rows, every in ((recommendation.rows, False), (answer.candidates.predictions(), True)):
+    for rows, every in ((recommendation.rows, False), (answer.candidates.make_predictions(), True)):
         notes = [recommendation.get_notes(row)._asdict() for row in rows]
-        as_json = [json.loads(text) for text in answer.rows_as_json(every=every)]
+        as_json = [json.loads(text) for text in answer.list_rows_as_json(every=every)]
         names = ("chosen", "speed_up", "accuracy_risk", "caveats")
         assert [[row[name] for name in names] for row in as_json] == [
             [values["chosen"], values["speed_up"], values["accuracy_risk"], list(values["caveats"])] for values in notes
@@ -155,7 +155,7 @@ def test_a_baseline_that_cannot_run_is_named_with_the_reason(tmp_path: Path, bas
 def test_without_prices_there_is_no_cost(tmp_path: Path) -> None:
     run = run_with(tmp_path)
     free = run.read_spec().model_copy(update={"pricing": UNPRICED_PRICING})
-    line = recommend([Run(run.path, free)], Query(objective="time"), now=1.0).recommendation.headline
+    line = recommend_configuration([Run(run.path, free)], Query(objective="time"), now=1.0).recommendation.headline
     assert line is not None and line.cost is None and "USD" not in line.text and "node-h" not in line.text
 
 

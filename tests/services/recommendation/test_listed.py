@@ -20,7 +20,7 @@ from tula_cli.run.frames import read_records
 from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
-from tula_cli.services.recommend import MAX_ROWS_LISTED, Answer, recommend
+from tula_cli.services.recommend import MAX_ROWS_LISTED, Answer, recommend_configuration
 from tula_cli.services.recommendation_files import save_answer
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Screen
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir, objective: Any = "knee", **limits: Any) -> Answer:
-    return recommend(open_runs_of_job(run), Query(objective=objective, **limits), now=1.0)
+    return recommend_configuration(open_runs_of_job(run), Query(objective=objective, **limits), now=1.0)
 
 
 def places(rows: Any) -> set[tuple[int, int]]:
@@ -58,7 +58,7 @@ def test_of_many_configurations_those_are_listed_that_are_worth_a_look(run: RunD
         MAX_ROWS_LISTED < len(places(every.rows)) == recommendation.candidates
         and len(places(recommendation.rows)) < recommendation.candidates
     )
-    assert [Prediction.model_validate_json(text) for text in answer.rows_as_json()] == list(every.rows)
+    assert [Prediction.model_validate_json(text) for text in answer.list_rows_as_json()] == list(every.rows)
     worth = [row for row in every.rows if row.pareto or row.measured]
     assert places([*worth, recommendation.choice, *recommendation.runners_up]) <= places(recommendation.rows)
     assert {row.batch for row in recommendation.rows} == {row.batch for row in every.rows}, "the best of each batch"
@@ -116,7 +116,7 @@ def test_reasons_beyond_some_are_reported_together(run: RunDir) -> None:
     for probe in run.read_results():
         if probe not in small:
             (run.path / f"results/{probe.id}.json").unlink()
-    warnings = recommend([Run(run.path, far)], Query(objective="time"), now=1.0).warnings
+    warnings = recommend_configuration([Run(run.path, far)], Query(objective="time"), now=1.0).warnings
     reasons = [warning.values["reason"] for warning in warnings if warning.code == "configurations-left-out"]
     assert len(reasons) == 5 and "more than 8 times the 3" in str(reasons[0])
     assert values(warnings, "more-configurations-left-out")["nodes"] == [3360, 5040]

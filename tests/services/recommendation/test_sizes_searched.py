@@ -16,7 +16,7 @@ from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import make_runs, open_runs_of_job
 from tula_cli.services import train
-from tula_cli.services.recommend import Answer, recommend
+from tula_cli.services.recommend import Answer, recommend_configuration
 from tula_cli.services.recommendation_files import save_answer
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir, **limits: Any) -> Answer:
-    return recommend(open_runs_of_job(run), Query(objective="time", **limits), now=1.0)
+    return recommend_configuration(open_runs_of_job(run), Query(objective="time", **limits), now=1.0)
 
 
 def test_fewer_gpus_than_the_most_are_probed_twice_on_the_fewest_nodes(run: RunDir) -> None:
@@ -85,7 +85,7 @@ def test_what_was_measured_at_one_number_of_gpus_tells_of_the_others(run: RunDir
 
 
 def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run: RunDir) -> None:
-    answer = recommend(open_runs_of_job(run), Query(objective="cost"), now=1.0)
+    answer = recommend_configuration(open_runs_of_job(run), Query(objective="cost"), now=1.0)
     recommendation, every = answer.recommendation, answer.with_all_rows().rows
     rows = {(row.type, row.nodes, row.batch): row for row in every}
     for kind, gpus in (("gpus-1", 1), ("gpus-4", 4)):

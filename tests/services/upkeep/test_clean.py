@@ -63,7 +63,7 @@ def names(folder: Path) -> list[str]:
 
 def found(run: RunDir, **options: Any) -> service.RunDiskUsage:
     options.setdefault("ask", nobody_asks)
-    (item,) = service.measure_space_of_runs([run], **options)
+    (item,) = service.measure_runs_disk_usage([run], **options)
     return item
 
 
@@ -160,7 +160,7 @@ def test_trainings_of_a_comparison_go_where_that_is_asked_and_they_are_over(run:
 def test_a_run_with_node_types_inside_is_left_as_it_is(run: RunDir) -> None:
     (run.path / "types").mkdir()
     folder = trained(run, 100, 200, 300, best=300)
-    (space,) = service.measure_space_of_runs([run])
+    (space,) = service.measure_runs_disk_usage([run])
     assert space.holdings == () and "makes separate runs" in space.kept
     assert names(folder) == ["100.pt", "200.pt", "300.pt"]
 
@@ -235,7 +235,7 @@ def test_a_folder_that_cannot_be_removed_is_reported_and_the_others_go(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(run_holdings, "_remove_folder", refuse)
-    done = service.remove_files(service.measure_space_of_runs([run, other]))
+    done = service.remove_files(service.measure_runs_disk_usage([run, other]))
     assert done.files == 1
     assert len(done.problems) == 1 and "Permission denied" in done.problems[0]
 
@@ -305,7 +305,7 @@ def test_slurm_is_asked_once_for_all_runs_and_only_where_something_may_go(run: R
         requested.append(list(ids))
         return {}
 
-    service.measure_space_of_runs([run, other, nothing], ask=ask)
+    service.measure_runs_disk_usage([run, other, nothing], ask=ask)
     assert requested == [["11", "12", "11", "12"]]
 
 

@@ -49,7 +49,7 @@ def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
     assert 0 < overheads.eval_batch < 10
     assert overheads.eval_batch_size == 32
     assert 0 < overheads.startup < 60
-    assert result.gradients.steps == make_spec().search.split_steps == 5
+    assert result.gradients.steps == make_spec().search.max_extra_timing_steps == 5
 
 
 def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

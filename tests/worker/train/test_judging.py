@@ -169,12 +169,12 @@ def values(**known: float) -> dict[str, float]:
 def test_better_in_either_direction(best: dict[str, str], new: Any, old: Any, is_better: bool) -> None:
     best_checkpoint = section(metrics={"f1": "a:b"}, best_checkpoint=best).best_checkpoint
     kept = early_stopping.select_best_values(values(**old), best_checkpoint, epoch=1)
-    assert early_stopping.is_better(values(**new), kept, best_checkpoint) is is_better
-    assert early_stopping.is_better(values(**new), {}, best_checkpoint)
+    assert early_stopping.is_better_evaluation(values(**new), kept, best_checkpoint) is is_better
+    assert early_stopping.is_better_evaluation(values(**new), {}, best_checkpoint)
 
 
 def test_a_best_that_was_kept_by_another_metric_gives_way() -> None:
-    assert early_stopping.is_better(
+    assert early_stopping.is_better_evaluation(
         values(f1=0.1),
         {"top1": 99.0, "loss": 0.1, "epoch": 3.0},
         section(metrics={"f1": "a:b"}, best_checkpoint={"metric": "f1"}).best_checkpoint,
@@ -199,7 +199,7 @@ def test_a_best_that_was_kept_by_another_metric_gives_way() -> None:
 def test_what_ends_a_training(metric: str, stopping: dict[str, Any], found: dict[str, float], why: str) -> None:
     kept = {"top1": 50.0, "loss": 1.0, "epoch": 2.0}
     assert (
-        early_stopping.describe_stop(
+        early_stopping.describe_stop_reason(
             values(**found), kept, section(best_checkpoint={"metric": metric}, early_stopping=stopping), epoch=5
         )
         == why

@@ -35,7 +35,7 @@ def without_times(branches: tuple[RateBranch, ...]) -> list[RateBranch]:
 
 def test_each_learning_rate_is_trained_from_the_same_checkpoint(alone: Ranks, run: RunDir) -> None:
     record = search(run, alone, 32)
-    plan = rate_search.plan_search(make_spec(train=LONG), (32,), dataset_size=100)
+    plan = rate_search.plan_rate_search(make_spec(train=LONG), (32,), dataset_size=100)
     assert [(b.batch, b.rule, b.lr) for b in record.branches] == [
         (32, "none", 0.1), (32, "sqrt", 0.2), (32, "linear", 0.4),
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def test_a_learning_rate_that_diverges_is_ruled_out_and_other_batches_follow_the
     assert [(b.batch, b.rule, b.diverged) for b in record.branches[:3]] == [
         (32, "none", False), (32, "sqrt", False), (32, "linear", True),
     ]  # fmt: skip
-    chosen = rate_search.choose_rate(record.branches[:3], record.start_loss)
+    chosen = rate_search.find_branch_with_highest_rate(record.branches[:3], record.start_loss)
     assert chosen is not None
     assert (record.branches[3].batch, record.branches[3].rule) == (16, chosen.rule)
 

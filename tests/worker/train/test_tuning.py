@@ -418,7 +418,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
 def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_tuning, "find_winner", lambda branches: max(b.arm for b in branches))
+    monkeypatch.setattr(self_tuning, "find_winning_arm", lambda branches: max(b.arm for b in branches))
     _, result = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
     assert result.broken == ("wild",) and 0 < result.lost <= 96, "within the epoch, when the ranks next meet"
     assert result.chosen == Arm(name="lbt")

@@ -100,7 +100,7 @@ def make_ags_plan(
     spec = task.spec
     if not spec.train.training_method.scales_gradients:
         return None
-    settings = spec.ags.resolved().model_dump()
+    settings = spec.ags.fill_from_preset().model_dump()
     return AgsPlan(
         code=_copy_library(run),
         settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "parameters")},

@@ -129,7 +129,7 @@ class ScriptRateSearch(ScriptProgram):
     @cached_property
     def plan(self) -> SearchPlan:
         task = self.task
-        return rate_search.plan_search(
+        return rate_search.plan_rate_search(
             task.spec, task.batches, dataset_size=self._epoch_samples, save_every=task.save_every
         )
 

@@ -322,7 +322,7 @@ class ScriptStart(AttemptContext):
             min_steps=search.min_steps,
             max_steps=max(search.min_steps, MAX_PROBE_STEPS),
             seconds=search.min_seconds,
-            split_steps=search.split_steps,
+            split_steps=search.max_extra_timing_steps,
             row=0.0 if program.records_steps else ROW_SECONDS,
             save=script.save == "hooks",
             checkpoint=program.get_hook_checkpoint_path(self.command, self._list_values(self.list_processes()[0])),

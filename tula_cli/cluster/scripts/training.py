@@ -250,7 +250,7 @@ class ScriptTraining(ScriptProgram):
         Raises:
             JobFailed: it does, and the number of samples is unknown.
         """
-        if self.task.spec.ags.resolved().refresh != "epoch":
+        if self.task.spec.ags.fill_from_preset().refresh != "epoch":
             return NEVER_REFRESH_STEPS
         if self.dataset_size is None:
             raise JobFailed(
@@ -513,7 +513,7 @@ class ScriptTraining(ScriptProgram):
 
     def check_step_time(self, pace: "ScriptLevelDetector", attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Record a change of the step time."""
-        from tula_cli.models.time.changes import describe_level_change  # here: needs numpy
+        from tula_cli.models.time.changes import make_step_change  # here: needs numpy
 
         heartbeat = attempt.read_heartbeat(0)
         if heartbeat is None or heartbeat.lost is not None:
@@ -525,7 +525,7 @@ class ScriptTraining(ScriptProgram):
         if level is None:
             return
         remaining_steps = None if self.total_samples is None else max(0, self.total_samples - samples) / self.task.batch
-        change = describe_level_change(
+        change = make_step_change(
             level, self.task, lambda step_time: None if remaining_steps is None else remaining_steps * step_time
         )
         self._add_row("change", samples, change=change.model_dump(mode="json"))

@@ -23,7 +23,7 @@ from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.scripts import Heartbeat, ScriptFailure
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.words import join_first
+from tula_cli.words import join_first_words
 
 # --- Files that a probe writes outside its folder
 
@@ -132,11 +132,11 @@ def _describe_moved(moved: Sequence[str], remaining: Sequence[str], folder: Path
     sentences = []
     if moved:
         sentences.append(
-            f"the script wrote files outside of {{out}}: {join_first(moved, MAX_FILES_NAMED)}; tula moved these files to {folder}, so that no training starts from them"
+            f"the script wrote files outside of {{out}}: {join_first_words(moved, MAX_FILES_NAMED)}; tula moved these files to {folder}, so that no training starts from them"
         )
     if remaining:
         sentences.append(
-            f"the script changed {join_first(remaining, MAX_FILES_NAMED)}, and tula could not restore the earlier content: check these files before a training starts from them"
+            f"the script changed {join_first_words(remaining, MAX_FILES_NAMED)}, and tula could not restore the earlier content: check these files before a training starts from them"
         )
     return "; ".join(sentences)
 

@@ -153,14 +153,14 @@ def _make_size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
 
 
 def _count_tasks_per_node(task: Task) -> int:
-    return 1 if task.spec.task_per_node else task.spec.cluster.gpus_per_node
+    return 1 if task.spec.starts_one_task_per_node else task.spec.cluster.gpus_per_node
 
 
 def _count_cpus_per_task(task: Task, slurm: Slurm) -> int | None:
     """Return the CPUs of one SLURM task, which may contain all ranks of a node."""
     if slurm.cpus_per_task is None:
         return None
-    return slurm.cpus_per_task * (task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1)
+    return slurm.cpus_per_task * (task.spec.cluster.gpus_per_node if task.spec.starts_one_task_per_node else 1)
 
 
 def _list_extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:

@@ -56,19 +56,19 @@ def report(
     _check_output_paths(html, svg, csv)
     material = collect_report_data(chosen.find_runs(screen), now=time.time())
     for part in material.parts:
-        screen.warn_all(part.status.warnings)
+        screen.print_warnings(part.status.warnings)
     document = build_document(material)
     text = None if form is None else RENDERERS[form](document)
     written = _write_files(document, html, svg, csv)
     if text is None:
-        screen.answer({"report": document, "written": written}, render_overview(document, written=written))
+        screen.print_answer({"report": document, "written": written}, render_overview(document, written=written))
         return
     if screen.as_json:
-        screen.answer({"report": document, "text": text, "written": written}, ())
+        screen.print_answer({"report": document, "text": text, "written": written}, ())
         return
     screen.print_line(text.rstrip("\n"), None)
     for path in written:
-        screen.note(f"wrote {path}")
+        screen.print_note(f"wrote {path}")
 
 
 def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) -> "TextForm | None":

@@ -23,7 +23,7 @@ from tula_cli.services.comparison.accuracy import (
     find_best_row,
 )
 from tula_cli.services.document import Cell, Column, Fact, Figure, Section, Series, Table
-from tula_cli.words import describe_method_label, format_count
+from tula_cli.words import format_count, format_method_label
 
 
 def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCurve]:
@@ -34,7 +34,7 @@ def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCu
         for row in run.get_training(cell.signature).read_metrics(*rows):
             rows[row["kind"]].append(row)
         if rows["epoch"]:
-            name = describe_method_label(cell.method, reference=cell.reference)
+            name = format_method_label(cell.method, reference=cell.reference)
             curves.append(TrainingCurve(name, cell.batch, rows["epoch"], rows["hessian"], is_reference=cell.reference))
     return curves
 
@@ -83,7 +83,7 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
         shown,
         (
             (Column("batch"), lambda row: row.batch),
-            (Column("method", align="left"), lambda row: describe_method_label(row.method, reference=row.reference)),
+            (Column("method", align="left"), lambda row: format_method_label(row.method, reference=row.reference)),
             (Column("seeds"), lambda row: row.seeds),
             *(column for metric in report.columns for column in _make_metric_columns(metric)),
             (Column("gap", digits=3), lambda row: row.gap),
@@ -135,7 +135,7 @@ def _build_figure_by_batch(report: CompareReport, metric: str) -> Iterator[Figur
     points_by_method: dict[str, list[tuple[float, SeedStatistics]]] = {}
     for row in sorted(report.rows, key=lambda row: row.batch):
         if (value := row.get_statistics(metric)) is not None:
-            label = describe_method_label(row.method, reference=row.reference)
+            label = format_method_label(row.method, reference=row.reference)
             points_by_method.setdefault(label, []).append((float(batches.index(row.batch)), value))
     if not points_by_method:
         return

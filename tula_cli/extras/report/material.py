@@ -84,8 +84,10 @@ class ReportData:
         if self.answer is None:
             return self.kept.choice
         row = self.kept.choice
-        matching = self.answer.candidates.select(type=row.type, nodes=row.nodes, batch=row.batch, market=row.market)
-        return matching.prediction(0) if len(matching) else row
+        matching = self.answer.candidates.select_matching_rows(
+            type=row.type, nodes=row.nodes, batch=row.batch, market=row.market
+        )
+        return matching.make_prediction(0) if len(matching) else row
 
     @property
     def shown_recommendation(self) -> Recommendation | None:
@@ -173,7 +175,7 @@ def collect_report_data(
         TulaError: a record of the run cannot be read.
     """
     parts = [
-        RunReportData(run, run.read_snapshot(), status.get_run_status(run, launcher_for(run.spec), now=now))
+        RunReportData(run, run.read_snapshot(), status.read_run_status(run, launcher_for(run.spec), now=now))
         for run in list_runs_with_data(runs)
     ]
     stored = find_recommendation(runs)
@@ -191,7 +193,7 @@ def _recommend_now(
     for objective_tried in dict.fromkeys((objective, "knee")):
         try:
             query = Query(objective=objective_tried, curve=curve)
-            return recommending.recommend(runs, query, pending=pending, now=now), ""
+            return recommending.recommend_configuration(runs, query, pending=pending, now=now), ""
         except (Pending, BadMeasurements, Infeasible, SpecError) as error:
             why = f"{error.message}; {error.hint}" if error.hint else error.message
     return None, why

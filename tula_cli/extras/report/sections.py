@@ -26,13 +26,13 @@ from tula_cli.services.document import Annotation, Cell, Column, Fact, Figure, S
 from tula_cli.services.measurements import TypeMeasurements
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import (
+    capitalize_first_letter,
     describe_configuration,
     format_count,
     format_duration,
     format_number,
     get_first_line,
     is_interval_too_wide,
-    start_sentence,
 )
 
 # --- The choice
@@ -55,7 +55,7 @@ def build_choice_section(material: ReportData) -> Section:
 
 def _describe_choice(material: ReportData, recommendation: Recommendation) -> Iterator[str]:
     """Yield the reason of the choice, the other market, the accuracy, and what has changed since."""
-    yield f"{start_sentence(recommendation.reason).rstrip('.')}."
+    yield f"{capitalize_first_letter(recommendation.reason).rstrip('.')}."
     if (other := recommendation.other_market) is not None:
         market = "on spot nodes" if other.market == "spot" else "on demand"
         cost = f"{format_number(other.cost)} {recommendation.currency}"
@@ -503,7 +503,7 @@ def build_memory_section(material: ReportData) -> Section:
         why = f"memory is unknown: {material.missing_prediction_reason}. To estimate it without probes, run tula check --memory"
         return replace(section, missing=why)
     estimator, gpus = measurements.estimator, measurements.run.spec.cluster.gpus_per_node
-    model = estimator.memory.for_ranks(choice.nodes * gpus)
+    model = estimator.memory.adapt_to_ranks(choice.nodes * gpus)
     probes = [result for result in measurements.results if isinstance(result, Measured)]
     if estimator.memory.sharded:  # probes on other numbers of GPUs have other shards
         probes = [probe for probe in probes if probe.nodes == choice.nodes]
@@ -512,7 +512,7 @@ def build_memory_section(material: ReportData) -> Section:
         text.append(f"Median absolute error of the model: {format_number(100 * model.error, 2)} %.")
     if not model.by_component:
         text.append("For a script, only the total peak memory is known, not its components.")
-    sizes = {config.local_batch(gpus) for config in estimator.list_configurations([choice.nodes])}
+    sizes = {config.compute_local_batch(gpus) for config in estimator.list_configurations([choice.nodes])}
     sizes |= {local for _, local in estimator.probes}
     figure = _build_memory_figure(estimator.capacity, model, sorted(sizes), probes, choice.local_batch)
     return replace(section, text=tuple(text), figures=(figure,))

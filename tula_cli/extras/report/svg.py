@@ -134,8 +134,8 @@ def _draw_curve(axes: "Axes", figure: Figure, series: Series, style_index: int, 
     axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.6, zorder=3)
     marker = {"marker": MARKERS[style_index % len(MARKERS)], "markersize": 5.5, "markeredgecolor": color}
     faces = {True: color, False: COLORS["paper"]}
-    for is_measured, face in faces.items():
-        shown = known & (measured == is_measured)
+    for is_plan_measured, face in faces.items():
+        shown = known & (measured == is_plan_measured)
         if has_markers and shown.any():
             points: dict[str, Any] = {"linestyle": "none", "color": color, **marker, "markerfacecolor": face}
             axes.plot(x[shown], y[shown], zorder=4, clip_on=False, **points)

@@ -20,6 +20,7 @@ from tula_cli.services.document import Annotation, Column, Fact, Figure, Section
 from tula_cli.show.status import describe_evaluation, describe_training
 from tula_cli.show.train import describe_best_epoch, list_time_parts
 from tula_cli.words import (
+    capitalize_first_letter,
     choose_time_unit,
     format_count,
     format_duration,
@@ -27,7 +28,6 @@ from tula_cli.words import (
     format_number,
     format_percent,
     get_first_line,
-    start_sentence,
 )
 
 METRIC_NAMES = {
@@ -64,7 +64,7 @@ def _describe_training(training: TrainingReportData) -> Iterator[str]:
         words = f"training {task.signature}{where}, batch {task.batch}"
         if now is not None and now.signature == task.signature:
             words = describe_training(now)
-        yield f"{start_sentence(words)}: {training.state}{others_text}."
+        yield f"{capitalize_first_letter(words)}: {training.state}{others_text}."
         return
     changed = f" (started with {end.start_batch})" if end.batch != end.start_batch else ""
     done = f"batch {end.batch}{changed}: done in {format_duration(3600 * end.actual_hours)}"

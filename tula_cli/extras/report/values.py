@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, Protocol, TypeVar
 
-from tula_cli.entry_points import find_extra
+from tula_cli.entry_points import load_extra_if_installed
 from tula_cli.run.records.recommendations import CAVEATS, Prediction, get_caveat_kind
 from tula_cli.run.step_series import StepSeries
 from tula_cli.services.document import Annotation, Cell, Column, Figure, Series, Table
@@ -196,5 +196,5 @@ class PaperFigures(Protocol):
 
 def find_paper_figures() -> PaperFigures | None:
     """Return the optional package `figures`, or None if it is not installed."""
-    package: PaperFigures | None = find_extra("figures")
+    package: PaperFigures | None = load_extra_if_installed("figures")
     return package

@@ -123,7 +123,7 @@ def _count_cpus_on_shared_node(spec: JobSpec, node: Node, config: Mapping[str, s
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
     per_gpu = _get_extra_option(slurm, "cpus-per-gpu")
     cpus = ranks * (slurm.cpus_per_task or int(per_gpu or 1))
-    if spec.task_per_node and slurm.cpus_per_task is None and not per_gpu:
+    if spec.starts_one_task_per_node and slurm.cpus_per_task is None and not per_gpu:
         cpus = 1
     by_threads = re.search(r"CR_CPU", config.get("SelectTypeParameters", "").upper())
     return float(cpus if by_threads else node.threads * math.ceil(cpus / node.threads))
@@ -230,7 +230,7 @@ def _make_cache_key(spec: JobSpec) -> str:
         mode="json", include={"partition", "account", "qos", "constraint", "memory", "cpus_per_task", "gpus", "gpu_type", "exclusive", "extra", "launcher"}
     )  # fmt: skip
     return compute_digest({
-        "slurm": options, "gpus": spec.cluster.gpus_per_node, "device": spec.cluster.device, "one": spec.task_per_node,
+        "slurm": options, "gpus": spec.cluster.gpus_per_node, "device": spec.cluster.device, "one": spec.starts_one_task_per_node,
         "site": os.environ.get("SLURM_CONF", ""),
     })  # fmt: skip
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from tula_cli.entry_points import make_install_hint
 from tula_cli.errors import SpecError, TrackerError, TulaError
-from tula_cli.plugins import load_by_name
+from tula_cli.plugins import load_named_object
 from tula_cli.run.directory import Run
 from tula_cli.services.tracking import FOLDER
 from tula_cli.spec.sections import TRACKERS, Export, strip_password
@@ -144,7 +144,7 @@ class Destination:
             if self.to in TRACKERS:  # only these modules need optional packages
                 make = importlib.import_module(f"{__package__}.{self.to}").exporter
             else:
-                make = load_by_name(self.to, {}, kind="exporter")
+                make = load_named_object(self.to, {}, kind="exporter")
             return cast(Exporter, make(uri=self.uri, project=self.project))
 
     @contextlib.contextmanager

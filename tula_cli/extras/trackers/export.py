@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.cli.waiting import follow_work
 from tula_cli.cluster.decisions import is_resumed_by_next_job
-from tula_cli.entry_points import find_extra
+from tula_cli.entry_points import load_extra_if_installed
 from tula_cli.errors import Interruption, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers.destination import Destination, Exporter, TrackedRun, resolve_destination
 from tula_cli.extras.trackers.payload import RunPayload, make_run_payload, make_training_payload
@@ -56,7 +56,7 @@ def write_report_file(run: Run) -> tuple[Path, ...]:
     """
     path = run.path / FOLDER / "report.md"
     newest = max((file.stat().st_mtime for pattern in _REPORTED_FILES for file in run.path.glob(pattern)), default=None)
-    package: ReportPackage | None = find_extra("report")
+    package: ReportPackage | None = load_extra_if_installed("report")
     if newest is None or package is None:
         return ()
     if not path.is_file() or path.stat().st_mtime < newest:
@@ -414,7 +414,7 @@ def export(screen: Screen, chosen: ExistingRun, to: Trackers = (), *, request: E
     Sends parameters, probes, the recommendation and trainings. Data that were sent before are not sent again.
     """
     results = follow_work(screen, export_requested(chosen.find_runs(screen), to, request))
-    screen.answer(results, describe_exports(results))
+    screen.print_answer(results, describe_exports(results))
     require_all_sent(results)
 
 

@@ -50,7 +50,7 @@ class Baseline:
     problem: str = ""  # why there is no forecast; empty if there is one
 
     @property
-    def place(self) -> str:
+    def configuration_text(self) -> str:
         """Nodes, with their type if there are several, and batch."""
         if self.prediction is not None:
             return _describe_nodes_and_batch(self.prediction)
@@ -68,7 +68,7 @@ def predict_baseline(estimator: Estimator, noise: Noise | None, *, node_type: st
         epochs = get_workload(spec).count_epochs(estimator.dataset_size)
         reference = spec.train.reference_batch
         forecast = efficiency.add_same_progress(forecast, epochs=epochs, reference=reference, noise=noise)
-    return Baseline(config, forecast.prediction(0))
+    return Baseline(config, forecast.make_prediction(0))
 
 
 def make_risk_basis(spec: JobSpec, noise: Noise | None, *, dataset_size: int) -> RiskBasis:
@@ -185,10 +185,10 @@ def prefer_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) 
     today, knee = baseline.prediction, choice.prediction
     if today is None or Config(knee.nodes, knee.batch) == baseline.config:
         return choice
-    same = candidates.select(type=today.type, market="on_demand", nodes=today.nodes, batch=today.batch)
+    same = candidates.select_matching_rows(type=today.type, market="on_demand", nodes=today.nodes, batch=today.batch)
     if not len(same) or not is_not_clearly_worse(today, knee):
         return choice
-    baseline_prediction = same.prediction(0)
+    baseline_prediction = same.make_prediction(0)
     others = [knee, *(row for row in choice.runners_up if row != baseline_prediction)]
     reason = f"today's configuration is at least as good as {_describe_nodes_and_batch(knee)}, the choice without section baseline: {choice.reason}"
     return Choice(baseline_prediction, reason, tuple(others[: max(1, len(choice.runners_up))]))
@@ -222,7 +222,7 @@ def _is_about_equal(change: Change) -> bool:
 def _describe_time_change(time: Change) -> str:
     """Describe a change of hours: "2.8x faster (8.7 -> 3.1 min)"."""
     divisor, unit = choose_time_unit(3600 * max(time.before, time.after))
-    values = _describe_values(time, 3600 / divisor, unit)
+    values = _format_both_values(time, 3600 / divisor, unit)
     if _is_about_equal(time):
         return f"about as fast ({values}{_explain_noise(time)})"
     if time.within_noise:
@@ -245,7 +245,7 @@ def _describe_energy_change(energy: Change) -> str:
 
 
 def _describe_change(change: Change, unit: str, noun: str, *, equal: str, less: str, more: str) -> str:
-    values = _describe_values(change, 1.0, unit)
+    values = _format_both_values(change, 1.0, unit)
     if _is_about_equal(change):
         return f"{equal} ({values}{_explain_noise(change)})"
     if change.within_noise:
@@ -257,7 +257,7 @@ def _describe_change(change: Change, unit: str, noun: str, *, equal: str, less: 
     return f"{format_number(1 / change.ratio, 2)}x {more} ({values})"
 
 
-def _describe_values(change: Change, factor: float, unit: str) -> str:
+def _format_both_values(change: Change, factor: float, unit: str) -> str:
     return f"{format_number(factor * change.before)} -> {format_number(factor * change.after)} {unit}"
 
 
@@ -277,13 +277,13 @@ def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, 
     if is_baseline:
         return f"Today's configuration is {batch} on {nodes}."
     if baseline.prediction is None:
-        return f"Not compared with today's configuration, {baseline.place} ({batch} on {nodes}): {baseline.problem}."
+        return f"Not compared with today's configuration, {baseline.configuration_text} ({batch} on {nodes}): {baseline.problem}."
     predicted = ", which is predicted" * (not baseline.prediction.measured)
     if not chosen.measured:
         predicted = (
             ", which is measured; the choice is predicted" if baseline.prediction.measured else "; both are predicted"
         )
-    return f"Compared with today's configuration, {baseline.place} ({batch} on {nodes}){predicted}."
+    return f"Compared with today's configuration, {baseline.configuration_text} ({batch} on {nodes}){predicted}."
 
 
 def _describe_interval(row: Prediction) -> str:
@@ -304,7 +304,7 @@ def _describe_preference(
     better = candidates.select_rows(less)
     if not len(better):
         return ""
-    best = better.prediction(int(np.argmin(better["cost"])))
+    best = better.make_prediction(int(np.argmin(better["cost"])))
     deviation = math.hypot(_compute_log_deviation(best), _compute_log_deviation(chosen))
     time = _make_change(chosen.hours, best.hours, deviation)
     noise = " (within noise)" if _is_about_equal(time) else " (uncertain)" * time.within_noise

@@ -13,8 +13,8 @@ from tula_cli.models.choice.node_schedule import (
     TrainingOption,
     compute_makespan,
     find_predecessors,
-    is_within,
-    schedule_in_order,
+    is_within_limit,
+    schedule_trainings_in_order,
     sum_costs,
 )
 from tula_cli.query import QuantityName, Query
@@ -141,7 +141,7 @@ class CandidatesOfJob:
     max_batch: int | None
 
 
-def describe_plan(
+def make_campaign(
     starts: Sequence[ScheduledStart],
     candidates: Candidates,
     jobs: Sequence[CandidatesOfJob],
@@ -157,7 +157,7 @@ def describe_plan(
         request: query, limits and settings of the plan.
         lower_bound: lower bound of the minimised quantity over all plans of several jobs; None for one job.
     """
-    rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
+    rows = {row: candidates.make_prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
     names = [next(job.job for job in jobs if start.option.row in job.rows) for start in starts]
     planned_jobs: list[JobSummary] = []
@@ -179,7 +179,7 @@ def describe_plan(
         )
     hours = compute_makespan(starts)
     hours_low, hours_high = _scale_interval(hours, used)
-    at_fastest = _compute_at_fastest(candidates, jobs, used[0].type, request)
+    at_fastest = _plan_fastest_configurations(candidates, jobs, used[0].type, request)
     plan = Campaign(
         trainings=len(starts),
         max_nodes=request.nodes,
@@ -208,9 +208,9 @@ def describe_plan(
     )
     if lower_bound is not None:
         value = hours if request.minimises == "time" else sum_costs(starts)
-        return replace(plan, lower_bound=lower_bound, is_optimal=is_within(value, lower_bound))
-    same = candidates.select(batch=used[0].batch, type=used[0].type)
-    bound_hours = _compute_bound(same, trainings=len(starts), request=request)
+        return replace(plan, lower_bound=lower_bound, is_optimal=is_within_limit(value, lower_bound))
+    same = candidates.select_matching_rows(batch=used[0].batch, type=used[0].type)
+    bound_hours = _compute_hours_bound(same, trainings=len(starts), request=request)
     return replace(plan, batch=used[0].batch, max_batch=jobs[0].max_batch, bound_hours=bound_hours)
 
 
@@ -268,7 +268,7 @@ def _join_waves(starts: Sequence[ScheduledStart], rows: Mapping[int, Prediction]
     return waves
 
 
-def _compute_bound(candidates: Candidates, *, trainings: int, request: PlanRequest) -> float:
+def _compute_hours_bound(candidates: Candidates, *, trainings: int, request: PlanRequest) -> float:
     """Return a lower bound of the hours of all schedules of equal trainings, from the fastest options and the least node-hours."""
     hours, widths, nodes = candidates["hours"], candidates["nodes"], request.nodes
     fits = widths <= nodes
@@ -277,20 +277,20 @@ def _compute_bound(candidates: Candidates, *, trainings: int, request: PlanReque
     return float(max(hours[fits].min(), trainings * (widths * hours)[fits].min() / nodes))
 
 
-def _compute_at_fastest(
+def _plan_fastest_configurations(
     candidates: Candidates, jobs: Sequence[CandidatesOfJob], node_type: str, request: PlanRequest
 ) -> FastestConfigurationPlan:
     """Return the figures of the fastest configurations: of any node type for one job, of the same one for several."""
     fastest = []
     for job in jobs:
         table = candidates.select_rows(job.rows)
-        table = table.select(type=node_type) if len(jobs) > 1 else table
-        fastest.append(table.select_rows(table["nodes"] <= request.nodes).sort_by_time().prediction(0))
+        table = table.select_matching_rows(type=node_type) if len(jobs) > 1 else table
+        fastest.append(table.select_rows(table["nodes"] <= request.nodes).sort_by_time().make_prediction(0))
     counted = [
         (TrainingOption(request.nodes if request.one_at_a_time else row.nodes, row.hours, row.cost), job.trainings)
         for row, job in zip(fastest, jobs, strict=True)
     ]
-    starts = schedule_in_order(sorted(counted, key=lambda entry: -entry[0].hours), request.nodes)
+    starts = schedule_trainings_in_order(sorted(counted, key=lambda entry: -entry[0].hours), request.nodes)
     figures = FastestConfigurationPlan(
         hours=compute_makespan(starts),
         cost=sum_costs(starts),

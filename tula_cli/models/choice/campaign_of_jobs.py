@@ -20,8 +20,8 @@ from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
-    is_within,
-    schedule_in_order,
+    is_within_limit,
+    schedule_trainings_in_order,
     sum_costs,
 )
 
@@ -57,9 +57,9 @@ class PlanTarget:
 
     def rate_plan(self, starts: Sequence[ScheduledStart]) -> "Rating":
         """Return how good a plan is."""
-        return self.rate(compute_makespan(starts), sum_costs(starts))
+        return self.make_rating(compute_makespan(starts), sum_costs(starts))
 
-    def rate(self, makespan: float, cost: float) -> "Rating":
+    def make_rating(self, makespan: float, cost: float) -> "Rating":
         """Return how good a plan of this duration and cost is."""
         if self.minimises == "time":
             return Rating(_compute_excess(cost, self.budget), makespan, cost)
@@ -89,7 +89,7 @@ class JobOptions(NamedTuple):
 
 
 def _compute_excess(value: float, limit: float) -> float:
-    return 0.0 if is_within(value, limit) else value / limit - 1 if limit else math.inf
+    return 0.0 if is_within_limit(value, limit) else value / limit - 1 if limit else math.inf
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> J
         return None
     if target.minimises == "cost":
         shortest = plan_jobs([_select_cheapest(job) for job in fitting], nodes, PlanTarget("time"))
-        if shortest is not None and is_within(compute_makespan(shortest.starts), target.deadline):
+        if shortest is not None and is_within_limit(compute_makespan(shortest.starts), target.deadline):
             return JobsPlan(shortest.starts, sum_costs(shortest.starts))
     bound = find_lower_bound(fitting, nodes, target)
     if math.isinf(bound):
@@ -127,15 +127,15 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> J
     lists = [_ListSchedules(options, nodes, _MAX_LIST_STEPS // len(combinations)) for options in combinations]
     # minimising the limited quantity finds a plan within the limit if there is one
     limited = PlanTarget("cost" if target.minimises == "time" else "time")
-    starts = min((each.improve(goal) for goal in (target, limited) for each in lists), key=target.rate_plan)
+    starts = min((each.improve_plan(goal) for goal in (target, limited) for each in lists), key=target.rate_plan)
     if target.minimises == "time" and target.budget < math.inf:
         starts = _shorten_within_budget(lists, starts, target, bound)
     rating = target.rate_plan(starts)
-    is_proven = not rating.excess and is_within(rating.value, bound)
+    is_proven = not rating.excess and is_within_limit(rating.value, bound)
     if not is_proven and len(starts) <= _MAX_SEARCHED:
         search = _ScheduleSearch(nodes, target, starts)
         for options in combinations:
-            search.search(options)
+            search.search_schedules(options)
         starts, rating = search.best, target.rate_plan(search.best)
         if search.is_complete and are_all:
             bound = rating.value
@@ -143,7 +143,7 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> J
         return None
     if target.minimises == "time":
         within = PlanTarget("cost", deadline=rating.value)
-        cheaper = [each.improve(within, starts) for each in lists if each.has_batches_of(starts)]
+        cheaper = [each.improve_plan(within, starts) for each in lists if each.has_batches_of(starts)]
         starts = min([starts, *cheaper], key=within.rate_plan)
     return JobsPlan(sorted(starts), bound)
 
@@ -162,7 +162,7 @@ def _shorten_within_budget(
     shortest, longest = bound, compute_makespan(starts)
     for _ in range(_BISECTIONS):
         cheapest_target = PlanTarget("cost", deadline=(shortest + longest) / 2)
-        cheaper = min((each.improve(cheapest_target) for each in lists), key=cheapest_target.rate_plan)
+        cheaper = min((each.improve_plan(cheapest_target) for each in lists), key=cheapest_target.rate_plan)
         if target.rate_plan(cheaper).is_better_than(target.rate_plan(starts)):
             starts, longest = cheaper, compute_makespan(cheaper)
         else:
@@ -196,7 +196,7 @@ def _compute_relaxed_minimum(
     totals: list[tuple[int, Floats, Floats]] = []
     multipliers = [np.zeros(1)]
     for job in jobs:
-        options = [option for batch in job.batches for option in batch if is_within(option.hours, longest)]
+        options = [option for batch in job.batches for option in batch if is_within_limit(option.hours, longest)]
         if not options:
             return math.inf
         points = np.array([(option.cost, option.nodes * option.hours) for option in options])
@@ -205,7 +205,7 @@ def _compute_relaxed_minimum(
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = (values[:, None] - values) / (others - others[:, None])
         multipliers.append(ratios[np.isfinite(ratios) & (ratios > 0)])
-    if not is_within(sum(count * others.min() for count, _, others in totals), limit):
+    if not is_within_limit(sum(count * others.min() for count, _, others in totals), limit):
         return math.inf
     if math.isinf(limit):
         return float(sum(count * values.min() for count, values, _ in totals))
@@ -237,7 +237,7 @@ def _is_dominated(options: Sequence[TrainingOption], others: Sequence[TrainingOp
 
 def _select_cheapest(job: JobTrainings) -> JobTrainings:
     least = min(option.cost for options in job.batches for option in options)
-    return _select_options(job, lambda option: is_within(option.cost, least))
+    return _select_options(job, lambda option: is_within_limit(option.cost, least))
 
 
 def _list_combinations(
@@ -281,7 +281,7 @@ class _ListSchedules:
         options = {option for job in self._jobs for option in job.options}
         return all(start.option in options for start in starts)
 
-    def improve(self, target: PlanTarget, starts: Sequence[ScheduledStart] | None = None) -> list[ScheduledStart]:
+    def improve_plan(self, target: PlanTarget, starts: Sequence[ScheduledStart] | None = None) -> list[ScheduledStart]:
         """Return the best plan that single changes of options lead to, from several initial choices of options.
 
         Args:
@@ -362,7 +362,8 @@ class _ListSchedules:
             if count
         ]
         schedules = (
-            schedule_in_order(sorted(counted, key=lambda entry: order(entry[0])), self._nodes) for order in _ORDERS
+            schedule_trainings_in_order(sorted(counted, key=lambda entry: order(entry[0])), self._nodes)
+            for order in _ORDERS
         )
         return min(schedules, key=target.rate_plan)
 
@@ -392,7 +393,7 @@ class _ScheduleSearch:
         self._rating = target.rate_plan(best)
         self._nodes, self._target, self._steps = nodes, target, _MAX_SEARCH_STEPS
 
-    def search(self, jobs: Sequence[JobOptions]) -> None:
+    def search_schedules(self, jobs: Sequence[JobOptions]) -> None:
         """Search the schedules of one combination of batches."""
         self._options = [(job, option) for job, (_, options) in enumerate(jobs) for option in reversed(options)]
         self._least = [
@@ -432,7 +433,7 @@ class _ScheduleSearch:
         if not self._can_be_better(now, running, remaining_counts, end, cost):
             return
         if not any(remaining_counts):
-            self.best, self._rating = list(self._path), self._target.rate(end, cost)
+            self.best, self._rating = list(self._path), self._target.make_rating(end, cost)
             return
         idle = self._nodes - sum(width for _, width in running)
         for index in range(first, len(self._options)):
@@ -461,5 +462,5 @@ class _ScheduleSearch:
                 end = max(end, now + hours)
                 node_hours += count * size
                 cost += count * price
-        rating = self._target.rate(max(end, now + node_hours / self._nodes), cost)
+        rating = self._target.make_rating(max(end, now + node_hours / self._nodes), cost)
         return rating._replace(other=0.0).is_better_than(self._rating._replace(other=0.0))

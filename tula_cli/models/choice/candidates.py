@@ -39,7 +39,7 @@ def compute_ratios(known_values: Sequence[int], at: Ints | Floats) -> Floats:
     return ratios
 
 
-def find_nearest(*distances: Floats) -> Ints:
+def find_nearest_columns(*distances: Floats) -> Ints:
     """Return for each row the column of the least distance, shape (n,); ties go to the next distance, then the first.
 
     Args:
@@ -207,7 +207,7 @@ class Candidates:
         """Return for each row the number of its configuration, from 0, which is the same on both markets."""
         return np.asarray(self.frame.groupby(["type", "nodes", "batch"]).ngroup(), dtype=np.int64)
 
-    def select(self, **values: Any) -> "Candidates":
+    def select_matching_rows(self, **values: Any) -> "Candidates":
         """Return the rows with the given values: `select(type="a100", market="spot")`."""
         selected = np.ones(len(self), dtype=bool)
         for name, value in values.items():
@@ -221,11 +221,11 @@ class Candidates:
             within &= limit.admits(self)
         return self.select_rows(within)
 
-    def prediction(self, index: int) -> Prediction:
+    def make_prediction(self, index: int) -> Prediction:
         """Return one row as a record."""
-        return self.select_rows([index]).predictions()[0]
+        return self.select_rows([index]).make_predictions()[0]
 
-    def predictions(self) -> tuple[Prediction, ...]:
+    def make_predictions(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
         stages: Any = [self.stages.build_records(row) for row in self["stages"].tolist()]
         return read_records(self.frame.assign(stages=stages), Prediction)
@@ -260,7 +260,7 @@ class Limit:
         """Return the row closest to the limit if none is within it; of several, the fastest."""
         values = candidates[self.column]
         distance = -values if self.option == "min_efficiency" else values
-        return candidates.prediction(int(np.lexsort((candidates["hours"], distance))[0]))
+        return candidates.make_prediction(int(np.lexsort((candidates["hours"], distance))[0]))
 
 
 def list_limits(query: Query) -> list[Limit]:

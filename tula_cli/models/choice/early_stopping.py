@@ -21,7 +21,7 @@ def select_best_values(values: Values, best: BestCheckpoint, *, epoch: int) -> d
     return metrics if best.metric == "auto" else {**metrics, "value": values[best.metric]}
 
 
-def is_better(values: Values, best_values: Mapping[str, float], best: BestCheckpoint) -> bool:
+def is_better_evaluation(values: Values, best_values: Mapping[str, float], best: BestCheckpoint) -> bool:
     """Return whether an evaluation is better than the kept one; True if `best_values` is empty.
 
     With metric auto, accuracies are compared, or losses if there are no classes.
@@ -36,7 +36,7 @@ def is_better(values: Values, best_values: Mapping[str, float], best: BestCheckp
     return values["top1"] > best_values["top1"]
 
 
-def describe_stop(values: Values, best_values: Mapping[str, float], train: Train, *, epoch: int) -> str:
+def describe_stop_reason(values: Values, best_values: Mapping[str, float], train: Train, *, epoch: int) -> str:
     """Return why a training stops here, in words; empty if it continues.
 
     Args:
@@ -49,7 +49,7 @@ def describe_stop(values: Values, best_values: Mapping[str, float], train: Train
         return ""
     if stopping.target is not None:
         best = train.best_checkpoint
-        value, target = values.get(best.metric, math.nan), convert_to_unit(best.metric, stopping.target)
+        value, target = values.get(best.metric, math.nan), convert_bound_to_unit(best.metric, stopping.target)
         if value <= target if best.is_lower_better else value >= target:
             bound = "at most" if best.is_lower_better else "at least"
             return f"{best.metric} is {format_number(value, 4)}, {bound} {format_number(target, 4)}"
@@ -60,7 +60,7 @@ def describe_stop(values: Values, best_values: Mapping[str, float], train: Train
     return ""
 
 
-def convert_to_unit(metric: str, bound: float) -> float:
+def convert_bound_to_unit(metric: str, bound: float) -> float:
     """Convert a bound to the metric's unit: for an accuracy, values up to 1 are shares, others percent."""
     return 100 * bound if metric in PERCENT_METRICS and bound <= 1 else bound
 

@@ -26,7 +26,7 @@ class Config(NamedTuple):
     nodes: int
     batch: int
 
-    def local_batch(self, gpus_per_node: int) -> int:
+    def compute_local_batch(self, gpus_per_node: int) -> int:
         """Return the samples per optimizer step on one GPU."""
         return self.batch // (self.nodes * gpus_per_node)
 

@@ -88,7 +88,7 @@ def find_shortest_makespan(options: Sequence[TrainingOption], *, trainings: int,
     return float(_divide_nodes(groups, nodes, trainings, np.maximum)[0][nodes][trainings])
 
 
-def plan_cheapest(
+def find_cheapest_plan(
     options: Sequence[TrainingOption], *, trainings: int, nodes: int, deadline: float = math.inf
 ) -> list[ScheduledStart] | None:
     """Return the plan of lowest cost that finishes `trainings` equal trainings within `deadline` hours, by start.
@@ -98,7 +98,7 @@ def plan_cheapest(
     Returns:
         None if no plan meets the deadline.
     """
-    in_time = [option for option in options if option.nodes <= nodes and is_within(option.hours, deadline)]
+    in_time = [option for option in options if option.nodes <= nodes and is_within_limit(option.hours, deadline)]
     if not in_time:
         return None
     least = min(option.cost for option in in_time)
@@ -115,7 +115,7 @@ def plan_cheapest(
         return None
     deadline *= 1 + RELATIVE_TOLERANCE
     plan = _CheapestPlan(options, trainings, nodes, decimals=_KEY_DIGITS - math.ceil(math.log10(deadline)))
-    costs = plan.divide_into_groups(nodes, deadline)[0][nodes]
+    costs = plan.divide_nodes_into_groups(nodes, deadline)[0][nodes]
     if not np.isfinite(costs[trainings]):
         return None
     return _schedule_earliest_starts(plan.list_starts(nodes, deadline, trainings), nodes)
@@ -146,12 +146,12 @@ def sum_costs(starts: Sequence[ScheduledStart]) -> float:
     return sum(start.option.cost for start in starts)
 
 
-def is_within(value: float, limit: float) -> bool:
+def is_within_limit(value: float, limit: float) -> bool:
     """Return whether a sum is within a limit, apart from rounding."""
     return value <= limit * (1 + RELATIVE_TOLERANCE)
 
 
-def plan_shortest(
+def find_shortest_plan(
     options: Sequence[TrainingOption],
     *,
     trainings: int,
@@ -167,19 +167,19 @@ def plan_shortest(
         None if no plan within the budget finishes within `deadline` hours.
     """
     too_short = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
-    if not is_within(too_short, deadline):
+    if not is_within_limit(too_short, deadline):
         return None
     for allowed in (too_short, deadline):
-        plan = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=allowed)
-        if plan is not None and is_within(sum_costs(plan), budget):
+        plan = find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=allowed)
+        if plan is not None and is_within_limit(sum_costs(plan), budget):
             break
     else:
         return None
     makespan = compute_makespan(plan)
     while makespan > too_short * (1 + _MAKESPAN_TOLERANCE):
         middle = (too_short + makespan) / 2
-        shorter = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=middle)
-        if shorter is not None and is_within(sum_costs(shorter), budget):
+        shorter = find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=middle)
+        if shorter is not None and is_within_limit(sum_costs(shorter), budget):
             plan, makespan = shorter, compute_makespan(shorter)
         else:
             too_short = middle
@@ -221,7 +221,7 @@ def _schedule_earliest_starts(starts: Sequence[ScheduledStart], nodes: int) -> l
     return sorted(early)
 
 
-def schedule_in_order(counted: Sequence[tuple[TrainingOption, int]], nodes: int) -> list[ScheduledStart]:
+def schedule_trainings_in_order(counted: Sequence[tuple[TrainingOption, int]], nodes: int) -> list[ScheduledStart]:
     """Start numbers of trainings as soon as enough nodes are idle; those that do not fit let later ones pass."""
     waiting = [(option, count) for option, count in counted if count]
     starts: list[ScheduledStart] = []
@@ -311,7 +311,7 @@ class _CheapestPlan:
         self._narrower = {width: [o for o in options if o.nodes < width] for width in self._options}
 
     @functools.cache  # noqa: B019 - the cached object lives as long as one plan
-    def divide_into_groups(self, nodes: int, hours: float, below: int | None = None) -> tuple[Floats, Ints, Ints]:
+    def divide_nodes_into_groups(self, nodes: int, hours: float, below: int | None = None) -> tuple[Floats, Ints, Ints]:
         """Divide nodes into groups smaller than `below` that finish within `hours`; values are costs."""
         widths = [width for width in self._options if width <= nodes and (below is None or width < below)]
         groups = {width: self._plan_group(width, hours)[0] for width in widths}
@@ -323,7 +323,7 @@ class _CheapestPlan:
         series = self._list_series(width, hours)
         costs = np.full((len(series), self._trainings + 1), np.inf)
         for index, last in enumerate(series):
-            before = self.divide_into_groups(width, self._compute_remaining_hours(hours, last), width)[0][width]
+            before = self.divide_nodes_into_groups(width, self._compute_remaining_hours(hours, last), width)[0][width]
             costs[index, len(last) :] = before[: len(before) - len(last)] + sum(option.cost for option in last)
         return costs.min(axis=0), costs.argmin(axis=0)
 
@@ -344,7 +344,7 @@ class _CheapestPlan:
         self, nodes: int, hours: float, trainings: int, below: int | None = None, begin: float = 0.0
     ) -> list[ScheduledStart]:
         """Return the trainings of the plan; a group runs its trainings without a pause."""
-        _, last, share = self.divide_into_groups(nodes, hours, below)
+        _, last, share = self.divide_nodes_into_groups(nodes, hours, below)
         starts: list[ScheduledStart] = []
         while trainings:
             width, count = int(last[nodes, trainings]), int(share[nodes, trainings])

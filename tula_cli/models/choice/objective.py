@@ -203,7 +203,7 @@ def choose_configuration(
     assert len(candidates), "choose among at least one configuration"
     quantity = get_quantity(objective, curve)
     if objective != "knee":
-        return _choose_lowest(candidates, quantity, among)
+        return _choose_lowest_value(candidates, quantity, among)
     return _choose_knee(candidates, quantity, unlimited)
 
 
@@ -284,20 +284,20 @@ def _get_value(row: Prediction, quantity: Quantity) -> float:
     return value
 
 
-def _choose_lowest(rows: Candidates, quantity: Quantity, among: str) -> Choice:
-    best = rows.prediction(int(_argsort_rows(rows, quantity)[0]))
+def _choose_lowest_value(rows: Candidates, quantity: Quantity, among: str) -> Choice:
+    best = rows.make_prediction(int(_argsort_rows(rows, quantity)[0]))
     ascending = np.lexsort((rows["batch"], rows["nodes"], rows[quantity.column]))[: 1 + _MAX_RUNNERS_UP]
-    others = [row for row in rows.select_rows(ascending).predictions() if row != best][:_MAX_RUNNERS_UP]
+    others = [row for row in rows.select_rows(ascending).make_predictions() if row != best][:_MAX_RUNNERS_UP]
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
     reason = f"the {quantity.lowest} {count}{_describe_noise_range(rows, quantity)}" if len(rows) > 1 else count
     alternative = describe_uncertain_alternative(best, rows, quantity)
-    reason += f"; {alternative}" * bool(alternative) + _name_equal_batches(best, rows, quantity)
+    reason += f"; {alternative}" * bool(alternative) + _describe_equal_batches(best, rows, quantity)
     return Choice(best, reason, tuple(others))
 
 
 def describe_uncertain_alternative(chosen: Prediction, rows: Candidates, quantity: Quantity) -> str:
     """Describe the configuration that is predicted to be better than the chosen one but is less certain; empty if none is."""
-    least = rows.prediction(int(np.lexsort((rows["batch"], rows["nodes"], rows[quantity.column]))[0]))
+    least = rows.make_prediction(int(np.lexsort((rows["batch"], rows["nodes"], rows[quantity.column]))[0]))
     value, least_value = _get_value(chosen, quantity), _get_value(least, quantity)
     if least_value >= value * (1 - _ROUNDING):
         return ""
@@ -320,7 +320,7 @@ def _describe_noise_range(rows: Candidates, quantity: Quantity) -> str:
 def _choose_knee(rows: Candidates, quantity: Quantity, unlimited: Candidates | None) -> Choice:
     """Choose the batch nearest to the knee of the curve without limits on time and cost, and its best configuration."""
     best = rows.select_rows(find_best_of_each_batch(rows, quantity))
-    line = best.predictions()
+    line = best.make_predictions()
     if unlimited is None:
         knee, reason = _find_knee_of_rows(rows, best, quantity)
     else:
@@ -329,19 +329,19 @@ def _choose_knee(rows: Candidates, quantity: Quantity, unlimited: Candidates | N
     chosen = min(line, key=lambda row: (abs(math.log2(row.batch / knee)), row.batch))
     if chosen.batch != knee:
         reason = f"the batch nearest to {knee} that is within the limits; without them, {knee} would be {reason}"
-    chosen = _find_undominated_at_batch(chosen, rows)
+    chosen = _find_undominated_configuration(chosen, rows)
     order = np.argsort(_argsort_rows(best, quantity))
     others = sorted(
         (index for index, row in enumerate(line) if row.batch != chosen.batch),
         key=lambda index: (abs(math.log2(line[index].batch / chosen.batch)), order[index]),
     )
-    reason += _name_equal_batches(chosen, rows, quantity)
+    reason += _describe_equal_batches(chosen, rows, quantity)
     return Choice(chosen, reason, tuple(line[index] for index in others[:_MAX_RUNNERS_UP]))
 
 
 def _find_knee_of_rows(rows: Candidates, best: Candidates, quantity: Quantity) -> tuple[int, str]:
     """Return the batch of the knee, or the smallest almost as good as the best if there is none, and the reason."""
-    line, values = best.predictions(), _fit_envelope(rows, best, quantity)
+    line, values = best.make_predictions(), _find_lowest_fitted_values(rows, best, quantity)
     batches = [row.batch for row in line]
     batch = find_knee(batches, values)
     if batch is None:
@@ -355,19 +355,19 @@ def _find_knee_of_rows(rows: Candidates, best: Candidates, quantity: Quantity) -
     return batch, reason
 
 
-def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Prediction:
+def _find_undominated_configuration(chosen: Prediction, rows: Candidates) -> Prediction:
     """Return the cheapest configuration of the chosen batch that is predicted to be no slower than the chosen one.
 
     The chosen one may only be more certain, which is no reason to pay more for the same batch. Intervals that are too
     wide to decide by do not count.
     """
     is_better = (rows["batch"] == chosen.batch) & (rows["hours"] <= chosen.hours) & (rows["cost"] < chosen.cost)
-    better = [rows.prediction(index) for index in np.flatnonzero(is_better).tolist()]
+    better = [rows.make_prediction(index) for index in np.flatnonzero(is_better).tolist()]
     certain = [row for row in better if not is_interval_too_wide(row.hours_low, row.hours_high)]
     return min(certain, key=lambda row: row.cost, default=chosen)
 
 
-def _fit_envelope(rows: Candidates, best: Candidates, quantity: Quantity) -> list[float]:
+def _find_lowest_fitted_values(rows: Candidates, best: Candidates, quantity: Quantity) -> list[float]:
     """Return the least fitted value at each batch: measured values contain a single job's noise, which moves a knee."""
     values = rows[quantity.column] * np.where(
         np.isnan(rows["step_fitted"]), 1.0, rows["step_fitted"] / rows["step_time"]
@@ -403,12 +403,12 @@ def _describe_gain(chosen: Prediction, line: Sequence[Prediction], quantity: Qua
     return f": {quantity.name} {before / here - 1:+.0%} at the next smaller batch, {after / here - 1:+.0%} at the next larger one"
 
 
-def _name_equal_batches(chosen: Prediction, rows: Candidates, quantity: Quantity) -> str:
+def _describe_equal_batches(chosen: Prediction, rows: Candidates, quantity: Quantity) -> str:
     """Name the neighbouring batches that cannot be distinguished from the chosen one.
 
     The resolution is one step of the batch.
     """
-    line = rows.select_rows(find_best_of_each_batch(rows, quantity)).predictions()
+    line = rows.select_rows(find_best_of_each_batch(rows, quantity)).make_predictions()
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]
     equal_rows = [row for row in smaller + larger if _are_equally_good(chosen, row, quantity)]

@@ -54,7 +54,7 @@ class ChangePointTest:
         self.least = MIN_LEVEL_VALUES
         self.values: deque[float] = deque(maxlen=HISTORY_LENGTH_RATIO * MAX_VALUES)
 
-    def add(self, value: float) -> tuple[int, int] | None:
+    def add_value(self, value: float) -> tuple[int, int] | None:
         """Add the next value; return the numbers of values at the new and the old level, or None without a change.
 
         Args:
@@ -147,13 +147,13 @@ class LevelDetector:
         self.samples: deque[StepSample] = deque(maxlen=HISTORY_LENGTH_RATIO * MAX_VALUES)
         self.unsettled = SETTLING_SAMPLES
 
-    def add(self, sample: StepSample) -> Level | None:
+    def add_sample(self, sample: StepSample) -> Level | None:
         """Add a sample; return a change of level if it reveals one."""
         if self.unsettled:
             self.unsettled -= 1
             return None
         self.samples.append(sample)
-        change = self.test.add(sample.parts.step)
+        change = self.test.add_value(sample.parts.step)
         if change is None:
             return None
         new, old = change
@@ -226,7 +226,7 @@ class StepTimeDrift:
         self._latest: bool | None = None  # whether the latest epoch was within the interval
         self._warnings = 0
 
-    def is_within(self, step_time: float | None) -> bool | None:
+    def is_within_prediction(self, step_time: float | None) -> bool | None:
         """Return whether a step time (seconds) is within the 90 % interval; None if either is unknown."""
         prediction = self.prediction
         if prediction is None or step_time is None or prediction.step_low is None or prediction.step_high is None:
@@ -240,7 +240,7 @@ class StepTimeDrift:
             step_time: seconds; None if too few steps were timed.
             epoch: the epoch that has ended.
         """
-        is_within, was_within = self.is_within(step_time), self._latest
+        is_within, was_within = self.is_within_prediction(step_time), self._latest
         self._latest = is_within
         if is_within is None or is_within is not was_within or is_within is self._settled:
             return None
@@ -293,7 +293,7 @@ class ScriptLevelDetector:
                 self._before = previous  # no step was done: keep the start of the interval
             return None
         step_parts = StepParts(step=seconds / steps, data=None, compute=None, sync=None)
-        return self.levels.add(StepSample(previous[1], previous[2], previous_beat.stepped_at, step_parts))
+        return self.levels.add_sample(StepSample(previous[1], previous[2], previous_beat.stepped_at, step_parts))
 
 
 # --- Changes in a training
@@ -316,7 +316,7 @@ def compute_median_step_parts(samples: Sequence[StepParts]) -> StepParts:
     )
 
 
-def describe_level_change(level: Level, task: TrainTask, seconds_left: Callable[[float], float | None]) -> StepChange:
+def make_step_change(level: Level, task: TrainTask, seconds_left: Callable[[float], float | None]) -> StepChange:
     """Return the record of a step-time change: its parts before and after, remaining time and extra cost.
 
     Args:

@@ -42,7 +42,7 @@ def fit_step_time_and_find_stragglers(
 
 def choose_priors_of_job(spec: JobSpec, measured: Iterable[Measured]) -> Priors:
     """Return the priors of a job, from its settings and the gradient sizes that its probes measured."""
-    sharded = spec.train.sharded
+    sharded = spec.train.is_sharded
     return choose_priors(gradient_bytes=find_gradient_bytes(measured, sharded=sharded), sharded=sharded)
 
 

@@ -454,7 +454,7 @@ class OverlapFit:
     def predict(self, points: ConfigurationPoints) -> tuple[Floats, Floats]:
         """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
         at = self.frame.compute_features(points)
-        values, whitened = self._whiten(at)
+        values, whitened = self._whiten_points(at)
         by_z = self._compute_remaining_derivatives(values, whitened)
         variance = np.einsum("ij,jk,ik->i", by_z, self.fitted.covariance, by_z)
         variance += values.by_compute**2 * self.frame.u.compute_unseen_variance(at.u)
@@ -467,7 +467,7 @@ class OverlapFit:
     def predict_jointly(self, points: ConfigurationPoints) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
         at = self.frame.compute_features(points)
-        values, whitened = self._whiten(at)
+        values, whitened = self._whiten_points(at)
         by_z, rows = self._compute_remaining_derivatives(values, whitened), _make_step_rows(at, values)
         covariance = by_z @ self.fitted.covariance @ by_z.T
         u = self.frame.u.compute_unseen_covariance(np.log(points.local_batch))
@@ -477,7 +477,7 @@ class OverlapFit:
         covariance += rows.compute_covariance(rows, self.frame.priors) - whitened.T @ whitened
         return values.log_step + whitened.T @ self.fitted.residuals, covariance
 
-    def _whiten(self, at: FeaturePoints) -> tuple[ModelEvaluation, Floats]:
+    def _whiten_points(self, at: FeaturePoints) -> tuple[ModelEvaluation, Floats]:
         """Return the model at points, and its local residuals' whitened covariance with the probes, shape (rows, n)."""
         values, spread = evaluate_model(self.fitted.z, at), self.fitted.spread
         return values, spread.whitener @ spread.rows.compute_covariance(_make_step_rows(at, values), self.frame.priors)
@@ -618,7 +618,7 @@ class _LinearisedFit:
     spread: _Spread
 
     @classmethod
-    def evaluate_at(cls, z: Floats, data: _FitData, spread: _Spread) -> "_LinearisedFit":
+    def linearise_at(cls, z: Floats, data: _FitData, spread: _Spread) -> "_LinearisedFit":
         return cls(z, *data.compute_residuals(evaluate_model(z, data.at)), spread)
 
     @cached_property
@@ -691,9 +691,9 @@ def _list_starting_points(z: Floats, data: _FitData) -> list[Floats]:
 
 def _maximize_posterior(start: Floats, data: _FitData, spread: _Spread) -> _LinearisedFit:
     """Find the most probable coordinates by damped Gauss-Newton steps."""
-    fitted, damping = _LinearisedFit.evaluate_at(start, data, spread), 1e-2
+    fitted, damping = _LinearisedFit.linearise_at(start, data, spread), 1e-2
     for _ in range(_MAX_ITERATIONS):
-        trial = _LinearisedFit.evaluate_at(fitted.compute_gauss_newton_step(damping), data, spread)
+        trial = _LinearisedFit.linearise_at(fitted.compute_gauss_newton_step(damping), data, spread)
         if trial.minus_2_log_posterior < fitted.minus_2_log_posterior:
             gained, fitted = fitted.minus_2_log_posterior - trial.minus_2_log_posterior, trial
             damping = max(damping / 5, 1e-9)
@@ -850,14 +850,14 @@ class Estimates:
     high: Floats
     fitted: Floats  # predictions of the model where `seconds` is measured; else nan
 
-    def at(self, index: int) -> Estimate:
+    def get_estimate(self, index: int) -> Estimate:
         """Return the estimate at one of the configurations."""
         low, high, fitted = (
             None if math.isnan(column[index]) else float(column[index]) for column in (self.low, self.high, self.fitted)
         )
         return Estimate(float(self.seconds[index]), low, high, fitted)
 
-    def set_measured(self, index: int, measured: Estimate) -> None:
+    def set_measured_estimate(self, index: int, measured: Estimate) -> None:
         """Put the estimate by measurements in place of that by the model, in the arrays themselves."""
         self.fitted[index] = self.seconds[index]
         for column, value in ((self.seconds, measured.seconds), (self.low, measured.low), (self.high, measured.high)):
@@ -870,7 +870,7 @@ class Estimates:
         )
 
 
-def estimate_measured(step_times: Sequence[float], repeats: float) -> Estimate:
+def estimate_measured_step_time(step_times: Sequence[float], repeats: float) -> Estimate:
     """Return the estimate for a configuration that was measured.
 
     The interval is that of one more block of steps, in another job on the same cluster.
@@ -968,7 +968,7 @@ class StepTimeFit:
             return "only one local batch was measured, so the step time at other local batches is unknown"
         return ""
 
-    def find_unpredictable(self, nodes: Ints, gpus_per_node: int, local_batch: Ints) -> Flags:
+    def flag_unpredictable_configurations(self, nodes: Ints, gpus_per_node: int, local_batch: Ints) -> Flags:
         """Return which of many configurations cannot be predicted, shape (n,)."""
         refused_nodes = [
             count for count in np.unique(nodes).tolist() if self._describe_why_nodes_unpredictable(count, gpus_per_node)
@@ -997,9 +997,9 @@ class StepTimeFit:
 
     def predict(self, nodes: int, gpus_per_node: int, local_batch: int) -> Estimate:
         """Return the time of one optimizer step with its 90 % prediction interval; `describe_why_unpredictable` is not checked."""
-        return self.predict_all([nodes], [gpus_per_node], [local_batch]).at(0)
+        return self.predict_step_times([nodes], [gpus_per_node], [local_batch]).get_estimate(0)
 
-    def predict_all(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Estimates:
+    def predict_step_times(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Estimates:
         """Return the step times at many configurations, with their intervals; `describe_why_unpredictable` is not checked."""
         columns = [np.asarray(column, dtype=float) for column in (nodes, gpus_per_node, local_batch)]
         blocks = range(0, max(1, len(columns[0])), _CONFIGURATIONS_PER_CHUNK)
@@ -1023,7 +1023,7 @@ class StepTimeFit:
         """
         return self.model.compute_measurement_noise(self.make_points(nodes, gpus_per_node, local_batch))
 
-    def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
+    def compute_time_without_sync(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
         """Return the seconds of a step without synchronisation; `describe_why_unpredictable` is not checked."""
         return float(self.model.compute_parts(self.make_points([nodes], [gpus_per_node], [local_batch]))[1][0])
 

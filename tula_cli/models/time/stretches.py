@@ -22,7 +22,13 @@ from tula_cli.models.time.noise import (
     compute_standard_error,
     compute_trimmed_mean,
 )
-from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, STUDENT_T_95, Estimate, Observation, estimate_measured
+from tula_cli.models.time.step_time import (
+    DEFAULT_REPEAT_SD,
+    STUDENT_T_95,
+    Estimate,
+    Observation,
+    estimate_measured_step_time,
+)
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import TrainTask
 
@@ -142,7 +148,7 @@ def estimate_from_measurements(
 
     Trainings take precedence over the probe, because they ran longer and are what is predicted. They are weighted by
     their precision. If they or the probe differ from the mean by more than their noise explains, its uncertainty is
-    increased accordingly (Birge 1932). A probe alone gives `estimate_measured`; None without any measurement.
+    increased accordingly (Birge 1932). A probe alone gives `estimate_measured_step_time`; None without any measurement.
 
     Args:
         probe: its step times; None if there is none.
@@ -150,7 +156,7 @@ def estimate_from_measurements(
         repeats: standard deviation of one job from the mean of all jobs, as a share.
     """
     if not trained:
-        return None if probe is None else estimate_measured(probe, repeats)
+        return None if probe is None else estimate_measured_step_time(probe, repeats)
     between = repeats**2
     estimates = [
         (compute_trimmed_mean(steps.step_times), max(0.0, steps.noise**2 - DEFAULT_REPEAT_SD**2)) for steps in trained

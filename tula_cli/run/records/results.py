@@ -29,7 +29,7 @@ class Variant(Record):
     gpus: int | None = None  # GPUs per node, one of search.gpus_per_node; None: all GPUs of a node
     in_addition: Literal["gpus", "length"] | None = None
     """Why it is measured in addition to the job's own settings; "gpus": with fewer GPUs per node
-    (`JobSpec.measured_with_fewer_gpus`); "length": at another text length, by an earlier version."""
+    (`JobSpec.is_supplement_with_fewer_gpus`); "length": at another text length, by an earlier version."""
     runs: tuple[str, ...] = ()  # names of the runs of all variants of the job
     chosen: str = ""  # name of the run with the recommended configuration; empty without a recommendation
 

@@ -29,7 +29,7 @@ from tula_cli.services.plans import sum_hours
 from tula_cli.services.status import JobStatus
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import Script
-from tula_cli.words import describe_method_label, format_count, format_duration, format_number
+from tula_cli.words import format_count, format_duration, format_method_label, format_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -144,7 +144,7 @@ class CompareReport:
         """Return the answer and a row per method and batch, for a notebook."""
         rows = [
             (
-                describe_method_label(row.method, reference=row.reference),
+                format_method_label(row.method, reference=row.reference),
                 str(row.batch),
                 str(row.seeds),
                 *(format_mean_and_deviation(row.get_statistics(name)) for name in self.columns),
@@ -219,10 +219,12 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
     metric = columns[0]
     full = [report for report in cells if not report.cell.short]
     short = [report for report in cells if report.cell.short]
-    rows = [_mark_dropped(row, comparison_state.reasons) for row in _compare_with_reference(_group_rows(full), metric)]
+    rows = [
+        _mark_dropped_row(row, comparison_state.reasons) for row in _compare_with_reference(_group_rows(full), metric)
+    ]
     second = {(row.method, row.batch) for row in rows}
     first_round = [
-        row if (row.method, row.batch) in second else _mark_dropped(row, comparison_state.reasons)
+        row if (row.method, row.batch) in second else _mark_dropped_row(row, comparison_state.reasons)
         for row in _group_rows(short)
     ]
     table = CompareReport(
@@ -242,7 +244,7 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
     return dataclasses.replace(table, answer=describe_best_row(table, spec.script))
 
 
-def _mark_dropped(row: ComparisonRow, reasons: Mapping[tuple[str, int], str]) -> ComparisonRow:
+def _mark_dropped_row(row: ComparisonRow, reasons: Mapping[tuple[str, int], str]) -> ComparisonRow:
     return dataclasses.replace(row, dropped=reasons.get((row.method, row.batch), ""))
 
 

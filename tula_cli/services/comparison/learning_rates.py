@@ -20,7 +20,7 @@ from tula_cli.run.frames import make_frame, render_html
 from tula_cli.run.records.results import JobFile, RateBranch, RateSearch
 from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.services import compare, messages, resume_test, train
-from tula_cli.services.evaluate import make_error_of_job
+from tula_cli.services.evaluate import make_job_error
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, Work
 from tula_cli.services.plans import LearningRateSearchPlan
 from tula_cli.services.waiting import DetachedJobs, Submission, describe_exceeded_cap, explain_interruption
@@ -121,7 +121,7 @@ def prepare_rate_search(
     yield from map(WarningEvent, training.code.warnings)
     size, save_every = size_and_interval or (train.find_dataset_size(run, inspect), 0)
     others = rate_search.list_other_batches(spec, batch, divisor=divisor, dataset_size=size) if near_batches else ()
-    plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
+    plan = rate_search.plan_rate_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
     if plan.share > EXPENSIVE_SHARE:
         yield WarningEvent(messages.expensive_rate_search(share=plan.share, samples=plan.length, steps=MIN_STEPS))
     signature = compute_train_signature(  # the same for all rules of the learning rate
@@ -140,7 +140,7 @@ def prepare_rate_search(
         save_every=save_every,
     )
     hours = training.prediction.hours if training.prediction is not None else None
-    arms = tuple(rate_search.list_arms(spec, batch))
+    arms = tuple(rate_search.list_rate_arms(spec, batch))
     starts = 0 if spec.script is None else plan.branches + 1
     seconds = max((probe.overheads.startup for probe in run.read_measured()), default=0.0)
     return LearningRateSearchPlan(run, task, plan, arms, training.code, hours, training.price, starts * seconds / 3600)
@@ -215,7 +215,7 @@ def run_rate_search(search: LearningRateSearchPlan, submission: Submission) -> W
     run, task = search.run, search.task
     if _is_search_complete(run, task):
         yield Note("this search has already finished")
-        return read_report(search, submission.find_settings_origin(run))
+        return read_search_report(search, submission.find_settings_origin(run))
     launcher = submission.launcher_for(run.spec)
     unfinished = list_unfinished_jobs(run, launcher, [task.job])
     if not unfinished:
@@ -232,10 +232,10 @@ def run_rate_search(search: LearningRateSearchPlan, submission: Submission) -> W
         with lock_submission(run):
             submit_missing(run, launcher, [task], search.code)
         list_branches = _NewBranches(search).list_notes
-        outcome = yield from submission.wait_or_detach(run, launcher, [task.job], unfinished, list_branches)
+        outcome = yield from submission.wait_for_jobs_or_detach(run, launcher, [task.job], unfinished, list_branches)
     if isinstance(outcome, DetachedJobs):
         return outcome
-    return read_report(search, submission.find_settings_origin(run))
+    return read_search_report(search, submission.find_settings_origin(run))
 
 
 def _list_finished_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:
@@ -279,7 +279,7 @@ def _is_search_complete(run: RunDir, task: RateSearchTask) -> bool:
     return record is not None and (record.finished or _find_batch_too_large(run, task) is not None)
 
 
-def read_report(search: LearningRateSearchPlan, file: JobFile | None = None) -> LearningRateReport:
+def read_search_report(search: LearningRateSearchPlan, file: JobFile | None = None) -> LearningRateReport:
     """Return the result of a search.
 
     Raises:
@@ -299,17 +299,23 @@ def read_report(search: LearningRateSearchPlan, file: JobFile | None = None) -> 
             ),
         )
     if record is None or not _is_search_complete(run, task):
-        raise make_error_of_job(run, task, "the search for a learning rate")
+        raise make_job_error(run, task, "the search for a learning rate")
     batch, reference = task.batches[0], record.reference_batch
-    chosen = rate_search.choose_rate([branch for branch in record.branches if branch.batch == batch], record.start_loss)
+    chosen = rate_search.find_branch_with_highest_rate(
+        [branch for branch in record.branches if branch.batch == batch], record.start_loss
+    )
     if chosen is None:
         raise Diverged(
             f"all learning rates diverged at batch {batch}, even the one that was tuned for batch {reference}",
             f"lower {rate_search.get_reference_keys(run.spec)[1]}, or use a smaller batch",
         )
-    overrides = tuple(rate_search.list_overrides(run.spec, chosen.rule))
+    overrides = tuple(rate_search.list_rule_overrides(run.spec, chosen.rule))
     branches_of_rule = [branch for branch in record.branches if branch.rule == chosen.rule]
-    largest = rate_search.choose_batch(branches_of_rule, record.start_loss) if len(task.batches) > 1 else None
+    largest = (
+        rate_search.find_branch_with_largest_batch(branches_of_rule, record.start_loss)
+        if len(task.batches) > 1
+        else None
+    )
     lowest = min(branch.loss for branch in record.branches if branch.batch == batch and branch.loss is not None)
     times = "the learning rate" if chosen.factor == 1 else f"{chosen.factor:.3g} times the learning rate"
     return LearningRateReport(

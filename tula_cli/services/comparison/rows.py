@@ -58,7 +58,7 @@ def choose_default_seeds(spec: JobSpec) -> int:
     return DEFAULT_SEEDS if "seed" in get_workload(spec).settings else 1
 
 
-def scale_lr_of_script(section: Mapping[str, Any], script: Script, *, factor: float) -> dict[str, Any]:
+def scale_script_lr(section: Mapping[str, Any], script: Script, *, factor: float) -> dict[str, Any]:
     """Return section `script` with the learning rate multiplied by `factor`.
 
     Raises:
@@ -109,7 +109,7 @@ class Variant:
     def training_method(self) -> TrainingMethod:
         return get_training_method(self.method)
 
-    def content(self, content: Mapping[str, Any]) -> dict[str, Any]:
+    def apply_settings(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a job with the row's settings."""
         merged = {name: dict(section) if isinstance(section, Mapping) else section for name, section in content.items()}
         apply_overrides(merged, self.settings, {})

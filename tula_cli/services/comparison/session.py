@@ -135,7 +135,7 @@ def load_comparison(runs: Sequence[Run], *, node_type: str | None) -> tuple[Run,
 
 def read_comparison_result(run: Run, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
     """Return the current table."""
-    run_status = status.get_run_status(run, launcher, now=time.time())
+    run_status = status.read_run_status(run, launcher, now=time.time())
     return ComparisonResult(
         accuracy.build_compare_report(run, comparison, jobs=run_status.jobs), run_status.has_active_jobs()
     )

@@ -15,10 +15,10 @@ from tula_cli.run.records.results import Cell
 from tula_cli.services import status, train, waiting
 from tula_cli.services.compare import (
     UNFINISHED_END_STATES,
+    cache_first_inspection,
     compute_mean_hours_by_row,
     estimate_hours,
-    inspect_once,
-    is_cell_ended,
+    has_cell_ended,
     plan_cell,
 )
 from tula_cli.services.comparison import rounds
@@ -50,7 +50,7 @@ def submit_cell(run: Run, cell: Cell, launcher: Launcher, *, inspect: Inspect) -
 
 def submit_cells(run: Run, plan: ComparePlan, launcher: Launcher, *, inspect: Inspect) -> list[str]:
     """Submit all missing trainings, most useful first, and return the job ids; the scheduler runs them in parallel."""
-    inspect = inspect_once(inspect)
+    inspect = cache_first_inspection(inspect)
     return [submit_cell(run, cell, launcher, inspect=inspect) for cell in plan.missing]
 
 
@@ -70,7 +70,7 @@ def train_cells_one_by_one(
     Raises:
         JobFailed: the first trainings have all failed.
     """
-    inspect = inspect_once(inspect)
+    inspect = cache_first_inspection(inspect)
     missing, failed, attempted = list(plan.missing), 0, set[str]()
     ended_before = len(plan.state.wanted) - len(missing)
     while missing:
@@ -112,7 +112,7 @@ def train_cells_one_by_one(
 
 def update_plan(run: Run, plan: ComparePlan, attempted: Collection[str]) -> ComparePlan:
     """Return the plan updated with the trainings that have ended since, without those that this call has tried."""
-    unfinished = [cell for cell in plan.comparison.cells if not is_cell_ended(run, cell)]
+    unfinished = [cell for cell in plan.comparison.cells if not has_cell_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(attempted)
     comparison_state = rounds.compute_comparison_state(
         run, plan.comparison, plan.spec, failed=failed, hours=_reestimate_hours(run, plan)
@@ -174,7 +174,7 @@ def wait_for_cells(
             job for job in jobs if job in states and states[job].state not in unfinished and job not in ended_jobs
         ]
         running = sum(job.state == "running" for job in states.values())
-        finished = sum(is_cell_ended(run, cell) for cell in plan.state.wanted)
+        finished = sum(has_cell_ended(run, cell) for cell in plan.state.wanted)
         failed = sum(job.state in UNFINISHED_END_STATES for job in states.values())
         for job in newly_ended:
             ended_jobs.add(job)

@@ -67,7 +67,7 @@ def find_training_command(
         raise SpecError(
             f"{text.strip()!r} is not a command: {str(error).lower()}", "put the whole command in quotes"
         ) from None
-    return _TrainingCommandFinder(typed, keeps_setup).read(list(_split_pipelines(commands)))
+    return _TrainingCommandFinder(typed, keeps_setup).read_pipelines(list(_split_pipelines(commands)))
 
 
 @dataclass
@@ -79,7 +79,7 @@ class _TrainingCommandFinder:
     left_out: list[str] = field(default_factory=list)
     rendezvous: list[str] = field(default_factory=list)  # names of variables with the address of the rendezvous
 
-    def read(self, pipelines: Sequence[_Pipeline]) -> TrainingCommand:
+    def read_pipelines(self, pipelines: Sequence[_Pipeline]) -> TrainingCommand:
         programs = [pipeline for pipeline in pipelines if self._is_program(pipeline)]
         training = self._find_training(programs)
         for pipeline in pipelines:
@@ -89,8 +89,8 @@ class _TrainingCommandFinder:
                 # After the training command, so not part of the setup.
                 self.left_out.append(self._get_raw_text(pipeline))
             else:
-                self._record_preceding(pipeline)
-        self._check_alone(training)
+                self._record_preceding_command(pipeline)
+        self._reject_connected_commands(training)
         for name, word in training[0].assignments:
             if name in RENDEZVOUS_VARIABLES:
                 self.left_out.append(f"{name}={word.text}: tula sets it")
@@ -132,7 +132,7 @@ class _TrainingCommandFinder:
         may_be = (
             bool(words)
             and words[0].name not in (*_OUTPUT_COMMANDS, *_SETUP_COMMANDS)
-            and (_is_likely(pipeline) or not self.keeps_setup)
+            and (_is_likely_training(pipeline) or not self.keeps_setup)
         )
         is_program = may_be or is_program_start(words)
         is_piped = any(is_program_start(command.program) for command in pipeline[1:])
@@ -142,7 +142,7 @@ class _TrainingCommandFinder:
         if not programs:
             what = "no command starts a program" if self.text.strip() else "the command is empty"
             raise SpecError(what, "give the complete command with which you start the training today")
-        likely = [each for each in programs if _is_likely(each)] if self.keeps_setup else programs
+        likely = [each for each in programs if _is_likely_training(each)] if self.keeps_setup else programs
         if len(programs) > 1 and len(likely) != 1:
             lines = "; ".join(f"{self._describe_line(each)}{_shorten_words(each[0].words)!r}" for each in programs)
             raise SpecError(
@@ -151,20 +151,20 @@ class _TrainingCommandFinder:
             )
         return likely[0] if likely else programs[0]
 
-    def _record_preceding(self, pipeline: _Pipeline) -> None:
+    def _record_preceding_command(self, pipeline: _Pipeline) -> None:
         """Record a command before the training as set-up, as environment, or as left out."""
         first, raw = pipeline[0], self._get_raw_text(pipeline)
         name = first.program[0].name if first.program else ""
         writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)
         if name in ("cd", "pushd"):
-            self._record_folder(pipeline)
+            self._record_working_directory(pipeline)
         elif not first.words or (name in _OUTPUT_COMMANDS and not writes_file):
             self.left_out.append(raw)
         elif not name and self._is_rendezvous(first, raw):
             self.rendezvous += [variable for variable, _ in first.assignments]
             self.left_out.append(f"{raw}: tula sets it")
         elif not name and not self.keeps_setup:
-            for variable, word in first.assignments if first.exported else ():
+            for variable, word in first.assignments if first.is_exported else ():
                 reject_unexpanded_word(word)
                 self.environment[variable] = word.text
         elif not self.keeps_setup:
@@ -187,7 +187,7 @@ class _TrainingCommandFinder:
             _RENDEZVOUS_PATTERN.search(raw) or RENDEZVOUS_VARIABLES & {name for name, _ in command.assignments}
         )
 
-    def _record_folder(self, pipeline: _Pipeline) -> None:
+    def _record_working_directory(self, pipeline: _Pipeline) -> None:
         words = pipeline[0].program
         target = words[1] if len(words) > 1 else ShellWord("", "")
         is_here = not target.unknown and Path(target.text or Path.home()).resolve() == Path.cwd()
@@ -198,7 +198,7 @@ class _TrainingCommandFinder:
             )
         self.left_out.append(_shorten_words(words))
 
-    def _check_alone(self, pipeline: _Pipeline) -> None:
+    def _reject_connected_commands(self, pipeline: _Pipeline) -> None:
         """Reject parts around a command that cannot be left out: its input, a filter after it, an alternative to it."""
         first = pipeline[0]
         words_outside = list(first.redirections)
@@ -272,7 +272,7 @@ def _split_pipelines(commands: Sequence[Command]) -> Iterator[_Pipeline]:
             pipeline = []
 
 
-def _is_likely(pipeline: _Pipeline) -> bool:
+def _is_likely_training(pipeline: _Pipeline) -> bool:
     words = pipeline[0].program
     return has_launcher(words) or any(MAY_BE_BATCH.search(word.text) for word in words)
 

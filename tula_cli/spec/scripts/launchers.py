@@ -11,10 +11,10 @@ from tula_cli.spec.scripts.placeholders import PYTHON_PATTERN, RANK_VARIABLES, S
 from tula_cli.spec.scripts.shell import (
     Option,
     ShellWord,
-    fill_options,
-    fill_placeholders,
     is_option,
+    make_placeholder_word,
     read_options,
+    replace_option_values,
     split_commands,
 )
 from tula_cli.spec.yaml_text import parse_yaml, read_text_file
@@ -290,7 +290,7 @@ def parse_count_option(option: Option | None, key: str, known_facts: KnownFacts,
     means_all_gpus = option is None or option.value.text in ("gpu", "cuda", "auto", "-1")
     if key == PROCESSES_QUESTION and known_facts.gpus and means_all_gpus:
         return known_facts.gpus
-    written = option.written if option else missing
+    written = option.text if option else missing
     flag = re.split(r"[ =]", written.removeprefix("srun's "))[0]
     separator = "=" if "=" in written and " " not in written else " "
     raise UnknownFact(
@@ -309,7 +309,7 @@ def _parse_number(option: Option | None) -> int | None:
     return len(re.findall(r"\d+", text)) if re.fullmatch(r"\[?\d+(,\d+)+,?\]?|\[\d+\]", text) else None
 
 
-def _ask_processes(what: str, hint: str, known_facts: KnownFacts) -> int:
+def _ask_for_processes(what: str, hint: str, known_facts: KnownFacts) -> int:
     if (answer := known_facts.parse_answer(PROCESSES_QUESTION)) is not None:
         return answer
     question = f"how many {PROCESSES_QUESTION} does the program start by itself ({what})?"
@@ -337,7 +337,7 @@ def _set_process_counts(
     launch: Launch, launcher: str, machines: int, processes: int, nodes: Option | None, each: Option | None
 ) -> Launch:
     given = ((nodes, format_count(machines)), (each, make_per_node_words(processes)))
-    sources = tuple((option.written, words) for option, words in given if option)
+    sources = tuple((option.text, words) for option, words in given if option)
     return replace(launch, launcher=launcher, nodes=machines, per_node=processes, sources=sources)
 
 
@@ -372,18 +372,18 @@ def _parse_launch(
     if launcher is _ACCELERATE:
         launcher_words = {*_ACCELERATE_OPTIONS.replace("--", "").split(), "multi_gpu"}
         others = [word for option in options if option.meaning not in launcher_words for word in option.words]
-        program = (*start, *map(fill_placeholders, _ACCELERATE_OPTIONS.split()), *others, remaining_words[0])
+        program = (*start, *map(make_placeholder_word, _ACCELERATE_OPTIONS.split()), *others, remaining_words[0])
         launch = Launch(program, tuple(remaining_words[1:]), "node")
         return _set_process_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
         machines = max(1, parse_count_option(total, PROCESSES_QUESTION, known_facts) // processes) if total else 1
         # Composer's scripts may need NODE_RANK, which torchrun does not set.
-        start = (ShellWord("env", "env"), fill_placeholders("NODE_RANK={node_rank}"), *start)
+        start = (ShellWord("env", "env"), make_placeholder_word("NODE_RANK={node_rank}"), *start)
     module = [ShellWord("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
     program = (*(() if given.keys() & {"no_python"} else start), *module, remaining_words[0])
     hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
     flag = _find_local_rank_flag(known_facts.folder / remaining_words[0].text) if hands_on else ""
-    rank_option = (fill_placeholders(f"{flag}={{local_rank}}"),) if flag else ()
+    rank_option = (make_placeholder_word(f"{flag}={{local_rank}}"),) if flag else ()
     return _set_process_counts(
         Launch(program, (*rank_option, *remaining_words[1:])), launcher.name, machines, processes, nodes, each
     )
@@ -481,7 +481,7 @@ def _parse_srun_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> L
         raise SpecError("the command has a launcher but no script", _COMPLETE_COMMAND_HINT)
     if container := next((name for name in options if name.startswith("container")), ""):
         raise SpecError(
-            f"srun's {options[container].written} cannot be used: it would also run tula's own process (the supervisor) in the container, where tula is not installed",
+            f"srun's {options[container].text} cannot be used: it would also run tula's own process (the supervisor) in the container, where tula is not installed",
             "start the container in the command, for example: apptainer exec image.sif python train.py",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
@@ -562,10 +562,10 @@ def _make_launch_without_launcher(launch: Launch, known_facts: KnownFacts, *, is
         each = parse_count_option(several_gpus_option, PROCESSES_QUESTION, known_facts)
     elif not is_script:
         first_words = " ".join(word.raw for word in [*launch.program, *launch.arguments][:2])
-        each = _ask_processes(first_words, _INNER_COMMAND_HINT, known_facts)
+        each = _ask_for_processes(first_words, _INNER_COMMAND_HINT, known_facts)
     elif several_gpus_option or flag:
-        written = several_gpus_option.written if several_gpus_option else flag
-        each = _ask_processes(written, _PROCESS_COUNT_HINT, known_facts)
+        written = several_gpus_option.text if several_gpus_option else flag
+        each = _ask_for_processes(written, _PROCESS_COUNT_HINT, known_facts)
     else:
         return launch
     return _set_process_counts(
@@ -591,19 +591,19 @@ def _make_lightning_launch(launch: Launch, options: Mapping[str, Option], known_
     devices, nodes = options.get("devices") or options.get("gpus"), options.get("num_nodes")
     processes = parse_count_option(devices, PROCESSES_QUESTION, known_facts, missing="--trainer.devices")
     machines = parse_count_option(nodes, NODES_QUESTION, known_facts) if nodes else 1
-    arguments = fill_options(launch.arguments, [(devices, "{gpus_per_node}"), (nodes, "{nodes}")])
+    arguments = replace_option_values(launch.arguments, [(devices, "{gpus_per_node}"), (nodes, "{nodes}")])
     if nodes is None and devices is not None and devices.path[:-1]:
         path = ".".join(devices.path[:-1])
         is_flag = devices.flag.startswith("--")
         arguments += map(
-            fill_placeholders, [f"--{path}.num_nodes", "{nodes}"] if is_flag else [f"++{path}.num_nodes={{nodes}}"]
+            make_placeholder_word, [f"--{path}.num_nodes", "{nodes}"] if is_flag else [f"++{path}.num_nodes={{nodes}}"]
         )
     is_python = bool(PYTHON_PATTERN.fullmatch(launch.program[0].name))
     size = 2 if [word.text for word in launch.program[-2:-1]] == ["-m"] else 1
     script = launch.program[-size:]
     start = launch.program[:-size] if is_python else (ShellWord("python", "python"),)
     bare = () if is_python or script[0].text.endswith(".py") else (ShellWord("--no-python", ""),)
-    program = (*start, *map(fill_placeholders, _TORCHRUN_COMMAND.split()), *bare, *script)
+    program = (*start, *map(make_placeholder_word, _TORCHRUN_COMMAND.split()), *bare, *script)
     launch = replace(launch, program=program, arguments=tuple(arguments), launch="node")
     return _set_process_counts(launch, "lightning", machines, processes, nodes, devices)
 

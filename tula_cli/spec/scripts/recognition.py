@@ -11,7 +11,7 @@ from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.command_text import TrainingCommand, find_training_command, reject_unexpanded_word
 from tula_cli.spec.scripts.launchers import KnownFacts, Launch, UnknownFact, find_launcher, make_per_node_words
 from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, PLACEHOLDERS, find_placeholders
-from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, ShellWord, fill_options, read_options
+from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, ShellWord, read_options, replace_option_values
 from tula_cli.words import format_count, parse_number
 
 _DEVICE = r"(?:gpu|device|rank|replica|proc(?:ess)?)"
@@ -123,7 +123,7 @@ def recognise_command(command: TrainingCommand, known: KnownFacts) -> Recognised
     launch = find_launcher(command.words, replace(known, gpus=len(devices) or known.gpus))
     environment = [f"{name}={value}" for name, value in command.environment.items()]
     reader = _OptionReplacer(launch, known, len(environment))
-    arguments = reader.read_words([*(ShellWord(text, text) for text in environment), *launch.arguments])
+    arguments = reader.replace_options([*(ShellWord(text, text) for text in environment), *launch.arguments])
     words = [*arguments[: len(environment)], *launch.program, *arguments[len(environment) :]]
     if environment:  # program env instead of the shell's assignments, because there is no shell
         words = [ShellWord("env", "env"), *words]
@@ -159,14 +159,14 @@ class _OptionReplacer:
     def ranks(self) -> int:
         return (self.launch.per_node or 1) * self.launch.nodes
 
-    def read_words(self, words: Sequence[ShellWord]) -> list[ShellWord]:
+    def replace_options(self, words: Sequence[ShellWord]) -> list[ShellWord]:
         """Return the words with placeholders, and without an option that resumes from a checkpoint."""
         options = [option for option in read_options(words) if not option.value.filled]
-        given = {_find_option_role(option) for option in options if option.place >= self.variables}
+        given = {_find_option_role(option) for option in options if option.index >= self.variables}
         options = [
-            option for option in options if option.place >= self.variables or _find_option_role(option) not in given
+            option for option in options if option.index >= self.variables or _find_option_role(option) not in given
         ]
-        flags = {option.place + len(option.words) - 1: option.label for option in options}
+        flags = {option.index + len(option.words) - 1: option.label for option in options}
         for index, word in enumerate(words):
             self._record_placeholders(word, flags.get(index, word.raw))
         values = []
@@ -174,14 +174,14 @@ class _OptionReplacer:
             self.flags[option.label] = placeholder
             self.values[placeholder] = option.value.text.removesuffix("ep")
             values.append((option, f"{{{placeholder}}}{'ep' * option.value.text.endswith('ep')}"))
-        result = fill_options(words, values)
+        result = replace_option_values(words, values)
         for option in reversed(options):
             if _find_option_meaning(option) == "resume" and option.value.text and option.words[0].text.startswith("-"):
                 self.resume = f"{option.flag}{{checkpoint}}"
                 self.sources.append(
-                    (option.written, "moved to script.resume, because a training starts without a checkpoint")
+                    (option.text, "moved to script.resume, because a training starts without a checkpoint")
                 )
-                del result[option.place : option.place + len(option.words)]
+                del result[option.index : option.index + len(option.words)]
         return result
 
     def _record_placeholders(self, word: ShellWord, flag: str) -> None:
@@ -245,14 +245,14 @@ class _OptionReplacer:
             of_tokens = []
         if of_tokens := [*kinds.get("tokens", []), *of_tokens]:
             raise SpecError(
-                f"{of_tokens[0].written} may count tokens, but tula's batches are samples",
+                f"{of_tokens[0].text} may count tokens, but tula's batches are samples",
                 "use an option for samples (sequences) per step, and add one to the script if there is none; if this option counts"
                 f" samples, {_BATCH_HINT.format(of_tokens[0].value.text)}",
             )
         if not chosen:
             raise _make_no_batch_error(options, [*self.launch.program, *self.launch.arguments])
         if len(chosen) > 1 or (global_options and local_options):
-            names = " and ".join(option.written for option in [*global_options, *local_options] or chosen)
+            names = " and ".join(option.text for option in [*global_options, *local_options] or chosen)
             raise SpecError(
                 f"the batch is given twice: {names}",
                 "remove one of them; or, for the one that sets the batch, " + _BATCH_HINT.format("N"),
@@ -261,8 +261,8 @@ class _OptionReplacer:
         shared = [each for each in kinds.get("model_parallel", []) if each.value.text != "1"]
         if shared and self.ranks > 1 and not global_options:
             raise SpecError(
-                f"with {shared[0].written}, several processes share one copy of the model, so it is unknown how many batches"
-                f" ({option.written}) a step has",
+                f"with {shared[0].text}, several processes share one copy of the model, so it is unknown how many batches"
+                f" ({option.text}) a step has",
                 "use an option for the batch of all processes, and replace its value N by {batch=N}",
             )
         _check_count(option, "samples")
@@ -315,8 +315,8 @@ class _OptionReplacer:
     def _counts_all_processes(self, option: Option, key: str, what: str, hint: str) -> bool:
         if (answer := self.known.answers.get(key)) is not None:
             return answer == "all"
-        message = f"{option.written}: it is unclear whether this is {what} of one process or of all {self.ranks}"
-        question = f"{option.written}: is this {what} of one process, or of all {self.ranks}?"
+        message = f"{option.text}: it is unclear whether this is {what} of one process or of all {self.ranks}"
+        question = f"{option.text}: is this {what} of one process, or of all {self.ranks}?"
         raise UnknownFact(message, hint, key=key, question=question, choices=("one", "all"))
 
     def get_number(self, name: str) -> float | None:
@@ -354,7 +354,7 @@ def _find_option_role(option: Option) -> str:
 def _check_count(option: Option, what: str) -> None:
     if option.value.unknown or not _is_valid_value("batch", option.value.text):
         raise SpecError(
-            f"{option.written}: {option.value.text!r} is not a number of {what}",
+            f"{option.text}: {option.value.text!r} is not a number of {what}",
             "give the current number",
         )
 

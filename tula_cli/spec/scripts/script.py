@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from tula_cli.spec.kinds import OneLineText, Positive, PositiveFloat, Section, require_shell_words
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.old_keys import advise_key
+from tula_cli.spec.old_keys import make_key_advice
 from tula_cli.spec.scripts.placeholders import (
     BATCH_PLACEHOLDERS,
     RANK_PLACEHOLDERS,
@@ -232,12 +232,12 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(loop_sections)} {verb} no effect with section script, because the script builds its model and data itself; remove {sections}"
         )
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
-    if unknown := sorted(key for key in train.keys() - SCRIPT_TRAIN_KEYS if not advise_key(f"train.{key}")):
+    if unknown := sorted(key for key in train.keys() - SCRIPT_TRAIN_KEYS if not make_key_advice(f"train.{key}")):
         raise ValueError(
             f"train.{unknown[0]}: has no effect on a script; remove the key, and set the value in the script or its command. The keys of section train that affect a script are {', '.join(sorted(SCRIPT_TRAIN_KEYS))}"
         )
     if "method" not in train:
-        default, _ = get_default_train(_as_mapping(content["script"]).get("command"))
+        default, _ = get_default_train(_get_mapping_or_empty(content["script"]).get("command"))
         train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
     method = train["method"]
     if method not in (supported := [name for name, known in METHODS.items() if known.supports_scripts]):
@@ -249,7 +249,9 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"section ags has no effect with train.method: {method}; remove section ags, or set train.method: ags"
         )
-    length, reference = (_as_mapping(_as_mapping(content["script"]).get(name)) for name in ("length", "reference"))
+    length, reference = (
+        _get_mapping_or_empty(_get_mapping_or_empty(content["script"]).get(name)) for name in ("length", "reference")
+    )
     return {
         **content,
         "model": Model(name=""),
@@ -266,7 +268,7 @@ def _fill_ags_defaults(given: Any) -> Any:
     return {"preset": SCRIPT_AGS_PRESET, **given} if isinstance(given, Mapping) else given
 
 
-def _as_mapping(part: Any) -> Mapping[str, Any]:
+def _get_mapping_or_empty(part: Any) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
@@ -300,7 +302,7 @@ def count_script_steps(script: Script, batch: int, dataset_size: int) -> int:
     return math.ceil(count_script_samples(script, dataset_size) / batch)
 
 
-def describe_length(script: Script) -> str:
+def describe_script_length(script: Script) -> str:
     """Describe the training length of a script."""
     length = script.length
     if length.epochs is not None:

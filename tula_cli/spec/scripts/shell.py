@@ -72,7 +72,7 @@ class Command:
     inside: tuple["Command", ...] = ()  # commands of a loop, a branch or a function, including its first and last words
 
     @property
-    def exported(self) -> bool:
+    def is_exported(self) -> bool:
         """Whether the variables of the command are exported to later programs."""
         return bool(self.words) and self.words[0].raw in _EXPORT_COMMANDS
 
@@ -80,17 +80,17 @@ class Command:
     def assignments(self) -> tuple[tuple[str, ShellWord], ...]:
         """The variables set by the first words, with or without `export`."""
         pairs = []
-        for word in self.words[self.exported :]:
+        for word in self.words[self.is_exported :]:
             if (match := _ASSIGNMENT.fullmatch(word.text)) and re.match(r"\w+=", word.raw):
                 pairs.append((match[1], replace(word, text=match[2])))
-            elif not (self.exported and word.raw.startswith("-")):
+            elif not (self.is_exported and word.raw.startswith("-")):
                 break
         return tuple(pairs)
 
     @property
     def program(self) -> tuple[ShellWord, ...]:
         """The words after the variable assignments; empty if the command only sets variables."""
-        return () if self.exported else self.words[len(self.assignments) :]
+        return () if self.is_exported else self.words[len(self.assignments) :]
 
 
 def split_commands(text: str, variables: Mapping[str, str] | None = None) -> list[Command]:
@@ -142,7 +142,7 @@ class _Scanner:
     position: int = 0
     here_documents: list[str] = field(default_factory=list)  # delimiters of the here-documents that follow this line
 
-    def _match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+    def _match_pattern(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         if match := pattern.match(self.text, self.position):
             self.position = match.end()
         return match
@@ -152,13 +152,13 @@ class _Scanner:
         redirections: list[str] = []
         start = 0
         while True:
-            self._match(_BLANK)
+            self._match_pattern(_BLANK)
             end = self.position
             if not (words or redirections):
                 start = end
-            if redirection := self._match(_REDIRECTION):
+            if redirection := self._match_pattern(_REDIRECTION):
                 redirections.append(self._read_redirection(redirection))
-            elif operator := self._match(_OPERATOR):
+            elif operator := self._match_pattern(_OPERATOR):
                 if operator[0] == "\n" and self._skip_here_documents():
                     end = self.position
                 if words or redirections:
@@ -181,7 +181,7 @@ class _Scanner:
         return command
 
     def _read_redirection(self, operator: re.Match[str]) -> str:
-        self._match(_BLANK)
+        self._match_pattern(_BLANK)
         target = [] if _OPERATOR.match(self.text, self.position) else self._read_words()
         if operator[0].lstrip("0123456789") in ("<<", "<<-") and target:
             self.here_documents.append(target[0].text)
@@ -197,7 +197,7 @@ class _Scanner:
     def _read_words(self) -> list[ShellWord]:
         """Return the word that starts here; several words if an unquoted variable or an array expands to several."""
         start, texts, bare, unknown, is_quoted = self.position, [""], "", "", False
-        while piece := self._match(_PIECE):
+        while piece := self._match_pattern(_PIECE):
             kind, written = piece.lastgroup, piece[0]
             bare += written if kind == "plain" else "\0"
             is_quoted |= kind in ("single", "double")
@@ -218,7 +218,7 @@ class _Scanner:
                 name = self.text[start : piece.start() - 1]
                 self.arrays[name] = [word for command in scanner.read_commands() for word in command.words]
                 unknown = unknown or written
-            elif kind == "escaped" and self._match(_LINE_END):
+            elif kind == "escaped" and self._match_pattern(_LINE_END):
                 line = self.text.count("\n", 0, piece.start()) + 1
                 raise SpecError(
                     f"line {line} of the command has a space after its last backslash, so a shell ends the command there",
@@ -249,7 +249,7 @@ class _Scanner:
     def _read_double_quoted(self) -> tuple[str, str]:
         """Return the text up to the next double quote, and its first unknown part."""
         text, unknown = "", ""
-        while piece := self._match(_QUOTED_PIECE):
+        while piece := self._match_pattern(_QUOTED_PIECE):
             if piece.lastgroup == "expansion":
                 value, is_known = self._read_value(piece[0])
                 text, unknown = text + value, unknown or ("" if is_known else piece[0])
@@ -287,7 +287,7 @@ class Option:
     words: tuple[ShellWord, ...]
     flag: str  # source text up to the value, including a separator such as "="
     value: ShellWord
-    place: int = 0  # index of its first word
+    index: int = 0  # of its first word
     meaning: str = ""  # name with underscores, for options of a launcher
 
     @property
@@ -305,14 +305,14 @@ class Option:
         return self.flag.rstrip("= ")
 
     @property
-    def written(self) -> str:
+    def text(self) -> str:
         return " ".join(word.raw for word in self.words)
 
-    def fill(self, value: str) -> tuple[ShellWord, ...]:
+    def make_words(self, value: str) -> tuple[ShellWord, ...]:
         """Return the option's words with a text that contains placeholders as its value."""
         if self.flag.endswith(" "):
-            return (self.words[0], fill_placeholders(value))
-        return (fill_placeholders(f"{self.flag}{value}"),)
+            return (self.words[0], make_placeholder_word(value))
+        return (make_placeholder_word(f"{self.flag}{value}"),)
 
 
 def read_options(words: Sequence[ShellWord]) -> list[Option]:
@@ -343,14 +343,14 @@ def is_option(text: str) -> bool:
     return text.startswith("-") and parse_number(text) is None
 
 
-def fill_placeholders(text: str) -> ShellWord:
+def make_placeholder_word(text: str) -> ShellWord:
     """Return a word that contains placeholders of tula."""
     return ShellWord(text, text, filled=True)
 
 
-def fill_options(words: Sequence[ShellWord], values: Sequence[tuple[Option | None, str]]) -> list[ShellWord]:
+def replace_option_values(words: Sequence[ShellWord], values: Sequence[tuple[Option | None, str]]) -> list[ShellWord]:
     """Return the words with new texts as values of the given options."""
     result = list(words)
-    for option, text in sorted(((o, text) for o, text in values if o), key=lambda pair: -pair[0].place):
-        result[option.place : option.place + len(option.words)] = option.fill(text)
+    for option, text in sorted(((o, text) for o, text in values if o), key=lambda pair: -pair[0].index):
+        result[option.index : option.index + len(option.words)] = option.make_words(text)
     return result

@@ -13,7 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_m
 
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp import Ramp
-from tula_cli.plugins import load_by_name
+from tula_cli.plugins import load_named_object
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.construct import call_with_arguments
 
@@ -252,7 +252,7 @@ def build_collate(spec: JobSpec) -> Collate | None:
     if import_string is None:
         return None
     name, args = (import_string, None) if isinstance(import_string, str) else next(iter(import_string.items()))
-    target = load_by_name(name, {}, kind="collate_fn")
+    target = load_named_object(name, {}, kind="collate_fn")
     if isinstance(target, type):
         return UserCollate(call_with_arguments(target, args or {}, path=f"dataset.collate_fn.{name}", name=name))
     return UserCollate(partial(target, **args) if args else target)

@@ -15,7 +15,7 @@ import torch.utils.data
 from torchvision import datasets
 
 from tula_cli.errors import SpecError
-from tula_cli.plugins import is_import_string, load_by_name
+from tula_cli.plugins import is_import_string, load_named_object
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import text
 from tula_cli.worker.build.batches import build_collate
@@ -167,7 +167,7 @@ def find_dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], 
     """
     if is_import_string(name):
         return _build_imported_split
-    return load_by_name(name, BUILTIN_DATASETS, kind="dataset")  # type: ignore[no-any-return]
+    return load_named_object(name, BUILTIN_DATASETS, kind="dataset")  # type: ignore[no-any-return]
 
 
 Split = tuple[Samples, Samples, int | None]
@@ -180,7 +180,7 @@ def _build_imported_split(spec: JobSpec, train: Transform, evaluate: Transform) 
 
 
 def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transform, path: str = "dataset.args") -> Any:
-    target = load_by_name(spec.dataset.name, {}, kind="dataset")
+    target = load_named_object(spec.dataset.name, {}, kind="dataset")
     transforms = accepts_transform(target)
     if not transforms and (spec.transforms.train or spec.transforms.eval):
         raise SpecError(

@@ -27,7 +27,7 @@ from tula_cli.optim.sharding import is_sharded
 from tula_cli.plugins import suggest_nearest
 from tula_cli.run import files
 from tula_cli.spec.sections import Model, Optimizer
-from tula_cli.words import format_count, format_number, join_first
+from tula_cli.words import format_count, format_number, join_first_words
 
 # --- Patterns of parameter names
 
@@ -343,7 +343,9 @@ class WeightFit:
             "not in the model": self.unexpected,
             "with another shape": self.other_shape,
         }
-        return "; ".join(f"{kind}: {join_first(names, MAX_NAMES_SHOWN)}" for kind, names in mismatches.items() if names)
+        return "; ".join(
+            f"{kind}: {join_first_words(names, MAX_NAMES_SHOWN)}" for kind, names in mismatches.items() if names
+        )
 
 
 def read_weights(path: str, *, key: str = WEIGHTS_KEY) -> dict[str, Any]:

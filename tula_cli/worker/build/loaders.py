@@ -21,7 +21,7 @@ from tula_cli.host import devices
 from tula_cli.host.processes import set_parent_death_signal
 from tula_cli.models.memory import PREFETCH_FACTOR
 from tula_cli.models.ramp import Ramp
-from tula_cli.plugins import load_by_name
+from tula_cli.plugins import load_named_object
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches import Collate, make_batch
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
@@ -192,7 +192,7 @@ def build_sampler(spec: JobSpec) -> UserOrder | None:
     if sampler is None:
         return None
     name, args = (sampler, {}) if isinstance(sampler, str) else next(iter(sampler.items()))
-    return UserOrder(load_by_name(name, {}, kind="sampler"), args, name, spec.train.seed)
+    return UserOrder(load_named_object(name, {}, kind="sampler"), args, name, spec.train.seed)
 
 
 def build_train_loader(

@@ -13,7 +13,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from tula_cli.errors import SpecError
-from tula_cli.plugins import is_import_string, load_by_name, suggest_nearest
+from tula_cli.plugins import is_import_string, load_named_object, suggest_nearest
 from tula_cli.worker.build.construct import call_with_arguments
 
 Transform = Callable[[Any], Any]
@@ -56,7 +56,7 @@ def _build_transform(item: str | dict[str, dict[str, Any]], *, path: str) -> Tra
     if isinstance(item, dict) and len(item) != 1:
         raise SpecError(f"{path}: each entry must have one transform, got {', '.join(item) or 'none'}")
     name, args = (item, None) if isinstance(item, str) else next(iter(item.items()))
-    target = load_by_name(name, TRANSFORMS, kind="transform")
+    target = load_named_object(name, TRANSFORMS, kind="transform")
     if is_import_string(name) and args is None and not isinstance(target, type):
         return target  # type: ignore[no-any-return]  # a plain function from image to image
     arguments = {key: _build_argument(key, value, path=f"{path}.{name}") for key, value in (args or {}).items()}

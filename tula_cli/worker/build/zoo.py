@@ -13,7 +13,7 @@ from torch import nn
 from tula_cli.errors import SpecError
 from tula_cli.optim.muon import MuonWithAdamW, describe_missing_muon
 from tula_cli.optim.sharding import get_local_shard
-from tula_cli.plugins import is_import_string, load_by_name, suggest_name
+from tula_cli.plugins import is_import_string, load_named_object, suggest_name
 from tula_cli.spec.job import JobSpec, compute_beta2, get_beta2_half_life
 from tula_cli.worker.build.batches import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, make_refused_arguments_error
@@ -148,7 +148,7 @@ def find_model_builder(name: str) -> Callable[..., Any]:
     if name.startswith(TRANSFORMERS_PREFIX):
         return FromConfig(name)
     if is_import_string(name) or name in TULA_MODELS:
-        return load_by_name(name, TULA_MODELS, kind="model")  # type: ignore[no-any-return]
+        return load_named_object(name, TULA_MODELS, kind="model")  # type: ignore[no-any-return]
     names = torchvision.models.list_models()
     if name.lower() not in names:
         hint = suggest_name(name, [*TULA_MODELS, *names])
@@ -163,7 +163,7 @@ def build_loss(spec: JobSpec) -> LossFunction:
         SpecError: unknown name, or arguments that it refuses.
     """
     name, args = spec.loss.name, spec.loss.args
-    target = load_by_name(name, LOSSES, kind="loss")
+    target = load_named_object(name, LOSSES, kind="loss")
     if is_import_string(name) and not isinstance(target, type):
         return functools.partial(target, **args) if args else target
     tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in args.items()}
@@ -214,7 +214,7 @@ def build_optimizer(
         raise SpecError(f"optimizer.name: {why}", "install a newer torch, or set optimizer.name: AdamW")
     if instead is not None:
         _check_optimizer_fits_method(spec)
-    target = instead or load_by_name(name, OPTIMIZERS, kind="optimizer")
+    target = instead or load_named_object(name, OPTIMIZERS, kind="optimizer")
     if not tensors:
         raise SpecError(f"model {spec.model.name} has no parameters to train")
     if any(group.weight_decay is not None for group in spec.optimizer.groups) and not accepts_argument(

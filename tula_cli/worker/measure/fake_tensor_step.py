@@ -279,7 +279,7 @@ class FakeStep:
     @property
     def elementwise(self) -> bool:
         """Whether AGS has a factor per element; otherwise it has one per tensor."""
-        return self.spec.ags.resolved().granularity == "element"
+        return self.spec.ags.fill_from_preset().granularity == "element"
 
     @property
     def several(self) -> bool:

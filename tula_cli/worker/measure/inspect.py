@@ -81,7 +81,7 @@ def estimate_footprints(fake_step: FakeStep, *, largest: int = MICRO_BATCHES[-1]
     below = [size for size in MICRO_BATCHES if size < largest]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
     accumulate, margin = fake_step.spec.train.accumulate, fake_step.compute_allocator_margin()
-    gathered = _count_gathered_bytes(fake_step.model) if fake_step.spec.train.sharded else 0
+    gathered = _count_gathered_bytes(fake_step.model) if fake_step.spec.train.is_sharded else 0
     components = {size * accumulate: _add_unattributed_bytes(fake_step.measure(size), gathered) for size in sizes}
     return tuple(
         Footprint(local_batch=b, memory=memory, room=round(margin * memory.peak)) for b, memory in components.items()
@@ -147,7 +147,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
     _check_names(spec)
     device = _get_local_device(spec)
     download_dataset(spec)
-    if spec.train.sharded and not _needs_gpu_memory_estimate(spec, device):
+    if spec.train.is_sharded and not _needs_gpu_memory_estimate(spec, device):
         require_fsdp_support(device)
     datasets = build_datasets(job)  # method auto refuses datasets that its arms would accept
     first_samples = load_first_samples(spec, datasets)
@@ -215,7 +215,7 @@ def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.op
         finetune.describe_frozen(model, section.frozen),
         *finetune.describe_groups(spec.optimizer, model),
         zoo.describe_beta2(spec, optimizer),
-        describe_gathering(model) if spec.train.sharded else "",
+        describe_gathering(model) if spec.train.is_sharded else "",
     )
     return tuple(note for note in descriptions if note)
 
@@ -329,8 +329,8 @@ def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Mod
         SpecError, JobFailed: as `_run_real_step`.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if spec.train.sharded or parameters > MAX_PARAMETERS_TO_STEP:
-        why = "the model is sharded" if spec.train.sharded else f"the model has {parameters} parameters"
+    if spec.train.is_sharded or parameters > MAX_PARAMETERS_TO_STEP:
+        why = "the model is sharded" if spec.train.is_sharded else f"the model has {parameters} parameters"
         return [f"no step with real samples was run here, because {why}; only shapes were checked"]
     if not _needs_gpu_memory_estimate(spec, device):
         _run_real_step(spec, datasets)

@@ -86,11 +86,13 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
 def count_steps_for_median(times: Sequence[float], search: Search) -> int:
     """Return the number of steps that determine a median to `MAX_RELATIVE_STANDARD_ERROR`, given the spread of the timed ones.
 
-    At least MIN_TIMED_STEPS, which a spread needs, and at most search.split_steps. The variance of a median is pi/2 times
-    that of a mean for normally distributed values.
+    At least MIN_TIMED_STEPS, which a spread needs, and at most search.max_extra_timing_steps. The variance of a median is
+    pi/2 times that of a mean for normally distributed values.
     """
     error = compute_standard_error(times) / (MAX_RELATIVE_STANDARD_ERROR * compute_trimmed_mean(times))
-    return min(search.split_steps, max(MIN_TIMED_STEPS, math.ceil(min(math.pi / 2 * len(times) * error**2, 1e9))))
+    return min(
+        search.max_extra_timing_steps, max(MIN_TIMED_STEPS, math.ceil(min(math.pi / 2 * len(times) * error**2, 1e9)))
+    )
 
 
 def count_steps_to_time(times: Sequence[float], search: Search) -> int:
@@ -357,7 +359,10 @@ def _measure_gradient_stats(
     pairs: list[Pair] = []
     if not replicated or free_bytes is None or free_bytes >= _MEMORY_MARGIN * count_half_batch_bytes(trainer):
         _run_steps(
-            trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(measure_half_batch_norms(trainer))
+            trainer,
+            stream,
+            trainer.spec.search.max_extra_timing_steps,
+            lambda: pairs.append(measure_half_batch_norms(trainer)),
         )
     half = trainer.micro_batch // 2
     samples = half if replicated else trainer.parallel.count_samples_of_gradient(half)
@@ -609,7 +614,7 @@ def repeat_steps(trainer: Trainer) -> Generator[Step, None, None]:
 
 def _measure_refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[float]) -> float:
     """Return the additional seconds of a step that refreshes the AGS factors."""
-    if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().refreshes_each_step:
+    if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.fill_from_preset().refreshes_each_step:
         return 0.0
     with_refresh = [_run_step_with_refresh(trainer, stream) for _ in range(TIMED_REFRESHES)]
     extra = statistics.median(measure_step_seconds(trainer, with_refresh)) - statistics.median(timed)

@@ -40,14 +40,14 @@ class Scaling(Plain):
 
     def make_arguments(self, ags: Ags, **changed: Any) -> AgsArguments:
         """Return new arguments for a TulaOptimizer; `changed` overrides settings of the section `ags`."""
-        return configure_ags(ags.resolved().model_dump() | changed)
+        return configure_ags(ags.fill_from_preset().model_dump() | changed)
 
     def wrap_optimizer(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
         spec, batch = configuration.spec, configuration.batch
         # A probe requests refreshes itself, unless every step refreshes and a refresh is part of the step time.
-        by_itself = configuration.refresh or spec.ags.resolved().refreshes_each_step
+        by_itself = configuration.refresh or spec.ags.fill_from_preset().refreshes_each_step
         arguments = self.make_arguments(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", IdentityWarning)  # `list_remarks` reports it
@@ -99,7 +99,7 @@ class Scaling(Plain):
         return max(self.list_small_batch_shares(configuration), default=1)
 
     def estimate_memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
-        copied = parameters if spec.ags.resolved().apply_to == "update" else ()
+        copied = parameters if spec.ags.fill_from_preset().apply_to == "update" else ()
         return Memory(factors=True, small_batch=_needs_small_batch(spec, several=several), before=copied, after=True)
 
     def get_scaling_optimizer(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
@@ -121,7 +121,7 @@ class Scaling(Plain):
         if ags is None or not ags.needs_small_batch:
             return False
         ags.small_batch(small_loss, scaler=loop.scaler)
-        return not loop.spec.ags.resolved().refreshes_each_step
+        return not loop.spec.ags.fill_from_preset().refreshes_each_step
 
     def list_remarks(self, loop: Loop) -> list[str]:
         """Return a remark if AGS is the identity, or uses a small batch of another size than configured."""
@@ -143,7 +143,7 @@ class Scaling(Plain):
 
 def _needs_small_batch(spec: JobSpec, *, several: bool) -> bool:
     """Return whether a small batch's gradient is needed; several ranks can do without it (source local_norms)."""
-    return not (several and spec.ags.resolved().source == "local_norms")
+    return not (several and spec.ags.fill_from_preset().source == "local_norms")
 
 
 METHOD = Scaling

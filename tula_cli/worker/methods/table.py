@@ -30,7 +30,7 @@ def load_user_method(name: str) -> Plain:
     Raises:
         SpecError: the import string cannot be resolved, or does not name a method.
     """
-    target = plugins.load_by_name(name, {}, kind="training method")
+    target = plugins.load_named_object(name, {}, kind="training method")
     if isinstance(target, type) and issubclass(target, Plain):
         try:
             return target()

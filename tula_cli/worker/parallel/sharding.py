@@ -228,7 +228,7 @@ def wrap_model(model: nn.Module, train: Train, device: torch.device) -> Parallel
     Raises:
         SpecError: as for `Sharded`.
     """
-    if train.sharded:
+    if train.is_sharded:
         return Sharded(model, device=device)
     ids = [device] if device.type == "cuda" else None
     return Replicated(model, device_ids=ids, gradient_as_bucket_view=True)

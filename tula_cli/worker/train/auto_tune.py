@@ -276,7 +276,7 @@ def run_tuning(task: TrainTask, training: TrainContext, datasets: Datasets, metr
             eta = _estimate_seconds_left(context, tuning)
             metrics.add("branch", position, context.epoch, **row, trained=branch.samples, eta=eta)
     if ranks.is_first:
-        winner = self_tuning.find_winner(tuning.branches) if tuning.branches else arms[0].name
+        winner = self_tuning.find_winning_arm(tuning.branches) if tuning.branches else arms[0].name
         run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
     choice = load_choice(task, run, ranks)
     assert choice is not None

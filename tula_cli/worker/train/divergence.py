@@ -61,7 +61,7 @@ class DivergenceDetector:
             sum(trainer.sizes.ramp.count_remaining_steps(size=size, epochs=epochs).values())
         )
         for (at, batch, _), loss in zip(steps, _list_loss_values(steps), strict=True):
-            trainer.losses.add(loss, samples=at.samples, lr_factor=compute_lr_scale(trainer.spec, batch))
+            trainer.losses.add_loss(loss, samples=at.samples, lr_factor=compute_lr_scale(trainer.spec, batch))
             if trainer.losses.above >= longest:
                 self.blown_up = (trainer.losses.lowest, trainer.losses.level)
         self.judged = len(self.losses)

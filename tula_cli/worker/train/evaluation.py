@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import JobFailed, SpecError
-from tula_cli.plugins import load_by_name
+from tula_cli.plugins import load_named_object
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask
@@ -53,7 +53,7 @@ def build_metrics(section: Train) -> dict[str, Any]:
 def _build_metric(name: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Any:
     path = f"train.metrics.{name}"
     imported, args = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
-    target = load_by_name(imported, {}, kind="metric")
+    target = load_named_object(imported, {}, kind="metric")
     if isinstance(target, type):
         target = call_with_arguments(target, args, path=path, name=imported)
     elif args:

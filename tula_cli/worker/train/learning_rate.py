@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable
 
 from tula_cli.errors import JobFailed
-from tula_cli.plugins import is_import_string, load_by_name
-from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, get_warmup_epochs
+from tula_cli.plugins import is_import_string, load_named_object
+from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, compute_warmup_epochs
 from tula_cli.spec.schedules import compute_scheduled_lr, compute_warmup_factor
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
 
@@ -19,7 +19,7 @@ def compute_learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
         epoch: epochs done, with fraction: samples seen / dataset size.
         batch: global batch, samples per optimizer step.
     """
-    scale, warmup = compute_lr_scale(spec, batch), get_warmup_epochs(spec)
+    scale, warmup = compute_lr_scale(spec, batch), compute_warmup_epochs(spec)
     if spec.train.stages == "decay":  # always a multiple of the reference batch's learning rate
         return scale * compute_reference_rate(spec, epoch)
     base = spec.optimizer.lr * scale
@@ -45,7 +45,7 @@ def load_user_schedule(name: str, epochs: int) -> Callable[[float], float]:
         SpecError: it cannot be imported or built. JobFailed, when it is called: it fails, or returns no number from 0
             on.
     """
-    target = load_by_name(name, {}, kind="schedule")
+    target = load_named_object(name, {}, kind="schedule")
     arguments = {"epochs": epochs} if accepts_argument(target, "epochs") else {}
     if isinstance(target, type):
         schedule = call_with_arguments(target, arguments, path="schedule.kind", name=name)

@@ -168,7 +168,7 @@ def build_trainer(
     sizes = compute_batch_sizes(task, batch=batch, world=ranks.world, dataset_size=len(datasets.train))
     seed_torch(compute_stable_seed(spec.train.seed), ranks.device)
     model = zoo.build_model(spec, datasets.classes)
-    if not spec.train.sharded:  # a sharded model is moved block by block
+    if not spec.train.is_sharded:  # a sharded model is moved block by block
         model = model.to(ranks.device)
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
@@ -305,7 +305,7 @@ def _refresh_scaling_factors(trainer: Trainer) -> bool:
     assert trainer.last_batch is not None
     samples, train = trainer.micro_batch, trainer.spec.train
     # A refresh per epoch is not worth a compilation, which ranks would do one after the other.
-    each_step = trainer.spec.ags.resolved().refreshes_each_step
+    each_step = trainer.spec.ags.fill_from_preset().refreshes_each_step
 
     def small_loss(count: int) -> torch.Tensor:
         assert count <= samples, f"{count} samples of a micro-batch of {samples}"

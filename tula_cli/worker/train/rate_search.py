@@ -37,7 +37,7 @@ def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: D
     search = RateSearch.model_validate_json(text) if text else None
     if search is not None and search.finished:
         return
-    plan = rate_search.plan_search(task.spec, task.batches, dataset_size=len(datasets.train))
+    plan = rate_search.plan_rate_search(task.spec, task.batches, dataset_size=len(datasets.train))
     context = _make_context(task, plan, ranks, datasets)
     if search is None:
         search = _measure_loss_and_noise_at_checkpoint(context, task, plan)

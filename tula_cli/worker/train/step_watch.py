@@ -127,7 +127,7 @@ class StepWatch:
         if step_parts is None or not self.trainer.ranks.is_first:
             return None
         self.newest = step_parts
-        return self.levels.add(StepSample(passed, epoch, at, step_parts))
+        return self.levels.add_sample(StepSample(passed, epoch, at, step_parts))
 
     def _find_slowest_parts(self, steps: Sequence[Step], timer: SynchronisationTimer) -> StepParts | None:
         """Return the times of a step on the slowest rank; None if every step in the sample included a refresh."""

@@ -308,7 +308,7 @@ class Training:
         self.context.energy.save()
         train = self.task.spec.train
         # Rank 0 alone knows the best epoch.
-        is_best = self.first and early_stopping.is_better(result.values, self.best, train.best_checkpoint)
+        is_best = self.first and early_stopping.is_better_evaluation(result.values, self.best, train.best_checkpoint)
         if is_best:
             self._store_best(result)
         self._decide_to_stop(result)
@@ -327,7 +327,7 @@ class Training:
             return
         why = ""
         if self.first and epoch < train.epochs:
-            why = early_stopping.describe_stop(result.values, self.best, train, epoch=epoch)
+            why = early_stopping.describe_stop_reason(result.values, self.best, train, epoch=epoch)
         self.stop_reason = self.trainer.ranks.gather(why)[0]
 
     def _store_best(self, result: Evaluation) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.out_of_memory import MIN_NORMALISED
-from tula_cli.models.time.changes import Level, StepTimeDrift, describe_level_change, describe_step_change
+from tula_cli.models.time.changes import Level, StepTimeDrift, describe_step_change, make_step_change
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.optim import explain_small_effect
 from tula_cli.run.directory import RunDir
@@ -23,7 +23,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.step_series import MAX_ROWS_UNJOINED, StepRow, format_rows, join_adjacent_rows
 from tula_cli.run.training_run import TrainingRun, is_complete_row
-from tula_cli.spec.job import get_warmup_epochs
+from tula_cli.spec.job import compute_warmup_epochs
 from tula_cli.words import (
     add_timestamp,
     compute_seconds_to_next_progress_line,
@@ -416,7 +416,7 @@ class TrainingLog:
         Args:
             level: the change of level, on rank 0.
         """
-        change = describe_level_change(level, self.task, self._estimate_remaining_seconds)
+        change = make_step_change(level, self.task, self._estimate_remaining_seconds)
         self.changed = True
         self.add("change", change=change.model_dump(mode="json"))
         self._print(f"changed: {describe_step_change(change)}")
@@ -434,7 +434,7 @@ class TrainingLog:
         step_time = compute_trimmed_mean(self.step_times) if self.step_times else None
         # The prediction is for synchronous steps, unlike those of post-local SGD after its switch.
         recent = None if trainer.local_sgd else self._compute_recent_step_time()
-        within = self.drift.is_within(recent)
+        within = self.drift.is_within_prediction(recent)
         ags = trainer.ags.report() if trainer.ags and not trainer.ags.identity else None
         self.metrics.add(
             "epoch",
@@ -529,7 +529,7 @@ class TrainingLog:
 def list_ineffective_settings(trainer: Trainer) -> list[Diagnostic]:
     """Return warnings about settings that have no effect, or an unexpected one, in this training."""
     train, warnings = trainer.spec.train, []
-    if (warmup := get_warmup_epochs(trainer.spec)) >= train.epochs:
+    if (warmup := compute_warmup_epochs(trainer.spec)) >= train.epochs:
         warnings.append(messages.warmup_never_ends(warmup_epochs=warmup, epochs=train.epochs))
     if isinstance(trainer.datasets.train, StreamedDataset) and (passed := trainer.position.done):
         warnings.append(messages.stream_read_again(samples=passed))

@@ -21,7 +21,7 @@ def step_times(rng: Generator, count: int) -> Series:
 def told(series: Series) -> list[tuple[int, int]]:
     """Return each change: the value at which it is told, and that at which it is said to have begun."""
     test = ChangePointTest()
-    result = ((at, test.add(float(value))) for at, value in enumerate(series))
+    result = ((at, test.add_value(float(value))) for at, value in enumerate(series))
     return [(at, at + 1 - change[0]) for at, change in result if change is not None]
 
 

@@ -91,7 +91,7 @@ def test_a_slower_network_is_distinguished_from_slower_nodes(runs):
     add(other, Truth(jitter=0.02, sync=0.09))
     result = compare_runs(open_run(first), open_run(other))
     assert result.headline[0].endswith("at 4 of 6 configurations (network, not compute or input)")
-    assert [row.nodes for row in result.steps.changed] == [2, 2, 4, 4]
+    assert [row.nodes for row in result.steps.changed_rows] == [2, 2, 4, 4]
     assert "no recorded property differs" in result.headline[1]
     assert compare_runs(open_run(other), open_run(first)).headline[0].partition(" at ")[0].endswith("x as fast")
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "replay"))
 
 from replay_data import MeasuredSet, load_sets
 
-from tula_cli.models.choice.node_schedule import TrainingOption, find_cheapest_plan, find_shortest_makespan
+from tula_cli.models.choice.node_schedule import TrainingOption, compute_shortest_makespan, find_cheapest_plan
 
 TRAININGS = (4, 8, 30)
 FEWEST_SIZES = 3  # numbers of nodes on which a batch must have been measured
@@ -71,7 +71,7 @@ def _interpolate(costs: Mapping[int, float], batch: int) -> float:
 def compare(hours: Mapping[int, float], trainings: int, nodes: int) -> tuple[float, float, float]:
     """Return speedup and share of node-hours of the plan, and the largest speedup of any schedule."""
     options = [TrainingOption(width, value, width * value) for width, value in hours.items()]
-    makespan = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
+    makespan = compute_shortest_makespan(options, trainings=trainings, nodes=nodes)
     starts = find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=makespan)
     assert starts is not None
     fastest = min(options, key=lambda option: (option.hours, option.nodes))

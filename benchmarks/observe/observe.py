@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
 
 from replay_data import MeasuredSet, Where, load_sets
 
-from tula_cli.models.observed import MAX_ADVISED_COST_RATIO, predict_request, should_advise_request
+from tula_cli.models.observed import MAX_ADVISED_COST_RATIO, predict_alternative_request, should_advise_request
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def list_pairs(sets: Sequence[MeasuredSet]) -> Iterator[Pair]:
             half = _find_half(place)
             if half not in measured.truth or not observed.compute_time > 0:
                 continue
-            request = predict_request([observed], observed, half.nodes, half.gpus_per_node)
+            request = predict_alternative_request([observed], observed, half.nodes, half.gpus_per_node)
             scale = request.step_seconds / request.time_ratio
             sync = observed.seconds - observed.compute_time
             ring = (half.replicas - 1) / half.replicas / ((place.replicas - 1) / place.replicas)

@@ -64,7 +64,7 @@ class Posterior:
         """Return the posterior of the most probable member."""
         fit = model.members[int(np.argmax(model.weights))]
         priors, z, variances = fit.frame.priors, fit.fitted.z, np.diag(fit.fitted.covariance)
-        compute, sync = np.split((z**2 + variances)[PARAMETERS:], [len(fit.frame.u.places)])
+        compute, sync = np.split((z**2 + variances)[PARAMETERS:], [len(fit.frame.u.positions)])
         return cls(
             means=priors.means + priors.sds * z[:PARAMETERS],
             variances=priors.sds**2 * variances[:PARAMETERS],

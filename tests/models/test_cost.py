@@ -14,7 +14,7 @@ from tula_cli.models.cost import (
     compute_cost,
     compute_interruption_rate,
     compute_training_seconds,
-    count_work,
+    count_training_work,
     describe_price,
 )
 from tula_cli.run.records.probes import Overheads
@@ -25,7 +25,7 @@ NOTHING = Overheads(startup=0, eval_batch=0, eval_batch_size=64, checkpoint=0, r
 
 
 def count(batch: int = 512, *, world: int = 8, dataset_size: int = 50_000, **sections: object) -> TrainingWork:
-    return count_work(
+    return count_training_work(
         make_spec(**sections), batch=batch, world=world, dataset_size=dataset_size, eval_size=10_000, eval_batch_size=64
     )
 
@@ -221,6 +221,6 @@ def test_where_saving_was_not_measured_an_interruption_loses_the_epoch() -> None
 
 def test_without_a_held_out_size_no_evaluation_is_counted() -> None:
     sizes = {"batch": 64, "world": 2, "dataset_size": 6400}
-    assert count_work(make_spec(), **sizes, eval_size=None, eval_batch_size=10).eval_batches == 0
-    assert count_work(make_spec(), **sizes, eval_size=100, eval_batch_size=None).eval_batches == 0
-    assert count_work(make_spec(), **sizes, eval_size=100, eval_batch_size=10).eval_batches == 5
+    assert count_training_work(make_spec(), **sizes, eval_size=None, eval_batch_size=10).eval_batches == 0
+    assert count_training_work(make_spec(), **sizes, eval_size=100, eval_batch_size=None).eval_batches == 0
+    assert count_training_work(make_spec(), **sizes, eval_size=100, eval_batch_size=10).eval_batches == 5

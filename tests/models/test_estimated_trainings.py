@@ -85,7 +85,7 @@ def one_by_one(result: Estimator, job: JobSpec, row: Prediction) -> tuple[float,
         startup=at.startup[0], eval_batch=at.eval_batch[0], eval_batch_size=at.eval_batch_size[0],
         checkpoint=at.checkpoint[0], refresh=at.refresh[0],
     )  # fmt: skip
-    work = cost.count_work(
+    work = cost.count_training_work(
         job, batch=row.batch, world=row.nodes * gpus, dataset_size=result.dataset_size, eval_size=result.eval_size,
         eval_batch_size=overheads.eval_batch_size,
     )  # fmt: skip

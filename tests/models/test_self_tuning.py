@@ -285,7 +285,7 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
     overheads = Overheads(startup=10, eval_batch=0.5, eval_batch_size=32, checkpoint=0, refresh=0)
 
     def seconds(method: str, rate: float = 0.0) -> float:
-        result = cost.count_work(
+        result = cost.count_training_work(
             job(train={"method": method}), batch=256, world=2, dataset_size=1280, eval_size=64, eval_batch_size=32
         )
         return cost.compute_training_seconds(result, step_time=0.1, overheads=overheads, rate=rate)

@@ -654,7 +654,7 @@ def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDi
     )
     launcher.says = {f"train-{cell.signature}": "pending" for cell in planned.comparison.cells}
     steps = trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
-    message = [live.describe_comparison(now) for now in itertools.islice(steps, 5)]
+    message = [live.describe_comparison_progress(now) for now in itertools.islice(steps, 5)]
     assert ["waiting for another tula job" in text for text in message] == [False, False, False, True, True]
 
 

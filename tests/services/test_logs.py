@@ -60,8 +60,8 @@ def test_logs_of_a_job_in_a_copy_of_its_run(run, tmp_path):
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy"))
     assert copy.read_snapshot().jobs == [] and texts(logs.read_logs(copy, LogQuery(job="probe-n001"))) == ["said"]
     variant = Run(copy.path, make.spec())
-    assert logs.find_run_written_last([variant], "probe-n001") is variant
-    assert logs.find_run_written_last([variant], "probe-n002") is None
+    assert logs.find_last_written_run([variant], "probe-n001") is variant
+    assert logs.find_last_written_run([variant], "probe-n002") is None
 
 
 def test_logs_of_an_unknown_job_name_the_nearest(run):

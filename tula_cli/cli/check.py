@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -263,7 +263,7 @@ def check(screen: Screen, options: CheckOptions) -> None:
 def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.services import check as services_check
 
-    file, spec, runs = _load_job_or_run(screen, job, options)
+    file, spec, runs = _load_check_target(screen, job, options)
     origins = _list_value_origins(file, spec, options.overrides) if options.show_origin else {}
     refuse_option(
         options.fresh and options.offline, "--fresh", "has no effect with --offline; remove one of the two options"
@@ -279,8 +279,16 @@ def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     checked.require_sound(str(job))
 
 
-def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple[Path, JobSpec, Sequence[Run]]":
-    """Return the file and settings of a job or run, and its runs, which may not exist yet."""
+class CheckTarget(NamedTuple):
+    """The job or run to check."""
+
+    file: Path  # that the settings come from
+    spec: "JobSpec"
+    runs: "Sequence[Run]"  # may not exist yet
+
+
+def _load_check_target(screen: Screen, job: Path, options: CheckOptions) -> CheckTarget:
+    """Return the job or run that the command line names."""
     from tula_cli.run.code import make_runs_of_job
     from tula_cli.run.job_runs import make_runs
     from tula_cli.spec.load import load_spec
@@ -289,9 +297,10 @@ def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple
     job_file, named = resolve_job_or_run(job, (), root)
     if job_file is not None:
         spec = load_spec(job_file, overrides=options.overrides)
-        return job_file, spec, make_runs(root, spec) if options.offline else make_runs_of_job(root, spec)
+        runs = make_runs(root, spec) if options.offline else make_runs_of_job(root, spec)
+        return CheckTarget(job_file, spec, runs)
     runs = find_runs(screen, named, root, options.overrides)
-    return runs[0].path / "spec.yaml", runs[0].spec, runs
+    return CheckTarget(runs[0].path / "spec.yaml", runs[0].spec, runs)
 
 
 def _refuse_options(given: dict[str, bool], unused: Sequence[str], *, to: str) -> None:
@@ -362,7 +371,7 @@ def _show_memory_estimate(screen: Screen, job: Path, options: CheckOptions, *, s
     """Show the estimated memory of one GPU by batch size, corrected by probes of the job if there are any."""
     from tula_cli.services import estimate as service
 
-    runs = _load_job_or_run(screen, job, options)[2]
+    runs = _load_check_target(screen, job, options).runs
     capacity = service.parse_capacity("--memory", size)
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
     reports = service.estimate_memory_on_all_node_types(

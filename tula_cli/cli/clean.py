@@ -60,7 +60,10 @@ def clean(
 
     min_age_seconds = None if older is None else _parse_age(older)
     disk_usages = service.measure_runs_disk_usage(
-        _find_runs(screen, named, Path(root)), keep_best=keep == "best", compared=compared, older=min_age_seconds
+        _find_runs_to_clean(screen, named, Path(root)),
+        keep_best=keep == "best",
+        compared=compared,
+        older=min_age_seconds,
     )
     if named and (kept_run := next((run_space for run_space in disk_usages if run_space.kept), None)):
         message = f"{kept_run.id}: {kept_run.kept}; nothing was deleted"
@@ -84,7 +87,7 @@ def clean(
     return screen.print_answer(show_clean.make_clean_data(disk_usages, result), show_clean.describe_freed_space(result))
 
 
-def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
+def _find_runs_to_clean(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
     """Return the user's runs to clean, each once.
 
     Raises:

@@ -81,7 +81,7 @@ def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
     from tula_cli.show.observe import render_observations
 
     try:
-        reports = service.report_job(folder, job)
+        reports = service.collect_job_reports(folder, job)
     except BadMeasurements as error:
         failed = f"the command failed with exit code {code}; " if code else ""
         screen.print_warning(f"no report: {failed}{error.message}; {error.hint}")

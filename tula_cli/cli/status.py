@@ -88,7 +88,7 @@ def logs(
     runs = chosen.find_runs(screen)
     if node_type is not None:
         runs = select_runs(runs, node_type)
-    run = services_logs.find_run_written_last(runs, job) or runs[0]
+    run = services_logs.find_last_written_run(runs, job) or runs[0]
 
     def active() -> bool:
         return query_run_status(run).has_active_jobs(job and [job])

@@ -56,7 +56,7 @@ def _train_seeds(
 ) -> None:
     from tula_cli.services import train_seeds as service
 
-    prepared = follow_work(screen, service.prepare_seeds(runs, request, submission.inspect))
+    prepared = follow_work(screen, service.prepare_seed_trainings(runs, request, submission.inspect))
     if dry_run:
         first, run = prepared.first, prepared.run
         scripts = [] if first is None else [submission.launcher_for(run.spec).render_script(run, first.task)]
@@ -64,10 +64,10 @@ def _train_seeds(
         return screen.print_answer(
             data, show_train.render_seeds_plan(prepared.plan, len(prepared.missing_trainings), scripts=scripts)
         )
-    report = follow_work(screen, service.run_seeds(prepared, submission))
+    report = follow_work(screen, service.run_seed_trainings(prepared, submission))
     is_over = all(training.is_over for training in report.trainings)
     screen.status = "done" if is_over else "pending"
-    screen.print_answer(report, show_train.render_seeds(report))
+    screen.print_answer(report, show_train.render_seed_trainings(report))
     return report.require_none_failed()
 
 

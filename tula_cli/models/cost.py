@@ -94,7 +94,7 @@ class TrainingWork:
     queued: Number = 0.0  # total seconds that these restarts wait for nodes
 
 
-def count_work(
+def count_training_work(
     spec: JobSpec,
     *,
     batch: Number,
@@ -510,14 +510,16 @@ def find_checkpoint_schedule(
         return CheckpointSchedule(True, script.save, epochs=epochs)
     steps, samples = [save.steps for save in newest_saves], [save.samples for save in newest_saves]
     usual_steps, times = statistics.mode(steps), [save.seconds for save in newest_saves if save.seconds is not None]
-    if dataset_size and _compute_spread(by_batch, "samples") < _compute_spread(by_batch, "steps"):
+    if dataset_size and _compute_interval_spread(by_batch, "samples") < _compute_interval_spread(by_batch, "steps"):
         return CheckpointSchedule(True, script.save, samples=statistics.mode(samples), dataset_size=dataset_size)
     if times and 2 * steps.count(usual_steps) < len(steps):
         return CheckpointSchedule(True, script.save, seconds=statistics.median(times))
     return CheckpointSchedule(True, script.save, steps=usual_steps)
 
 
-def _compute_spread(by_batch: Mapping[int, Sequence[ScriptCheckpointSave]], unit: Literal["steps", "samples"]) -> float:
+def _compute_interval_spread(
+    by_batch: Mapping[int, Sequence[ScriptCheckpointSave]], unit: Literal["steps", "samples"]
+) -> float:
     """Return the ratio of the longest and the shortest interval between checkpoints at different batches.
 
     It is infinite if a script counts no steps or samples between checkpoints.

@@ -129,7 +129,10 @@ def _solve_moments(stats: GradientStats) -> _Moments:
 def _combine_moments(moments: Sequence[_Moments], shares: Sequence[float]) -> _Moments:
     def sum_weighted(name: str, *, power: int) -> float:
         return float(
-            sum(share**power * getattr(of_probe, name) for share, of_probe in zip(shares, moments, strict=True))
+            sum(
+                share**power * getattr(probe_moments, name)
+                for share, probe_moments in zip(shares, moments, strict=True)
+            )
         )
 
     return _Moments(

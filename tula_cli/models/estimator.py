@@ -168,7 +168,9 @@ class Estimator:
             queue=queue,
             stages_by=stages_by,
             trained=stretches.group_trainings_by_configuration(trained),
-            trainings=stretches.find_newest_trainings([*map(stretches.get_configuration, trained), *trainings]),
+            trainings=stretches.find_newest_trainings(
+                [*map(stretches.convert_to_trained_configuration, trained), *trainings]
+            ),
         )
 
     def compute_largest_local_batch(self, nodes: int) -> int | None:
@@ -609,7 +611,7 @@ class Estimator:
         """Return the models of training time by step time; on spot nodes of the expected time."""
         gpus, checkpoint_every = self.spec.cluster.gpus_per_node, self.spec.train.checkpoint_every
         overheads = self.overheads.estimate_overheads(nodes, batch // (nodes * gpus), batch)
-        work = cost.count_work(
+        work = cost.count_training_work(
             self.spec,
             batch=batch,
             world=nodes * gpus,

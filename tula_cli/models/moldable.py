@@ -89,7 +89,11 @@ def choose_job_sizes(
     counts = [nodes for nodes in node_counts if batch % compute_batch_divisor(spec, nodes) == 0]
     sizes = [size for nodes in counts for size in _list_job_size(spec, Config(nodes, batch), estimator, market)]
     if estimator is not None and (bounds.least is None or bounds.most is None):
-        sizes = [size for size in sizes if _is_within(size.prediction, deadline=deadline, efficiency=efficiency)]
+        sizes = [
+            size
+            for size in sizes
+            if _is_prediction_within_limits(size.prediction, deadline=deadline, efficiency=efficiency)
+        ]
     if sizes and begins_at_share:
         sizes = [size for size in sizes if size.nodes >= MIN_NODES_SHARE * sizes[-1].nodes]
     if not sizes:
@@ -116,7 +120,9 @@ def _find_upper_bound(spec: JobSpec, recommendation: Recommendation | None) -> i
     return recommendation.choice.nodes
 
 
-def _is_within(prediction: Prediction | None, *, deadline: float | None, efficiency: float | None) -> bool:
+def _is_prediction_within_limits(
+    prediction: Prediction | None, *, deadline: float | None, efficiency: float | None
+) -> bool:
     """Return whether there is a prediction, and it is within the limits."""
     if prediction is None or (deadline is not None and prediction.hours > deadline):
         return False

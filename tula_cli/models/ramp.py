@@ -245,7 +245,7 @@ def build_ramp(
     if isinstance(stages_setting, list):
         return _plan_named_stages(spec, stages_setting, batch, divisor, dataset_size)
     if decided:
-        return _fit_stages([*list_stages_below(decided, batch)], [divisor])
+        return _fit_stages([*list_stages_below_batch(decided, batch)], [divisor])
     if has_auto_stages(spec, noise):
         return _plan_auto_stages(spec, batch, [divisor, *fewer], dataset_size)
     planned = plan_stages_before_fitting(spec, batch, dataset_size=dataset_size, noise=noise)
@@ -336,7 +336,7 @@ def _count_samples_until_decay(share: float, schedule: str, lr: float, *, warmup
     return bisect_left(range(epochs * size), True, key=has_decayed)
 
 
-def list_stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
+def list_stages_below_batch(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
     """Yield the stages below a batch, then a stage with that batch.
 
     The added stage starts with the first stage that is not below the batch, or else with the last stage.

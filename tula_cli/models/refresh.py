@@ -1,4 +1,4 @@
-"""The cost of refreshing the scaling factors: number of refreshes, and estimated duration if it was not measured."""
+"""Refreshes of the scaling factors: small-batch size, number of refreshes, and estimated duration if it was not measured."""
 
 from collections.abc import Iterable
 from math import ceil

@@ -55,7 +55,7 @@ def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None
         return judgement
     if more.ended == "failed" and more.outcome != "user":
         return replace(
-            judgement, reasons=(*judgement.reasons, f"not tested {_describe_start(begin, more)}: {more.why}")
+            judgement, reasons=(*judgement.reasons, f"not tested {_describe_resumed_start(begin, more)}: {more.why}")
         )
     resumed = _judge_resumed_start(begin, more, lr_ratio=1.0)
     faults = resumed.faults or _describe_other_rate(begin, same, more)
@@ -70,7 +70,7 @@ def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None
 def _judge_batches(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -> ResumeVerdict:
     begin, same, half = (_find_last_start_of_phase(starts, phase) for phase in ("begin", "same", "half"))
     if begin is None or same is None or begin.saved_samples is None:
-        return ResumeVerdict(None, (_explain_no_checkpoint(begin),))
+        return ResumeVerdict(None, (_explain_missing_checkpoint(begin),))
     same_batch = _judge_resumed_start(begin, same, lr_ratio=1.0)
     if same.ended == "failed" and same.outcome != "user":
         return ResumeVerdict(None, (f"not tested: at batch {same.batch} {same.why}",))
@@ -93,7 +93,7 @@ def _find_last_start_of_phase(starts: Sequence[ObservedStart], phase: Phase) -> 
     return next((start for start in reversed(starts) if start.phase == phase), None)
 
 
-def _describe_start(begin: ObservedStart, start: ObservedStart) -> str:
+def _describe_resumed_start(begin: ObservedStart, start: ObservedStart) -> str:
     nodes = f" on {format_count(start.nodes)} instead of {begin.nodes}" if start.nodes != begin.nodes else ""
     return f"at batch {start.batch}{nodes}"
 
@@ -105,10 +105,10 @@ def _describe_other_rate(begin: ObservedStart, same: ObservedStart, more: Observ
         return ()
     samples, observed, expected = different
     figures = f"{format_number(observed, 4)} after {samples} samples instead of {format_number(expected, 4)}"
-    return (f"{_describe_start(begin, more)} its learning rate is {figures}",)
+    return (f"{_describe_resumed_start(begin, more)} its learning rate is {figures}",)
 
 
-def _explain_no_checkpoint(begin: ObservedStart | None) -> str:
+def _explain_missing_checkpoint(begin: ObservedStart | None) -> str:
     if begin is None:
         return "not tested: the script was not started"
     if begin.ended == "failed":
@@ -138,7 +138,7 @@ def _is_checkpoint_at_epoch_end(begin: ObservedStart) -> bool:
 
 
 def _judge_resumed_start(begin: ObservedStart, start: ObservedStart, *, lr_ratio: float | None) -> _ResumedStart:
-    at = _describe_start(begin, start)
+    at = _describe_resumed_start(begin, start)
     if start.ended == "failed":
         message = f"{at} it cannot resume from its own checkpoint: {start.why}"
         return _ResumedStart(lost_progress=True, reasons=(message,), faults=(message,))
@@ -155,7 +155,7 @@ def _judge_resumed_start(begin: ObservedStart, start: ObservedStart, *, lr_ratio
 
 def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
     """Compare the samples trained after a start from the checkpoint with those that remained."""
-    at, saved, total = _describe_start(begin, start), begin.saved_samples or 0, start.whole
+    at, saved, total = _describe_resumed_start(begin, start), begin.saved_samples or 0, start.whole
     if total is None:
         message = f"samples {at} were not compared, because the samples per epoch are unknown (script.dataset_size)"
         return _ResumedStart(reasons=(message,))
@@ -205,7 +205,7 @@ def _describe_wrong_learning_rate(begin: ObservedStart, start: ObservedStart, ra
     expected_text = f"should be {format_number(begin.next_lr * ratios[0], 4)}"
     if ratios[0] == 1.0:
         expected_text = f"was {format_number(begin.next_lr, 4)} at that point in the first run"
-    return f"{_describe_start(begin, start)} its learning rate is {format_number(start.first_lr, 4)} after the checkpoint, but {expected_text}"
+    return f"{_describe_resumed_start(begin, start)} its learning rate is {format_number(start.first_lr, 4)} after the checkpoint, but {expected_text}"
 
 
 def _list_allowed_ratios(ratio: float | None) -> list[float]:
@@ -224,7 +224,7 @@ def _describe_lost_schedule(begin: ObservedStart, same: ObservedStart) -> str:
     schedule_before, after = begin.schedule, same.schedule
     if schedule_before is None or after is None or after.moves is False or abs(schedule_before.at - after.at) <= 1:
         return ""
-    return f"{_describe_start(begin, same)} its schedule ({after.name}) resumes at step {after.at} instead of {schedule_before.at}"
+    return f"{_describe_resumed_start(begin, same)} its schedule ({after.name}) resumes at step {after.at} instead of {schedule_before.at}"
 
 
 def _describe_schedule_fault(

@@ -82,7 +82,7 @@ from tula_cli.services.observed_probes import add_observed_probes
 from tula_cli.services.resume_test import ResumeTestFinding, run_resume_test
 from tula_cli.services.status import RunStatus
 from tula_cli.services.tracking import ExportResult, load_trackers_package
-from tula_cli.services.train_seeds import SeedsReport, prepare_seeds, run_seeds
+from tula_cli.services.train_seeds import SeedsReport, prepare_seed_trainings, run_seed_trainings
 from tula_cli.services.waiting import DetachedJobs, Submission
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate_job
@@ -358,7 +358,7 @@ class SubmitArguments(JobArguments):
     ) -> Submission:
         """Return how the call submits its jobs."""
         inspect = make_inspector(resolved.runs[0].path.parent, fresh=fresh, report_event=self.on_event)
-        confirm = _make_confirm(resolved.runs[0].spec, self.confirm)
+        confirm = _make_confirmation(resolved.runs[0].spec, self.confirm)
         return Submission(
             launcher.make_launcher, inspect, confirm, self.wait, timeout, resolved.job, resolved.overrides
         )
@@ -433,7 +433,7 @@ def _find_measured_run(target: Target, root: str | Path) -> Run:
     return Run.from_directories(ResolvedTarget.from_target(target, root=root).require_measured().runs)
 
 
-def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
+def _make_confirmation(spec: JobSpec, confirm: Confirm | None) -> Confirm:
     """Return the function that confirms a plan: `confirm`, or one that accepts every plan of a job with a cap."""
 
     def is_confirmed(planned: Planned) -> bool:
@@ -777,8 +777,8 @@ def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
     resolved = arguments.resolve(arguments.run)
     submission = arguments.make_submission(resolved, timeout=arguments.timeout)
     if arguments.seeds is not None:
-        seeds = arguments.run_work(prepare_seeds(resolved.runs, arguments, submission.inspect))
-        return arguments.run_work(run_seeds(seeds, submission))
+        seeds = arguments.run_work(prepare_seed_trainings(resolved.runs, arguments, submission.inspect))
+        return arguments.run_work(run_seed_trainings(seeds, submission))
     prepared = arguments.run_work(training.prepare_training(resolved.runs, arguments, submission.inspect))
     summary = arguments.run_work(training.run_training(prepared, submission))
     if isinstance(summary, DetachedJobs):

@@ -19,8 +19,8 @@ from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
+    compute_shortest_makespan,
     find_cheapest_plan,
-    find_shortest_makespan,
     find_shortest_plan,
     is_within_limit,
     list_options,
@@ -353,7 +353,7 @@ def _choose_shortest_plan(
     Raises:
         Infeasible: no plan is within budget and deadline.
     """
-    makespans = [find_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups]
+    makespans = [compute_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups]
     plan: list[ScheduledStart] | None = None
     makespan = math.inf
     for index in np.argsort(makespans, kind="stable"):
@@ -398,7 +398,7 @@ def _choose_cheapest_plan(
     plans = [find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=deadline) for options in groups]
     within = [starts for starts in plans if starts is not None]
     if not within:
-        makespan = min(find_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups)
+        makespan = min(compute_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups)
         raise _make_too_late_error(f"{subject} take at least", makespan, query)
     budget = _get_limit_or_infinity(query.budget)
     affordable = [plan for plan in within if is_within_limit(sum(prices[start.option.row] for start in plan), budget)]

@@ -11,8 +11,8 @@ from tula_cli.run.owner import require_ownership
 def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) -> list[str]:
     """Cancel the queued and running jobs of the runs, and return their names; unreadable records are left out.
 
-    Each job is marked as cancelled first, so that nothing (a supervisor, the next job of a chain) restarts it. A job or
-    part that cannot be cancelled does not prevent the cancellation of the others.
+    Each job is marked as cancelled first, so that nothing (a supervisor, the next job of a chain) restarts it. A job, or
+    the jobs of a node type, that cannot be cancelled do not prevent the cancellation of the others.
 
     Raises:
         NotYours: the run belongs to another user.

@@ -10,7 +10,7 @@ from tula_cli.cluster.slurm.first_job import inspect_if_possible, inspect_with_s
 from tula_cli.cluster.slurm.sbatch import check_setup_files, warn_too_few_cpus
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
-from tula_cli.models.choice.grid import LimitByNodes, get_highest_limit
+from tula_cli.models.choice.grid import LimitByNodes, find_highest_limit
 from tula_cli.models.cost import MaxCost, compute_max_cost
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import render_html
@@ -141,7 +141,7 @@ class CheckResult:
 
     @property
     def left_out(self) -> list[Diagnostic]:
-        """Return a warning for each node type that cannot run, or an empty list if none can."""
+        """A warning for each node type that cannot run; empty if none can."""
         if len(self.problems) == len(self.reports):
             return []
         return [
@@ -244,7 +244,7 @@ def check_job(
         **vars(compute_max_cost(spec, node_hours, capacity)),
         inspection=inspection,
         jobs=jobs,
-        largest_local_batch=get_highest_limit(largest),
+        largest_local_batch=find_highest_limit(largest),
         machine_hours_at_most=None if spec.cluster.backend.has_queue else one_by_one,
         problems=(
             *problems,

@@ -314,7 +314,7 @@ def _make_short_cells(
         compute_signature: returns the signature of a training of a job at a batch.
     """
     spec = run.spec
-    epochs, short_cells = rounds.get_short_epochs(spec), list[Cell]()
+    epochs, short_cells = rounds.compute_short_epochs(spec), list[Cell]()
     firsts = [cell for cell in cells if cell.seed == spec.train.seed]
     for cell in firsts if epochs < spec.train.epochs else ():
         try:

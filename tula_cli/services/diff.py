@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models.time.changes import NOISE_TEST, StepRatio, compare_step_times, find_changed_parts
-from tula_cli.models.time.noise import compute_trimmed_mean, split_step
+from tula_cli.models.time.noise import compute_trimmed_mean, split_step_time
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import compare_jobs, list_runs_with_data
@@ -287,7 +287,7 @@ def _list_step_parts(probe: Measured | None) -> StepParts | None:
     """Return the breakdown of a probe's step time; None if it was not measured."""
     if probe is None or not _has_step_time(probe):
         return None
-    return split_step(probe)
+    return split_step_time(probe)
 
 
 # --- The difference

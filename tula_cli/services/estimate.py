@@ -143,7 +143,7 @@ def estimate_memory(
     ).adapt_to_ranks(ranks)
     capacity = find_capacity(spec, probed.probes, inspection) if capacity is None else capacity
     largest = probed.correct_largest_local_batch(
-        model.compute_largest_local_batch(capacity, margin=MEMORY_MARGIN), spec.train.accumulate
+        model.compute_largest_local_batch(capacity, margin=MEMORY_MARGIN), accumulate=spec.train.accumulate
     )
     sizes = list_local_batches(spec, inspection, largest=largest)
     gpu = probed.has_gpu_probes or any(row.memory.libraries for row in inspection.footprints)
@@ -206,10 +206,10 @@ class _ProbedMemory:
     def has_gpu_probes(self) -> bool:
         return any(probe.environment.device == "cuda" for probe in self.probes)
 
-    def correct_largest_local_batch(self, largest: int | None, accumulate: int) -> int | None:
-        """Return the largest local batch that fits; results of probes take precedence over the model's estimate."""
+    def correct_largest_local_batch(self, estimate: int | None, *, accumulate: int) -> int | None:
+        """Return the largest local batch that fits; results of probes take precedence over the model's `estimate`."""
         below = None if self.smallest_oom is None else (self.smallest_oom - 1) // accumulate * accumulate
-        bounds = [bound for bound in (largest, below) if bound is not None]
+        bounds = [bound for bound in (estimate, below) if bound is not None]
         if not bounds:
             return None
         return max([min(bounds), *(size for size in self.ran if below is None or size <= below)])

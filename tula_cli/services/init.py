@@ -131,12 +131,12 @@ class JobFileProposal:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the file can be used as it is."""
+        """Whether the file can be used as it is."""
         return not any(key.required for key in self.missing)
 
     @property
     def placeholders(self) -> dict[str, tuple[str, str]]:
-        """Return the original value and the placeholder of each recognised option: "--lr": ("0.1", "lr")."""
+        """The original value and the placeholder of each recognised option: "--lr": ("0.1", "lr")."""
         return {flag: (self.recognised.values[name], name) for flag, name in self.recognised.flags.items()}
 
 

@@ -73,7 +73,7 @@ class _SbatchRequest:
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes.
+        """Number of nodes.
 
         Raises:
             UnknownFact: the script leaves the number of nodes to SLURM.

@@ -43,7 +43,7 @@ class LogLine:
 
     @property
     def heading_key(self) -> tuple[Path, bool]:
-        """Return the key of the heading above the line: its file, and whether it belongs to a failure."""
+        """The key of the heading above the line: its file, and whether it belongs to a failure."""
         return self.file, self.failure
 
 
@@ -302,7 +302,7 @@ def make_rate_limited_check(
     return check_or_remember
 
 
-def find_run_written_last(runs: Iterable[Run], job: str | None) -> Run | None:
+def find_last_written_run(runs: Iterable[Run], job: str | None) -> Run | None:
     """Return the run that wrote a log last, among those that have the job; None if there is none."""
     having = [run for run in runs if job is None or job in _list_job_ids(run.read_snapshot())]
     return max(having, key=lambda run: max((log.stat().st_mtime for log in run.list_logs()), default=0.0), default=None)

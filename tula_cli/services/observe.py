@@ -13,7 +13,7 @@ from typing import Any
 
 from tula_cli.cluster.scripts.methods import read_module_sources
 from tula_cli.errors import BadMeasurements, CommandNotStarted, SpecError
-from tula_cli.models.observed import MAX_TIMED_STEPS, WARMUP_STEPS, MeasuredJob, ObservedReport, report_observed_job
+from tula_cli.models.observed import MAX_TIMED_STEPS, WARMUP_STEPS, MeasuredJob, ObservedReport, make_observed_report
 from tula_cli.run.files import make_folder, make_write_error, write_atomic
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 
@@ -154,7 +154,7 @@ def is_reporting_process() -> bool:
     return os.environ.get("SLURM_PROCID", "0") == "0"
 
 
-def report_job(root: Path, job: str) -> list[ObservedReport]:
+def collect_job_reports(root: Path, job: str) -> list[ObservedReport]:
     """Return the reports on a job that has just ended, one for each training in it.
 
     Waits up to RESULT_TIMEOUT seconds for the files of ranks on other nodes.
@@ -201,7 +201,7 @@ def list_observed_reports(root: Path, name: str | None = None) -> list[ObservedR
     measured = _measure_jobs(script_jobs)
     if not measured:
         return [_make_report(script_jobs[-1], jobs)]
-    return [report_observed_job(job, [other for other in measured if other is not job]) for job in measured]
+    return [make_observed_report(job, [other for other in measured if other is not job]) for job in measured]
 
 
 def list_jobs_of_script(jobs: Sequence[ObservedJob], root: Path, name: str) -> list[ObservedJob]:
@@ -221,7 +221,7 @@ def list_jobs_of_script(jobs: Sequence[ObservedJob], root: Path, name: str) -> l
 
 def _make_report(job: ObservedJob, jobs: Sequence[ObservedJob]) -> ObservedReport:
     others = [other for other in jobs if other.script == job.script and other.path != job.path]
-    return report_observed_job(measure_observed_job(job), _measure_jobs(others))
+    return make_observed_report(measure_observed_job(job), _measure_jobs(others))
 
 
 def _measure_jobs(jobs: Sequence[ObservedJob]) -> list[MeasuredJob]:

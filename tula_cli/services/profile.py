@@ -18,7 +18,7 @@ from tula_cli.services.largest_batch import LargestBatch, make_largest_batch, pl
 from tula_cli.services.plans import ProfilePlan, UpperBoundPlan
 from tula_cli.services.profile_plan import count_measured_node_hours, plan_probes, plan_upper_bound
 from tula_cli.services.profile_report import ProfileReport, is_plan_measured, make_profile_report
-from tula_cli.services.site_charges import bill_run_by_site, warn_balance_for_probes
+from tula_cli.services.site_charges import add_site_billing_to_run, warn_balance_for_probes
 from tula_cli.services.waiting import (
     DetachedJobs,
     Submission,
@@ -196,7 +196,7 @@ def _prepare_runs(runs: Sequence[Run]) -> Work[list[Run]]:
             if isinstance(error, UnreadableFile):
                 raise error
         yield from map(WarningEvent, (*snapshot.job_warnings, *snapshot.record_warnings))
-    return [bill_run_by_site(run) for run in runs]
+    return [add_site_billing_to_run(run) for run in runs]
 
 
 def run_profile(

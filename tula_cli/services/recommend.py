@@ -184,9 +184,9 @@ def recommend_configuration(
     """
     runs = select_runs(runs, query.node_type)
     if any(run.spec.pricing.kind == "billing" for run in runs):
-        from tula_cli.services.site_charges import bill_run_by_site  # imported here: runs SLURM commands
+        from tula_cli.services.site_charges import add_site_billing_to_run  # imported here: runs SLURM commands
 
-        runs = [bill_run_by_site(run) for run in runs]
+        runs = [add_site_billing_to_run(run) for run in runs]
     all_measurements, warnings = gather_measurements(runs, query, pending)
     if query.objective == "energy":
         all_measurements, warnings = select_measurements_with_energy(all_measurements, warnings)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models.choice.grid import Config, LimitByNodes, get_highest_limit, list_candidates
-from tula_cli.models.cost import count_work
+from tula_cli.models.choice.grid import Config, LimitByNodes, find_highest_limit, list_candidates
+from tula_cli.models.cost import count_training_work
 from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT, find_smallest_ruled_out
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
@@ -289,7 +289,7 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
         )
     least = min(config.compute_local_batch(spec.cluster.gpus_per_node) for config in divisible)
     return Infeasible(
-        f"every probe ran out of memory: at most {get_highest_limit(max_local_batch)} samples fit on one GPU, but the smallest local batch is"
+        f"every probe ran out of memory: at most {find_highest_limit(max_local_batch)} samples fit on one GPU, but the smallest local batch is"
         f" {least}",
         LESS_MEMORY_HINT if spec.script is None else LESS_MEMORY_HINT_FOR_SCRIPT,
     )
@@ -355,7 +355,7 @@ class SearchEstimate:
 
     @property
     def basis(self) -> str:
-        """Return a description of the step times that the expectation is based on."""
+        """Description of the step times that the expectation is based on."""
         if not self.probes:
             return f"(assuming {ASSUMED_STEP_SECONDS:g} s per step)"
         return (
@@ -446,7 +446,7 @@ def _estimate_sweep_share(
         return None
     fewest, gpus = min(full), spec.cluster.gpus_per_node
     local_batch = full[fewest][-1]
-    todo = count_work(
+    todo = count_training_work(
         spec,
         batch=local_batch * fewest * gpus,
         world=fewest * gpus,

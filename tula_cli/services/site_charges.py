@@ -61,7 +61,7 @@ class SiteCharge:
 
     @property
     def description(self) -> str:
-        """Return the source of the charge, and how much the billing of a job differs from the prediction."""
+        """The source of the charge, and how much the billing of a job differs from the prediction."""
         billings_text = ", ".join(map(str, self.billings)) or "none yet"
         expected = "" if self.predicted_billing is None else f", {self.predicted_billing:g} predicted"
         open_text = ", so far" * self.open
@@ -132,7 +132,7 @@ def add_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling |
     return spec.model_copy(update={"pricing": pricing})
 
 
-def bill_run_by_site(run: Run) -> Run:
+def add_site_billing_to_run(run: Run) -> Run:
     """Return a run with the billing of its site (`add_site_billing`)."""
     return run.with_spec(add_site_billing(run.spec, run.path.parent))
 

@@ -42,7 +42,7 @@ from tula_cli.services.measurements import fit_estimator_of_recommendation, plan
 from tula_cli.services.plans import TrainPlan
 from tula_cli.services.resume_test import TrainingStart, describe_interruption_cost, run_resume_test_if_due
 from tula_cli.services.site_charges import (
-    bill_run_by_site,
+    add_site_billing_to_run,
     check_balance_of_task,
     require_known_balance,
     require_sufficient_balance,
@@ -73,7 +73,7 @@ def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:
             f"{runs[0].job_name} has no recommendation, and --type is not given",
             "run tula recommend first, or give all three options: tula train --type NAME --nodes N --batch B",
         )
-    return bill_run_by_site(chosen)
+    return add_site_billing_to_run(chosen)
 
 
 def plan_training(

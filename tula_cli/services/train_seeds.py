@@ -25,7 +25,7 @@ from tula_cli.services.comparison.rows import takes_seed
 from tula_cli.services.events import Note, SeedsPlanned, WarningEvent, Work
 from tula_cli.services.plans import TrainPlan
 from tula_cli.services.resume_test import TrainingStart, run_resume_test_if_due
-from tula_cli.services.site_charges import bill_run_by_site
+from tula_cli.services.site_charges import add_site_billing_to_run
 from tula_cli.services.train import plan_training, submit_training
 from tula_cli.services.training_end import MAX_FIRST_FAILURES, load_summary
 from tula_cli.services.waiting import Submission, explain_interruption, wait_for_jobs, warn_about_submitted_jobs
@@ -158,7 +158,7 @@ def _read_seed_training(run: RunDir, training: SeedTraining) -> SeedTraining:
     return replace(training, summary=summary, problem=problem)
 
 
-def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) -> Work[PreparedSeeds]:
+def prepare_seed_trainings(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) -> Work[PreparedSeeds]:
     """Plan the trainings by the stored plan, or else by the one for the knee; nothing is written.
 
     The i-th training of the plan, counted from 0, has the seed `train.seed` + i.
@@ -194,7 +194,7 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
         plan = plan_campaign([runs], Query(), [request.seeds], one_at_a_time=not spec.cluster.backend.has_queue)
     run = select_runs(runs, plan.waves[0].node_type or None)[0]
     require_current_format(run.path)
-    run = bill_run_by_site(run)
+    run = add_site_billing_to_run(run)
     code = choose_code(run, run.spec, Path.cwd(), keep=False)
     assert plan.batch is not None, "a stored plan is of one job"
     trainings = []
@@ -230,7 +230,7 @@ def _require_within_budget(prepared: PreparedSeeds) -> None:
         )
 
 
-def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsReport]:
+def run_seed_trainings(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsReport]:
     """Submit the trainings that are missing, on this machine one after another, and return all of them.
 
     Raises:

@@ -66,7 +66,7 @@ class Submission:
             raise OverBudget("not confirmed; nothing was submitted")
 
     def find_settings_origin(self, run: Run) -> JobFile | None:
-        """Return where the settings come from, as the run records it."""
+        """Return the job file and overrides that the settings come from, as the run records them; None without a file."""
         return find_settings_origin(run, self.job, self.overrides)
 
     def save_runs(self, runs: Sequence[Run]) -> None:

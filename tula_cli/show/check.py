@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_cli.show.profile import render_unsettled_plan
+from tula_cli.show.profile import render_upper_bound_plan
 from tula_cli.show.screen import Origin
 from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_each_type
 from tula_cli.words import (
@@ -74,7 +74,7 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
     if report.jobs:
         yield from _render_jobs(report)
     if report.unsettled is not None:
-        yield from render_unsettled_plan(report.unsettled)
+        yield from render_upper_bound_plan(report.unsettled)
     elif report.is_extent_unknown:
         yield (
             "The probes are unknown: without search.max_batch, the size of the dataset bounds the batches, and --offline"

@@ -76,7 +76,7 @@ class LineDisplay(LiveDisplay):
         super().update_comparison(progress)
         cell = "" if progress.cell is None else progress.cell.description
         state = f"{progress.done} {progress.failed} {progress.running} {progress.total} {cell} {progress.waits}"
-        self._print_change("comparison", state, describe_comparison(progress))
+        self._print_change("comparison", state, describe_comparison_progress(progress))
 
     def _print_change(self, subject: str, state: str, text: str) -> None:
         if self._states.get(subject) != state:
@@ -142,7 +142,7 @@ class ProgressBarDisplay(LiveDisplay):
         remaining = [] if progress.left is None else [f"{format_duration(progress.left)} left"]
         state = ", ".join([f"{progress.done} of {format_count(progress.total, 'training')}", *remaining])
         self._draw_bar("comparison", "comparison", progress.done + progress.failed, total, state)
-        details = [describe_comparison(progress)]
+        details = [describe_comparison_progress(progress)]
         if progress.training is not None and not progress.training.finished:
             self._draw_training_bar("training", progress.training)
             details.append(describe_progress_of_training(progress.training))
@@ -189,7 +189,7 @@ def _list_probe_progress(job: "JobStatus") -> Iterator[str]:
 # --- Progress of a comparison
 
 
-def describe_comparison(progress: "ComparisonProgress") -> str:
+def describe_comparison_progress(progress: "ComparisonProgress") -> str:
     """Describe the progress of a comparison in one line."""
     bound_text = "at most " if progress.undecided else ""
     round_text = f"round {progress.round} of 2: " if progress.round else ""

@@ -56,12 +56,12 @@ def render_plan(
     yield from (
         _render_final_plan(profile_plan)
         if isinstance(profile_plan, ProfilePlan)
-        else render_unsettled_plan(profile_plan)
+        else render_upper_bound_plan(profile_plan)
     )
     yield from render_scripts(scripts)
 
 
-def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
+def render_upper_bound_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
     """Show the upper bound that is known before a node has built the model and the dataset."""
     if plan.why:
         yield plan.why
@@ -189,9 +189,9 @@ def _make_probe_row(row: "Result", byte: float) -> tuple[str, ...]:
     where = (str(row.nodes), str(row.local_batch * row.nodes * row.gpus_per_node), str(row.local_batch))
     match row.kind:
         case "measured":
-            from tula_cli.models.time.noise import split_step
+            from tula_cli.models.time.noise import split_step_time
 
-            parts = split_step(row)
+            parts = split_step_time(row)
             times = map(format_milliseconds, (parts.step, parts.sync, parts.data))
             outcome = "oversubscribed" if row.oversubscribed else "measured"
             return (*where, *times, format_number(row.batch / parts.step), format_size(row.memory.peak, byte), outcome)

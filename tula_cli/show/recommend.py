@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import describe_measured_trainings, describe_row, make_table
+from tula_cli.show.tables import describe_measured_trainings, describe_prediction_row, make_table
 from tula_cli.words import (
     choose_size_unit,
     choose_time_unit,
@@ -85,7 +85,7 @@ def _render_headline(recommendation: "Recommendation") -> Iterator["RenderableTy
     if headline is None:
         energy = "" if choice.kwh is None else f", {format_number(choice.kwh)} kWh"
         costs = f"{format_duration(3600 * choice.hours)}, {format_number(choice.cost)} {recommendation.currency}"
-        yield Text.assemble((f"{describe_row(choice)}: {costs}{energy}", "bold green"))
+        yield Text.assemble((f"{describe_prediction_row(choice)}: {costs}{energy}", "bold green"))
         return
     yield Text.assemble((headline.text, "bold green"))
     yield f"{headline.comparison} {headline.interval}".rstrip()
@@ -178,7 +178,7 @@ def describe_unsaved_answer(known: "Recommendation | None") -> str:
     """Explain that an answer is not saved, and what `tula train` uses instead: the saved answer `known`, if any."""
     if known is None:
         return "not stored, because of --set; add --save to store it for tula train"
-    kept = f"{describe_row(known.choice)} ({known.criteria}; {format_local_time(known.created_at)})"
+    kept = f"{describe_prediction_row(known.choice)} ({known.criteria}; {format_local_time(known.created_at)})"
     return (
         "not stored, because it answers another question than the stored recommendation: tula train still uses"
         f" {kept}. To store the new one, add --save"

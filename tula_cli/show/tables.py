@@ -54,7 +54,7 @@ def make_table_of_columns(columns: "Mapping[str, Sequence[str | Text]]", *, left
     return table
 
 
-def measure_long_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+def measure_long_table_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """Return the width of a table of `render_long_table` with the smallest gap between its columns."""
     from rich.cells import cell_len
 
@@ -185,7 +185,7 @@ def make_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> An
     return {"types": dict(parts_by_name), **whole} if None not in parts_by_name else parts_by_name[None]
 
 
-def describe_row(row: "Prediction") -> str:
+def describe_prediction_row(row: "Prediction") -> str:
     """Describe a configuration, with node type and market if they matter."""
     return describe_configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{row.kind_text},", 1)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.show.status import describe_changes, describe_scaling, make_branches_table
+from tula_cli.show.status import describe_scaling, describe_step_changes, make_branches_table
 from tula_cli.show.tables import describe_cost, describe_metrics, make_table, render_scripts, select_shown_metrics
 from tula_cli.words import (
     choose_time_unit,
@@ -60,7 +60,7 @@ def render_seeds_plan(plan: "Campaign", missing: int, *, scripts: Sequence[str] 
     yield from render_scripts(scripts)
 
 
-def render_seeds(report: "SeedsReport") -> Iterator["RenderableType"]:
+def render_seed_trainings(report: "SeedsReport") -> Iterator["RenderableType"]:
     """Yield a table of the trainings of a plan, and their cost."""
     table = make_table(["seed", "nodes", "batch", "time (h)", "cost", "training", "result"], left=(5, 6))
     for row in report.trainings:
@@ -273,7 +273,7 @@ def render_summary(
         yield charge.description
     if summary.actual_kwh is not None and (summary.counted or 0.0) < MIN_COUNTED_SHARE:
         yield f"energy was measured during {format_percent(summary.counted)} % of the time (not while ranks start, and not before a failure)"
-    yield from describe_changes(summary.changes)
+    yield from describe_step_changes(summary.changes)
     if summary.scaled is not None:
         did = describe_scaling(summary.scaled.mean, summary.scaled.scaled)
         yield f"gradient scaling (of each {summary.scaled.apply_to}): {did}"

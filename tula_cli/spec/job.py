@@ -93,7 +93,7 @@ class JobSpec(Section):
     # Types of nodes by name. tula measures each type separately, and tula recommend chooses among all.
     node_types: dict[TypeName, NodeType] = {}
     export: list[Export] = []  # Trackers that receive results while a command waits for jobs; see also tula export
-    _measured_with_fewer_gpus: bool = PrivateAttr(default=False)
+    _is_supplement_with_fewer_gpus: bool = PrivateAttr(default=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -272,7 +272,7 @@ class JobSpec(Section):
     @property
     def is_supplement_with_fewer_gpus(self) -> bool:
         """Whether this job supplements one with more GPUs per node, and is therefore measured with few probes."""
-        return self._measured_with_fewer_gpus
+        return self._is_supplement_with_fewer_gpus
 
     @property
     def starts_one_task_per_node(self) -> bool:
@@ -351,7 +351,7 @@ class JobSpec(Section):
     def with_fewer_gpus(self, fewer: bool) -> "JobSpec":
         """Return the job with `is_supplement_with_fewer_gpus` set, which is no key of the job file."""
         job = self.model_copy()
-        job._measured_with_fewer_gpus = fewer
+        job._is_supplement_with_fewer_gpus = fewer
         return job
 
 

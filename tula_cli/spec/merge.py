@@ -98,7 +98,10 @@ def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) ->
 def merge_mappings(
     into: dict[str, Any], new: Mapping[str, Any], origins: dict[str, str], *, source: str, prefix: str = ""
 ) -> None:
-    """Merge mappings level by level; a value is replaced unless both values are mappings."""
+    """Merge `new` into `into` in place, level by level, and set the origin of each replaced value to `source`.
+
+    A value is replaced unless both values are mappings.
+    """
     for key, value in new.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and isinstance(into.get(key), dict):

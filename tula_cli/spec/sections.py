@@ -199,13 +199,13 @@ class Dataset(Section):
     @model_validator(mode="after")
     def _check_import_strings(self) -> "Dataset":
         for key in IMPORTABLE_DATASET_KEYS:
-            get_import_string(getattr(self, key), key)
+            parse_import_string(getattr(self, key), key)
         return self
 
     @property
     def further_imports(self) -> tuple[str, ...]:
         """The import strings of the dataset other than its name."""
-        names = (get_import_string(getattr(self, key), key) for key in IMPORTABLE_DATASET_KEYS)
+        names = (parse_import_string(getattr(self, key), key) for key in IMPORTABLE_DATASET_KEYS)
         return tuple(name for name in names if name)
 
 
@@ -213,7 +213,7 @@ IMPORTABLE_DATASET_KEYS = ("collate_fn", "sampler")
 """Keys of section dataset whose value is an import string, alone or with arguments."""
 
 
-def get_import_string(entry: str | dict[str, dict[str, Any]] | None, key: str) -> str | None:
+def parse_import_string(entry: str | dict[str, dict[str, Any]] | None, key: str) -> str | None:
     """Return the import string of an entry that may have arguments.
 
     Raises:
@@ -408,7 +408,7 @@ class Train(Section):
         for name, entry in self.metrics.items():
             if name in _RESERVED_METRIC_NAMES:
                 raise ValueError(f"metrics.{name}: tula uses this name itself; choose another name")
-            get_import_string(entry, f"metrics.{name}")
+            parse_import_string(entry, f"metrics.{name}")
         known = ("auto", *BUILT_IN_METRICS, *self.metrics)
         stopping = self.early_stopping
         name = self.best_checkpoint.metric
@@ -435,7 +435,7 @@ class Train(Section):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The import strings of the metrics."""
-        return tuple(name for entry in self.metrics.values() if (name := get_import_string(entry, "metrics")))
+        return tuple(name for entry in self.metrics.values() if (name := parse_import_string(entry, "metrics")))
 
     @model_validator(mode="after")
     def _check_lr_scaling(self) -> "Train":

@@ -103,5 +103,5 @@ class UserScript(Workload):
 
 
 def get_workload(spec: JobSpec) -> Workload:
-    """Return the workload of a job."""
+    """Return the view of a job that is common to tula's loop and to user scripts."""
     return Workload(spec) if spec.script is None else UserScript(spec)

@@ -12,9 +12,9 @@ from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
+    compute_shortest_makespan,
     find_cheapest_plan,
     find_predecessors,
-    find_shortest_makespan,
     find_shortest_plan,
     list_options,
     sum_costs,
@@ -83,7 +83,7 @@ def test_no_schedule_of_equal_trainings_is_shorter_or_cheaper_within_the_deadlin
     for seed in range(60):
         options, nodes, trainings = make_options(seed, monotone=monotone)
         shortest, _ = search_all_schedules(options, trainings, nodes)
-        assert find_shortest_makespan(options, trainings=trainings, nodes=nodes) == pytest.approx(shortest)
+        assert compute_shortest_makespan(options, trainings=trainings, nodes=nodes) == pytest.approx(shortest)
         for factor in (1.0, 1.2, 1.7):
             starts = find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=factor * shortest)
             assert starts is not None and len(starts) == trainings
@@ -125,7 +125,7 @@ def test_node_counts_that_do_not_divide_each_other_give_plans_near_the_shortest_
             hours = rng.uniform(hours * (width - 1) / width if width > 1 else hours, hours)
             options.append(TrainingOption(width, hours, width * hours))
         trainings = rng.randint(1, 4)
-        makespan = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
+        makespan = compute_shortest_makespan(options, trainings=trainings, nodes=nodes)
         starts = find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=makespan)
         assert starts is not None and max(start.end for start in starts) == pytest.approx(makespan)
         check_schedule(starts, nodes)
@@ -136,9 +136,9 @@ def test_node_counts_that_do_not_divide_each_other_give_plans_near_the_shortest_
 
 def test_no_plan_meets_a_deadline_below_the_shortest_makespan_or_on_too_few_nodes() -> None:
     options = [TrainingOption(2, 6.0, 12.0), TrainingOption(4, 4.0, 16.0)]
-    assert find_shortest_makespan(options, trainings=3, nodes=4) == 10.0
+    assert compute_shortest_makespan(options, trainings=3, nodes=4) == 10.0
     assert find_cheapest_plan(options, trainings=3, nodes=4, deadline=9.9) is None
-    assert find_shortest_makespan(options, trainings=1, nodes=1) == math.inf
+    assert compute_shortest_makespan(options, trainings=1, nodes=1) == math.inf
     assert find_cheapest_plan(options, trainings=1, nodes=1) is None
 
 
@@ -179,7 +179,7 @@ def describe(trainings: int, nodes: int, rows: dict[int, float]) -> Campaign:
         ]
     )
     options = list_options(table, np.arange(len(rows)))
-    makespan = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
+    makespan = compute_shortest_makespan(options, trainings=trainings, nodes=nodes)
     starts = find_cheapest_plan(options, trainings=trainings, nodes=nodes, deadline=makespan)
     assert starts is not None
     request = PlanRequest(query=Query(), minimises="time", nodes=nodes, currency="EUR", warnings=["careful"])
@@ -231,7 +231,7 @@ def test_trainings_that_wait_for_their_predecessors_never_need_more_nodes_whatev
 def test_nodes_for_all_trainings_at_once_need_no_division_of_the_nodes() -> None:
     options = [TrainingOption(1, 4.0, 4.0, 0), TrainingOption(2, 2.0, 4.0, 1), TrainingOption(8, 1.0, 8.0, 2)]
     many = {"trainings": 500, "nodes": 10**9}  # dividing so many nodes would take hours
-    assert find_shortest_makespan(options, **many) == 1.0
+    assert compute_shortest_makespan(options, **many) == 1.0
     assert find_cheapest_plan(options, **many) == [ScheduledStart(0.0, options[1])] * 500, (
         "the shortest of the cheapest"
     )

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from tula_cli.models.choice.campaign_of_jobs import JobTrainings, PlanTarget, find_lower_bound, plan_jobs
+from tula_cli.models.choice.campaign_of_jobs import JobTrainings, PlanTarget, compute_lower_bound, plan_jobs
 from tula_cli.models.choice.node_schedule import (
     ScheduledStart,
     TrainingOption,
     compute_makespan,
+    compute_shortest_makespan,
     find_cheapest_plan,
-    find_shortest_makespan,
     sum_costs,
 )
 
@@ -139,7 +139,7 @@ def test_trainings_of_one_job_are_planned_nearly_as_well_as_by_the_exact_plan_fo
             options.append(TrainingOption(width, hours, width * hours))
             hours *= rng.uniform(0.5, 0.9)
         trainings = rng.randint(8, 40)
-        exact = find_shortest_makespan(options, trainings=trainings, nodes=8)
+        exact = compute_shortest_makespan(options, trainings=trainings, nodes=8)
         plan = plan_jobs([JobTrainings(trainings, [options])], 8, PlanTarget("time"))
         assert plan is not None and exact * (1 - 1e-9) <= compute_makespan(plan.starts) <= 1.05 * exact
         cheapest = find_cheapest_plan(options, trainings=trainings, nodes=8, deadline=1.1 * exact)
@@ -157,7 +157,7 @@ def test_a_budget_that_only_a_mixture_of_options_is_within_makes_the_plan_little
     assert shortest is not None and sum_costs(shortest.starts) > budget
     within = plan_jobs(jobs, 4, PlanTarget("time", budget=budget))
     assert within is not None and sum_costs(within.starts) <= budget
-    assert compute_makespan(within.starts) <= 1.1 * find_lower_bound(jobs, 4, PlanTarget("time", budget=budget))
+    assert compute_makespan(within.starts) <= 1.1 * compute_lower_bound(jobs, 4, PlanTarget("time", budget=budget))
 
 
 def test_without_a_deadline_the_plan_of_lowest_cost_is_the_shortest_in_which_all_trainings_have_it() -> None:

@@ -4,7 +4,7 @@ from statsmodels.regression.linear_model import OLS
 
 from tula_cli.models.time import step_time
 from tula_cli.models.time import step_time as models_time_overlap
-from tula_cli.models.time.step_time import SHAPES, ConfigurationPoints, OverlapFit
+from tula_cli.models.time.step_time import PRIORS, SHAPES, ConfigurationPoints, OverlapFit
 
 Floats = step_time.Floats
 BATCHES = (16, 32, 64, 128, 256)
@@ -28,17 +28,24 @@ def truth(at: ConfigurationPoints, *, hidden: float = 2 / 3, sync: float = 0.1) 
     return (1 - hidden) * compute + np.maximum(hidden * compute, traffic) + 0.05 * traffic, compute
 
 
+def fit_timed(
+    at: ConfigurationPoints, step: Floats, compute: Floats, spread: float = np.nan, collective: str = "ring"
+) -> OverlapFit:
+    timed = models_time_overlap.TimedConfigurations(at, step=step, compute=compute, spread=np.full(len(at), spread))
+    return models_time_overlap.fit_overlap(timed, collective=collective, priors=PRIORS)
+
+
 def fitted(
     at: ConfigurationPoints, *, noise: float = 0.0, seed: int = 0, spread: float = np.nan, collective: str = "ring"
 ) -> OverlapFit:
     rng = np.random.default_rng(seed)
     step, compute = truth(at)
-    return models_time_overlap.fit_overlap(
+    return fit_timed(
         at,
-        step=step * np.exp(noise * rng.standard_normal(len(at))),
-        compute=compute * np.exp(noise * rng.standard_normal(len(at))),
-        spread=np.full(len(at), spread),
-        collective=collective,
+        step * np.exp(noise * rng.standard_normal(len(at))),
+        compute * np.exp(noise * rng.standard_normal(len(at))),
+        spread,
+        collective,
     )
 
 
@@ -137,9 +144,7 @@ def test_one_node_of_several_gpus_has_its_own_level() -> None:
     at = grid((1, 2, 4), gpus=4)
     step, compute = truth(at)
     step = np.where(at.is_within_node, compute, step)  # nothing to see inside the node
-    overlap = models_time_overlap.fit_overlap(
-        at, step=step, compute=compute, spread=np.zeros(len(at)), collective="ring"
-    )
+    overlap = fit_timed(at, step, compute, spread=0.0)
     sync = overlap.compute_parts(points([1, 2], [16, 16], gpus=4))[2]
     assert sync[0] < 0.3 * sync[1]
 
@@ -195,9 +200,7 @@ def test_the_joint_distribution_agrees_with_the_single_ones() -> None:
 def test_compute_that_was_not_measured_apart_is_no_obstacle() -> None:
     at = grid((1, 2, 4, 8))
     step, _ = truth(at)
-    overlap = models_time_overlap.fit_overlap(
-        at, step=step, compute=np.full(len(at), np.nan), spread=np.full(len(at), np.nan), collective="ring"
-    )
+    overlap = fit_timed(at, step, np.full(len(at), np.nan))
     between = points([3, 6], [100, 24])
     assert np.exp(overlap.predict(between)[0]) == pytest.approx(truth(between)[0], rel=0.1)
 
@@ -205,9 +208,7 @@ def test_compute_that_was_not_measured_apart_is_no_obstacle() -> None:
 def literal(probes: list[tuple[int, int, float, float]]) -> OverlapFit:
     at = points([n for n, *_ in probes], [b for _, b, *_ in probes])
     step, compute = (np.array([row[column] for row in probes]) for column in (2, 3))
-    return models_time_overlap.fit_overlap(
-        at, step=step, compute=compute, spread=np.full(len(at), np.nan), collective="ring"
-    )
+    return fit_timed(at, step, compute)
 
 
 def test_a_fit_goes_through_probes_that_leave_room_to_go_astray() -> None:

@@ -312,7 +312,9 @@ def test_the_trainings_that_are_done_never_exceed_what_was_planned(run: RunDir) 
 
 def test_progress_says_which_row_and_which_round(run: RunDir) -> None:
     steps = list(trainings.train_cells_one_by_one(open_run(run), plan(run), Trains(), inspect=inspect))
-    messages = [live.describe_comparison(step) for step in steps if step.cell is not None or step.ended is not None]
+    messages = [
+        live.describe_comparison_progress(step) for step in steps if step.cell is not None or step.ended is not None
+    ]
     assert messages[0].startswith("round 1 of 2: 0 of at most 19 trainings done")
     assert any("now: ramp, batch 512, seed 5, 4 of 16 epochs" in text for text in messages)
     assert any(text.startswith("round 2 of 2: ") and "now: lrs, batch 512, seed 5" in text for text in messages)
@@ -497,7 +499,7 @@ LONG = {"epochs": 40}
 def test_a_short_training_has_a_schedule_of_its_length(changes: dict[str, Any], path: str, expected: Any) -> None:
     base = {**SPEC, "train": {**SPEC["train"], **LONG}}
     spec = make.spec(**{**base, **{name: {**base.get(name, {}), **part} for name, part in changes.items()}})
-    value: Any = rounds.shorten_job_to_epochs(spec, rounds.get_short_epochs(spec))
+    value: Any = rounds.shorten_job_to_epochs(spec, rounds.compute_short_epochs(spec))
     for name in path.split("."):
         value = getattr(value, name)
     if path == "train.ramp" and isinstance(value, list):
@@ -532,7 +534,7 @@ def test_a_script_is_shortened_if_its_command_takes_the_length(
         {"name": "own", "script": script, "train": {"method": "lbt"}, "search": {"nodes": [1], "max_node_hours": 1}},
         source="test",
     )
-    assert rounds.get_short_epochs(spec) == short
+    assert rounds.compute_short_epochs(spec) == short
     if short < spec.train.epochs:
         made = rounds.shorten_job_to_epochs(spec, short)
         assert made.script is not None and made.script.length.epochs == made.train.epochs == short

@@ -19,7 +19,7 @@ from tula_cli.extras.report.values import (
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import find_envelope
 from tula_cli.models.memory import MemoryModel
-from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean, split_step
+from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean, split_step_time
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Prediction, Recommendation, TradeOff, list_caveats
 from tula_cli.services.document import Annotation, Cell, Column, Fact, Figure, Section, Series, Style, Table
@@ -454,7 +454,7 @@ def _compute_step_interval(probe: Measured) -> tuple[float | None, float | None]
 
 def _list_step_parts(probe: Measured) -> tuple[float | None, float | None, float | None]:
     """Return compute, exposed synchronisation and input time of a step, in seconds."""
-    parts = split_step(probe)
+    parts = split_step_time(probe)
     return parts.compute, parts.sync, parts.data
 
 

@@ -51,7 +51,7 @@ class Baseline:
 
     @property
     def configuration_text(self) -> str:
-        """Nodes, with their type if there are several, and batch."""
+        """The configuration as text: number of nodes, node type if the job has several types, and batch."""
         if self.prediction is not None:
             return _describe_nodes_and_batch(self.prediction)
         return f"{format_count(self.config.nodes)}, batch {self.config.batch}"
@@ -350,6 +350,6 @@ def compute_gain(headline: Headline | None, summary: Summary, *, length: str) ->
         _describe_time_change(time),
         *([_describe_cost_change(cost, summary.currency)] if cost else []),
     ]
-    place = _describe_nodes_and_batch(baseline)
-    text = f"Compared with today's configuration, {place}: {', '.join(changes)}; predicted -> measured."
+    configuration = _describe_nodes_and_batch(baseline)
+    text = f"Compared with today's configuration, {configuration}: {', '.join(changes)}; predicted -> measured."
     return BaselineSaving(headline.nodes, headline.batch, time, cost, text)

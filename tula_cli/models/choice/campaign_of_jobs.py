@@ -120,7 +120,7 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> J
         shortest = plan_jobs([_select_cheapest(job) for job in fitting], nodes, PlanTarget("time"))
         if shortest is not None and is_within_limit(compute_makespan(shortest.starts), target.deadline):
             return JobsPlan(shortest.starts, sum_costs(shortest.starts))
-    bound = find_lower_bound(fitting, nodes, target)
+    bound = compute_lower_bound(fitting, nodes, target)
     if math.isinf(bound):
         return None
     combinations, are_all = _list_combinations(fitting, nodes, target)
@@ -170,7 +170,7 @@ def _shorten_within_budget(
     return starts
 
 
-def find_lower_bound(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> float:
+def compute_lower_bound(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> float:
     """Return a lower bound of the minimised quantity over all plans within the limit; inf if there is none.
 
     The bound of a linear relaxation: fractions of a training may have different options, and trainings may be cut into
@@ -249,7 +249,8 @@ def _list_combinations(
     """
     ranked = [
         sorted(
-            job.batches, key=lambda options: find_lower_bound([JobTrainings(job.trainings, [options])], nodes, target)
+            job.batches,
+            key=lambda options: compute_lower_bound([JobTrainings(job.trainings, [options])], nodes, target),
         )
         for job in jobs
     ]
@@ -381,6 +382,14 @@ _ORDERS: tuple[Callable[[TrainingOption], tuple[float, float]], ...] = (
 # --- All schedules
 
 
+class _LeastValues(NamedTuple):
+    """The least values of one training of a job, over all of its options."""
+
+    hours: float
+    node_hours: float
+    cost: float
+
+
 class _ScheduleSearch:
     """Depth-first search through all schedules in which each training starts at 0 or when another finishes.
 
@@ -392,21 +401,25 @@ class _ScheduleSearch:
         self.is_complete = True
         self._rating = target.rate_plan(best)
         self._nodes, self._target, self._steps = nodes, target, _MAX_SEARCH_STEPS
+        # of the combination of batches that is searched:
+        self._options: list[tuple[int, TrainingOption]] = []  # each with the index of its job
+        self._least: list[_LeastValues] = []  # of each job
+        self._known: dict[tuple[object, ...], float] = {}  # least cost at which a state was reached
+        self._path: list[ScheduledStart] = []  # the partial schedule
 
     def search_schedules(self, jobs: Sequence[JobOptions]) -> None:
-        """Search the schedules of one combination of batches."""
-        self._options = [(job, option) for job, (_, options) in enumerate(jobs) for option in reversed(options)]
+        """Search the schedules of one combination of batches, and keep the best plan in `best`."""
+        self._options = [(index, option) for index, job in enumerate(jobs) for option in reversed(job.options)]
         self._least = [
-            (
-                min(option.hours for option in options),
-                min(option.nodes * option.hours for option in options),
-                min(option.cost for option in options),
+            _LeastValues(
+                hours=min(option.hours for option in job.options),
+                node_hours=min(option.nodes * option.hours for option in job.options),
+                cost=min(option.cost for option in job.options),
             )
-            for _, options in jobs
+            for job in jobs
         ]
-        self._known: dict[tuple[object, ...], float] = {}
-        self._path: list[ScheduledStart] = []
-        self._search_continuations(0.0, (), tuple(trainings for trainings, _ in jobs), 0, 0.0)
+        self._known, self._path = {}, []
+        self._search_continuations(0.0, (), tuple(job.trainings for job in jobs), 0, 0.0)
 
     def _search_continuations(
         self,
@@ -457,10 +470,10 @@ class _ScheduleSearch:
     ) -> bool:
         """Return whether the least duration and cost of what remains are below those of the best plan."""
         node_hours = sum((until - now) * width for until, width in running)
-        for count, (hours, size, price) in zip(remaining_counts, self._least, strict=True):
+        for count, least in zip(remaining_counts, self._least, strict=True):
             if count:
-                end = max(end, now + hours)
-                node_hours += count * size
-                cost += count * price
+                end = max(end, now + least.hours)
+                node_hours += count * least.node_hours
+                cost += count * least.cost
         rating = self._target.make_rating(max(end, now + node_hours / self._nodes), cost)
         return rating._replace(other=0.0).is_better_than(self._rating._replace(other=0.0))

@@ -12,7 +12,7 @@ LimitByNodes = int | Mapping[int, int | None] | None
 """The largest local batch that fits one GPU, by number of nodes if the GPUs share a model; None if unbounded."""
 
 
-def get_highest_limit(limit: LimitByNodes) -> int | None:
+def find_highest_limit(limit: LimitByNodes) -> int | None:
     """Return the highest limit over all numbers of nodes; None if one of them is unbounded."""
     if not isinstance(limit, Mapping):
         return limit

@@ -70,7 +70,7 @@ def list_options(
     return sorted(TrainingOption(int(nodes), hours, cost, row) for (nodes, hours, cost), row in values)
 
 
-def find_shortest_makespan(options: Sequence[TrainingOption], *, trainings: int, nodes: int) -> float:
+def compute_shortest_makespan(options: Sequence[TrainingOption], *, trainings: int, nodes: int) -> float:
     """Return the hours in which `trainings` equal trainings can be finished on `nodes` nodes; inf if none fits."""
     if (side_by_side := _plan_concurrent_start(options, trainings=trainings, nodes=nodes)) is not None:
         return compute_makespan(side_by_side)
@@ -107,7 +107,7 @@ def find_cheapest_plan(
         return side_by_side
     least = min(option.cost for option in options if option.nodes <= nodes)
     cheapest = [option for option in options if option.cost <= least * (1 + RELATIVE_TOLERANCE)]
-    makespan = find_shortest_makespan(cheapest, trainings=trainings, nodes=nodes)
+    makespan = compute_shortest_makespan(cheapest, trainings=trainings, nodes=nodes)
     # all trainings can use their cheapest configuration: this plan is the shortest one that does
     if makespan <= deadline:
         options, deadline = cheapest, makespan
@@ -166,7 +166,7 @@ def find_shortest_plan(
     Returns:
         None if no plan within the budget finishes within `deadline` hours.
     """
-    too_short = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
+    too_short = compute_shortest_makespan(options, trainings=trainings, nodes=nodes)
     if not is_within_limit(too_short, deadline):
         return None
     for allowed in (too_short, deadline):

@@ -345,7 +345,7 @@ def _find_knee_of_rows(rows: Candidates, best: Candidates, quantity: Quantity) -
     batches = [row.batch for row in line]
     batch = find_knee(batches, values)
     if batch is None:
-        chosen, reason = _choose_without_knee(line, quantity)
+        chosen, reason = _choose_batch_without_knee(line, quantity)
         return chosen.batch, reason
     chosen = next(row for row in line if row.batch == batch)
     reason = f"the knee of {quantity.name} against batch{_describe_gain(chosen, line, quantity)}"
@@ -375,7 +375,7 @@ def _find_lowest_fitted_values(rows: Candidates, best: Candidates, quantity: Qua
     return [float(values[rows["batch"] == batch].min()) for batch in best["batch"]]
 
 
-def _choose_without_knee(line: Sequence[Prediction], quantity: Quantity) -> tuple[Prediction, str]:
+def _choose_batch_without_knee(line: Sequence[Prediction], quantity: Quantity) -> tuple[Prediction, str]:
     best = min(_get_value(row, quantity) for row in line)
     chosen = next(row for row in line if _get_value(row, quantity) <= best * (1 + MAX_EXCESS_WITHOUT_KNEE))
     few_text = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"

@@ -36,7 +36,7 @@ def compute_known_median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known_values) if known_values else None
 
 
-def split_step(probe: Measured) -> StepParts:
+def split_step_time(probe: Measured) -> StepParts:
     """Return the parts of a probe's step, in seconds; they add up to the step time, though each is measured by itself.
 
     Unknown parts are None; synchronisation is 0 on a single GPU. Without a known wait or synchronisation, computing is

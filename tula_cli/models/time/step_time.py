@@ -11,7 +11,6 @@ posterior probability: the prior probability times the evidence (Laplace's appro
 variance of a prediction includes the difference between the two.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -158,13 +157,13 @@ SHAPES: Mapping[str, Callable[[Floats], Floats]] = {
 
 @dataclass(frozen=True)
 class GaussianProcess:
-    """A Gaussian process over a logarithm; its values at some places are given by whitened coordinates."""
+    """A Gaussian process over a logarithm; its values at some positions are given by whitened coordinates."""
 
-    places: Floats
+    positions: Floats
     sd: float
     length: float
     independent_sd: float
-    _cholesky: Floats  # lower Cholesky factor of the covariance at `places`
+    _cholesky: Floats  # lower Cholesky factor of the covariance at `positions`
 
     @classmethod
     def from_positions(cls, positions: Floats, residual: SmoothResidual) -> "GaussianProcess":
@@ -175,22 +174,22 @@ class GaussianProcess:
         return cls(unique, sd, length, white, np.asarray(np.linalg.cholesky(covariance), dtype=float))
 
     def compute_map(self, at: Floats) -> Floats:
-        """Return the matrix, shape (n, places), that maps coordinates to the expected values at `at`."""
-        if not len(self.places):
+        """Return the matrix, shape (n, positions), that maps coordinates to the expected values at `at`."""
+        if not len(self.positions):
             return np.zeros((len(at), 0))
         distinct, where = np.unique(at, return_inverse=True)
         mapped = np.asarray(
-            np.linalg.solve(self._cholesky, self._compute_covariance(self.places, distinct)), dtype=float
+            np.linalg.solve(self._cholesky, self._compute_covariance(self.positions, distinct)), dtype=float
         )
         return mapped.T[where]
 
     def compute_unseen_variance(self, mapped: Floats) -> Floats:
-        """Return the variance not explained by the values at the places, shape (n,), where `compute_map` returns `mapped`."""
+        """Return the variance not explained by the values at the positions, shape (n,), where `compute_map` returns `mapped`."""
         explained: Floats = np.square(mapped).sum(axis=1)
         return np.maximum(0.0, self.sd**2 + self.independent_sd**2 - explained)
 
     def compute_unseen_covariance(self, at: Floats) -> Floats:
-        """Return the covariance not explained by the values at the places, shape (n, n)."""
+        """Return the covariance not explained by the values at the positions, shape (n, n)."""
         mapped = self.compute_map(at)
         return self._compute_covariance(at, at) - mapped @ mapped.T
 
@@ -277,13 +276,13 @@ class FeaturePoints:
     log_gpus: Floats  # GPUs per node, relative to the fewest measured
     log_inner: Floats  # GPUs per node, relative to the most measured
     single: Flags  # one GPU per node while other nodes have more: no synchronisation inside
-    u: Floats  # shape (n, places of u)
-    v: Floats  # shape (n, places of v)
+    u: Floats  # shape (n, positions of u)
+    v: Floats  # shape (n, positions of v)
 
 
 @dataclass(frozen=True)
 class ReferenceFrame:
-    """The reference point of the parameters, and the places of the residuals."""
+    """The reference point of the parameters, and the positions of the residuals."""
 
     log_scale: float  # ln of seconds per sample
     log_batch: float  # ln of the smallest batch
@@ -313,7 +312,7 @@ class ReferenceFrame:
 
     @cached_property
     def size(self) -> int:
-        return PARAMETERS + len(self.u.places) + len(self.v.places)
+        return PARAMETERS + len(self.u.positions) + len(self.v.positions)
 
     def compute_features(self, points: ConfigurationPoints) -> FeaturePoints:
         across = ~points.is_single_gpu & ~points.is_within_node
@@ -494,7 +493,7 @@ class OverlapFit:
     @property
     def coordinates(self) -> tuple[str, ...]:
         """Names of the fitted coordinates: parameters, and residuals of compute and of synchronisation."""
-        batches, replicas = (np.exp(process.places) for process in (self.frame.u, self.frame.v))
+        batches, replicas = (np.exp(process.positions) for process in (self.frame.u, self.frame.v))
         return (
             *(parameter.name for parameter in fields(Priors)[:PARAMETERS]),
             *(f"compute at {batch:g}" for batch in batches),
@@ -515,29 +514,31 @@ class OverlapFit:
         return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2)
 
 
-def fit_overlap(
-    points: ConfigurationPoints,
-    *,
-    step: Floats,
-    compute: Floats,
-    spread: Floats,
-    collective: str,
-    priors: Priors = PRIORS,
-) -> OverlapFit:
-    """Fit the model to probes.
+@dataclass(frozen=True)
+class TimedConfigurations:
+    """Measured configurations, at least one, with their step times; arrays of shape (n,)."""
+
+    points: ConfigurationPoints
+    step: Floats  # seconds per step
+    compute: Floats  # seconds per step without synchronisation; nan if not measured
+    spread: Floats  # standard deviation of the step time within its job, as a share of it; nan if unknown
+
+
+def fit_overlap(timed: TimedConfigurations, *, collective: str, priors: Priors) -> OverlapFit:
+    """Fit the step-time model in which synchronisation may overlap with compute.
+
+    The result is the maximum of the posterior, with the measurement noise estimated from the same probes.
 
     Args:
-        points: the measured configurations; at least one.
-        step: seconds per step, shape (n,).
-        compute: seconds per step without synchronisation; nan if not measured.
-        spread: standard deviation of the step time within its job, as a share of it; nan if unknown.
+        timed: the probes.
         collective: a key of SHAPES.
         priors: prior assumptions.
     """
-    frame = ReferenceFrame.from_points(
-        points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors
+    compute_or_step = np.where(np.isfinite(timed.compute), timed.compute, timed.step)
+    frame = ReferenceFrame.from_points(timed.points, compute_or_step, SHAPES[collective], priors)
+    data = _FitData(
+        frame.compute_features(timed.points), np.log(timed.step), np.log(timed.compute), np.nan_to_num(timed.spread)
     )
-    data = _FitData(frame.compute_features(points), np.log(step), np.log(compute), np.nan_to_num(spread))
     z, noise = np.zeros(frame.size), 1.0
     for attempt in range(_NOISE_ROUNDS):
         spread_as = data.compute_spread(evaluate_model(z, data.at), noise)
@@ -765,26 +766,18 @@ class StepModel:
         return step, compute, sync
 
 
-def fit_step_model(
-    points: ConfigurationPoints,
-    *,
-    step: Floats,
-    compute: Floats,
-    spread: Floats,
-    collective: str,
-    priors: Priors,
-) -> StepModel:
-    """Fit the model to probes.
+def fit_step_model(timed: TimedConfigurations, *, collective: str, priors: Priors) -> StepModel:
+    """Fit the step time as a weighted average of a model with overlap and one without; the weights are posterior odds.
 
-    It has two members if compute was not measured apart, or if the priors make it likely that compute hides nothing.
+    The second is left out for single GPUs, and if compute was timed separately and `priors` do not make a lack of
+    overlap likely.
 
-    Arguments as of `fit_overlap`.
+    Args: as of `fit_overlap`.
     """
-    fit = functools.partial(fit_overlap, points, step=step, compute=compute, spread=spread, collective=collective)
-    overlapped = fit(priors=priors)
-    if points.is_single_gpu.all() or not (overlapped.data.has_only_whole_steps or may_lack_overlap(priors)):
+    overlapped = fit_overlap(timed, collective=collective, priors=priors)
+    if timed.points.is_single_gpu.all() or not (overlapped.data.has_only_whole_steps or may_lack_overlap(priors)):
         return StepModel((overlapped,), np.ones(1))
-    additive = fit(priors=replace(priors, p=1.0))
+    additive = fit_overlap(timed, collective=collective, priors=replace(priors, p=1.0))
     log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence
     odds = math.exp(min(_MAX_LOG_ODDS, log_odds))
     return StepModel((overlapped, additive), np.array([1.0, odds]) / (1 + odds))
@@ -1067,14 +1060,13 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
     seconds = _check_seconds(sorted_observations)
     scope = _ReplicaScope.from_observations(sorted_observations)
     points = scope.make_measured_points(sorted_observations)
-    model = fit_step_model(
+    timed = TimedConfigurations(
         points,
         step=seconds,
         compute=np.array([o.compute_time if o.compute_time > 0 else math.nan for o in sorted_observations]),
         spread=np.array([math.nan if o.noise is None else o.noise for o in sorted_observations]),
-        collective=collective,
-        priors=priors,
     )
+    model = fit_step_model(timed, collective=collective, priors=priors)
     fitted = np.exp(model.predict(points)[0])
     residuals = fitted / seconds - 1
     # With as few measurements as parameters, the priors may still cause residuals.

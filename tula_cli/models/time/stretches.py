@@ -127,7 +127,7 @@ def group_trainings_by_configuration(trained: Iterable[TrainedSteps]) -> dict[tu
     return groups
 
 
-def get_configuration(steps: TrainedSteps) -> TrainedConfiguration:
+def convert_to_trained_configuration(steps: TrainedSteps) -> TrainedConfiguration:
     return TrainedConfiguration(steps.signature, steps.nodes, steps.local_batch, steps.until)
 
 

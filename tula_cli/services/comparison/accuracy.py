@@ -355,12 +355,18 @@ def _compare_with_reference(rows: Sequence[ComparisonRow], metric: str) -> list[
 def _add_gap(
     row: ComparisonRow, reference: ComparisonRow | None, plain: ComparisonRow | None, metric: str
 ) -> ComparisonRow:
-    small, row_stat = _compute_stats_over_common_seeds(metric, reference, row)
-    lost = compute_metric_gap(small, row_stat, metric)
+    reference_stats, row_stats = _compute_stats_over_common_seeds(metric, reference, row)
+    gap = compute_metric_gap(reference_stats, row_stats, metric)
     if row.method == REFERENCE_METHOD:
-        return dataclasses.replace(row, gap=lost)
-    small, large, row_stat = _compute_stats_over_common_seeds(metric, reference, plain, row)
-    return dataclasses.replace(row, gap=lost, recovered=compute_recovered_share(small, large, row_stat, metric))
+        return dataclasses.replace(row, gap=gap)
+    return dataclasses.replace(row, gap=gap, recovered=_compute_recovered_share_of_row(row, reference, plain, metric))
+
+
+def _compute_recovered_share_of_row(
+    row: ComparisonRow, reference: ComparisonRow | None, plain: ComparisonRow | None, metric: str
+) -> float | None:
+    reference_stats, plain_stats, row_stats = _compute_stats_over_common_seeds(metric, reference, plain, row)
+    return compute_recovered_share(reference_stats, plain_stats, row_stats, metric)
 
 
 def _compute_stats_over_common_seeds(metric: str, *rows: ComparisonRow | None) -> list[SeedStatistics | None]:
@@ -486,12 +492,12 @@ def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> boo
 
 
 def find_best_row(rows: Sequence[ComparisonRow], report: CompareReport) -> ComparisonRow:
-    def value(row: ComparisonRow) -> float:
+    def get_mean(row: ComparisonRow) -> float:
         stat = row.get_statistics(report.metric)
         assert stat is not None  # the rows were selected by this metric
         return stat.mean
 
-    return (min if report.less_is_better else max)(rows, key=value)
+    return (min if report.less_is_better else max)(rows, key=get_mean)
 
 
 def format_mean_and_deviation(value: SeedStatistics | None) -> str:

@@ -30,7 +30,7 @@ EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "patienc
 """Keys of a job that count epochs and are scaled with the length of the training."""
 
 
-def get_short_epochs(spec: JobSpec) -> int:
+def compute_short_epochs(spec: JobSpec) -> int:
     """Return the epochs of a short training; those of the job if it cannot be shorter."""
     epochs = get_workload(spec).short_epochs
     return spec.train.epochs if epochs is None else math.ceil(epochs / SHORT_EPOCH_DIVISOR)

@@ -31,6 +31,9 @@ _SETUP_COMMANDS = ("cd", "pushd", "set", "source", ".", "module", "ml", "conda",
 _RENDEZVOUS_PATTERN = re.compile(
     r"scontrol|hostname|NODELIST|\bSLURM_(?:JOB_)?NODE|SLURM_LAUNCH_NODE|comm -23|getsockname"
 )
+_OUTPUT_REDIRECTION = re.compile(r"1?>")  # > file, 1> file
+_POSITIONAL_ARGUMENT = re.compile(r"\$(?:[1-9@*#]|\{[1-9@*#])")  # $1, ${2}, $@
+_FUNCTION_DEFINITION = re.compile(r"function|.*\(\)")  # function name, name()
 _NO_SHELL_MESSAGE = "tula starts the command without a shell"
 _Pipeline = list[Command]
 
@@ -155,7 +158,7 @@ class _TrainingCommandFinder:
         """Record a command before the training as set-up, as environment, or as left out."""
         first, raw = pipeline[0], self._get_raw_text(pipeline)
         name = first.program[0].name if first.program else ""
-        writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)
+        writes_file = any(_OUTPUT_REDIRECTION.match(text) and "/dev/null" not in text for text in first.redirections)
         if name in ("cd", "pushd"):
             self._record_working_directory(pipeline)
         elif not first.words or (name in _OUTPUT_COMMANDS and not writes_file):
@@ -163,22 +166,27 @@ class _TrainingCommandFinder:
         elif not name and self._is_rendezvous(first, raw):
             self.rendezvous += [variable for variable, _ in first.assignments]
             self.left_out.append(f"{raw}: tula sets it")
-        elif not name and not self.keeps_setup:
-            for variable, word in first.assignments if first.is_exported else ():
-                reject_unexpanded_word(word)
-                self.environment[variable] = word.text
         elif not self.keeps_setup:
-            raise SpecError(
-                f"{self._describe_line(pipeline)}{raw!r} needs a shell, but {_NO_SHELL_MESSAGE}",
-                "run this command yourself before tula, or write it into cluster.setup of a job with cluster.kind: slurm (tula init slurm does so)",
-            )
-        elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
+            self._record_without_shell(pipeline)
+        elif _POSITIONAL_ARGUMENT.search(raw) and not _FUNCTION_DEFINITION.match(raw):
             raise SpecError(
                 f"{self._describe_line(pipeline)}{_shorten_words(first.words)!r} uses the arguments of the script, but tula starts it without arguments",
                 "replace them by their values",
             )
         else:
             self.setup.append(raw)
+
+    def _record_without_shell(self, pipeline: _Pipeline) -> None:
+        """Record the variables that a command exports; reject any other command, because no shell would run it."""
+        first = pipeline[0]
+        if first.program:
+            raise SpecError(
+                f"{self._describe_line(pipeline)}{self._get_raw_text(pipeline)!r} needs a shell, but {_NO_SHELL_MESSAGE}",
+                "run this command yourself before tula, or write it into cluster.setup of a job with cluster.kind: slurm (tula init slurm does so)",
+            )
+        for variable, word in first.assignments if first.is_exported else ():
+            reject_unexpanded_word(word)
+            self.environment[variable] = word.text
 
     def _is_rendezvous(self, command: Command, raw: str) -> bool:
         """Return whether variables define the rendezvous of the ranks, which tula determines itself."""

@@ -283,7 +283,7 @@ def parse_count_option(option: Option | None, key: str, known_facts: KnownFacts,
     Raises:
         UnknownFact: the value is a variable, `gpu` or a range, or the option is missing.
     """
-    if (number := _parse_number(option)) is not None:
+    if (number := _parse_count(option)) is not None:
         return number
     if (answer := known_facts.parse_answer(key)) is not None:
         return answer
@@ -301,12 +301,16 @@ def parse_count_option(option: Option | None, key: str, known_facts: KnownFacts,
     )
 
 
-def _parse_number(option: Option | None) -> int | None:
-    """Return the number in an option's value, or the number of devices listed in it; None without either."""
+_COUNT = re.compile(r"(?:\{(?:gpus_per_node|nodes|world)=)?([1-9]\d{0,5})\}?")  # 4 or {nodes=4}
+_DEVICE_LIST = re.compile(r"\[?\d+(,\d+)+,?\]?|\[\d+\]")  # 0,1,2 or [0]
+
+
+def _parse_count(option: Option | None) -> int | None:
+    """Return the number in an option's value (4 or {nodes=4}), or the length of a device list (0,1,2); else None."""
     text = option.value.text if option and not option.value.unknown else ""
-    if match := re.fullmatch(r"(?:\{(?:gpus_per_node|nodes|world)=)?([1-9]\d{0,5})\}?", text):
+    if match := _COUNT.fullmatch(text):
         return int(match[1])
-    return len(re.findall(r"\d+", text)) if re.fullmatch(r"\[?\d+(,\d+)+,?\]?|\[\d+\]", text) else None
+    return len(re.findall(r"\d+", text)) if _DEVICE_LIST.fullmatch(text) else None
 
 
 def _ask_for_processes(what: str, hint: str, known_facts: KnownFacts) -> int:
@@ -322,7 +326,7 @@ def _count_processes_per_node(
     each: Option | None, total: Option | None, machines: int, known_facts: KnownFacts, *, missing: str
 ) -> int:
     """Return the processes per node, from an option for them or for the processes of all nodes."""
-    world = _parse_number(total) if each is None else None
+    world = _parse_count(total) if each is None else None
     if world is None:
         return parse_count_option(each or total, PROCESSES_QUESTION, known_facts, missing=missing)
     if world % machines:
@@ -485,7 +489,7 @@ def _parse_srun_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> L
             "start the container in the command, for example: apptainer exec image.sif python train.py",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
-    has_several_tasks = (_parse_number(each or tasks) or known_facts.tasks_per_node) > 1
+    has_several_tasks = (_parse_count(each or tasks) or known_facts.tasks_per_node) > 1
     launch = replace(
         find_launcher(remaining_words, replace(known_facts, starts_ranks=has_several_tasks)), slurm=options
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from tula_cli.errors import SpecError
 from tula_cli.models.out_of_memory import list_splits
-from tula_cli.models.ramp import Ramp, build_ramp, list_stages_below
+from tula_cli.models.ramp import Ramp, build_ramp, list_stages_below_batch
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import LoopTask, TrainTask
@@ -73,7 +73,7 @@ def _build_ramp_on_nodes(task: TrainTask, stages: Sequence[Stage], micro_batches
     Batches of stages on fewer nodes need not divide among these nodes: only an unreadable checkpoint leads back to such
     a stage, and then the first batch of these nodes is used.
     """
-    stages_below = [*list_stages_below(stages, task.batch)]
+    stages_below = [*list_stages_below_batch(stages, task.batch)]
     first_batch = next(stage.batch for stage in stages_below if (stage.nodes or 0) >= task.nodes)
     fitting = [stage.batch if stage.batch % micro_batches_in_all == 0 else first_batch for stage in stages_below]
     return Ramp(

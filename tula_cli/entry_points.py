@@ -47,7 +47,7 @@ def make_install_hint(name: str) -> str:
     return f"pip install 'tula-cli[{name}]' (from a clone: pip install '.[{name}]')"
 
 
-def find_extra(name: str) -> Any:
+def load_extra_if_installed(name: str) -> Any:
     """Return the object that the entry point of an optional package names, or None if the package cannot be used."""
     try:
         return load_extra(name)
@@ -73,11 +73,11 @@ def _find_entry_points() -> "dict[str, EntryPoint]":
     from importlib import metadata
 
     installed = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
-    declared = {name: metadata.EntryPoint(name, value, GROUP) for name, value in _read_project_file().items()}
+    declared = {name: metadata.EntryPoint(name, value, GROUP) for name, value in _read_declared_entry_points().items()}
     return installed | declared
 
 
-def _read_project_file() -> dict[str, str]:
+def _read_declared_entry_points() -> dict[str, str]:
     """Return the entry points that a source tree declares, module and object by name; empty for an installed package."""
     text = PROJECT_FILE.read_text() if PROJECT_FILE.is_file() else ""
     table = re.search(rf'^\[project\.entry-points\."{GROUP}"\]\n((?:\w+ = ".+"\n)*)', text, re.MULTILINE)

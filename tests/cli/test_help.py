@@ -147,7 +147,7 @@ def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
 
 @each_command
 def test_an_option_with_one_value_that_is_given_twice_is_an_error(name: str) -> None:
-    for param in COMMANDS[name].build().params:
+    for param in COMMANDS[name].build_command().params:
         if negative := getattr(param, "secondary_opts", ()):
             words = [param.opts[0], negative[0]]
         elif param.param_type_name == "option" and not (param.multiple or param.is_flag):

@@ -42,8 +42,8 @@ from tula_cli.run.records.results import ScriptCheckpointSave, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import api, messages
 from tula_cli.services.measurements import describe_epochs
-from tula_cli.services.recommend import count_pending_probes, list_choice_warnings, recommend
-from tula_cli.services.recommendation_files import save_answer, should_replace
+from tula_cli.services.recommend import count_pending_probes, list_choice_warnings, recommend_configuration
+from tula_cli.services.recommendation_files import save_answer, should_replace_recommendation
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate_job
@@ -73,13 +73,15 @@ def ask(
     run: RunDir, objective: Any = "time", *, pending: int = 0, type_: str | None = None, **limits: Any
 ) -> Recommendation:
     """Ask, and keep the answer."""
-    answer = recommend(open_runs_of_job(run), Query(objective=objective, **limits), pending={type_: pending}, now=1.0)
+    answer = recommend_configuration(
+        open_runs_of_job(run), Query(objective=objective, **limits), pending={type_: pending}, now=1.0
+    )
     save_answer(open_runs_of_job(run), answer)
     return answer.recommendation
 
 
 def warnings_of(run: RunDir, objective: Any = "time", *, pending: int = 0, **limits: Any) -> Sequence[Diagnostic]:
-    return recommend(
+    return recommend_configuration(
         open_runs_of_job(run), Query(objective=objective, **limits), pending={None: pending}, now=1.0
     ).warnings
 
@@ -160,25 +162,33 @@ def test_more_nodes_than_any_probe_had_are_reported_to_be_extrapolated(run: RunD
 
 def test_an_answer_alone_writes_nothing(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
-    recommend(open_runs_of_job(run), Query(objective="time"), now=1.0)
+    recommend_configuration(open_runs_of_job(run), Query(objective="time"), now=1.0)
     assert sorted(run.path.iterdir()) == before
 
 
 def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(run: RunDir) -> None:
     def answer(objective: Any = "time", *, overrides: tuple[str, ...] = (), **limits: Any) -> Recommendation:
         query = Query(objective=objective, **limits)
-        return recommend(open_runs_of_job(run), query, overrides=overrides, now=1.0).recommendation
+        return recommend_configuration(open_runs_of_job(run), query, overrides=overrides, now=1.0).recommendation
 
     assumed, limited = answer(overrides=("pricing.price=9",)), answer(max_nodes=2)
-    assert should_replace(answer(), None) and should_replace(limited, None) and not should_replace(assumed, None)
-    assert should_replace(answer(), answer()) and should_replace(limited, limited) and should_replace(assumed, assumed)
-    assert not any(should_replace(result, answer()) for result in (answer("cost"), limited, assumed))
+    assert (
+        should_replace_recommendation(answer(), None)
+        and should_replace_recommendation(limited, None)
+        and not should_replace_recommendation(assumed, None)
+    )
+    assert (
+        should_replace_recommendation(answer(), answer())
+        and should_replace_recommendation(limited, limited)
+        and should_replace_recommendation(assumed, assumed)
+    )
+    assert not any(should_replace_recommendation(result, answer()) for result in (answer("cost"), limited, assumed))
     assert limited.criteria == "time, --max-nodes 2" and assumed.criteria == "time, --set pricing.price=9"
 
 
 def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
     dear = make_spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
-    answer = recommend(
+    answer = recommend_configuration(
         [Run(run.path, dear)], Query(objective="time"), overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0
     )
     save_answer(open_runs_of_job(run), answer)
@@ -478,7 +488,7 @@ def test_a_higher_price_never_changes_the_fastest_choice(run: RunDir, factor: fl
     dear = run.read_spec().pricing.model_copy(update={"price": 2.0 * factor})
     usual = ask(run)
     expensive = run.read_spec().model_copy(update={"pricing": dear})
-    answer = recommend([Run(run.path, expensive)], Query(objective="time"), now=1.0).recommendation
+    answer = recommend_configuration([Run(run.path, expensive)], Query(objective="time"), now=1.0).recommendation
     assert (answer.choice.nodes, answer.choice.batch) == (usual.choice.nodes, usual.choice.batch)
     assert answer.choice.cost == pytest.approx(factor * usual.choice.cost)
 
@@ -491,7 +501,7 @@ def on_spot(
 ) -> Recommendation:
     pricing = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0, **spot}}
     job = make_spec(search={"max_batch": 4096}, pricing=pricing)
-    answer = recommend([Run(run.path, job)], Query(objective=objective, **(limits or {})), now=1.0)
+    answer = recommend_configuration([Run(run.path, job)], Query(objective=objective, **(limits or {})), now=1.0)
     save_answer(open_runs_of_job(run), answer)
     return answer.recommendation
 
@@ -591,9 +601,9 @@ def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
 
 def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
     run = two_types(tmp_path)
-    together = recommend(open_runs_of_job(run), Query(objective="time"), now=1.0).with_all_rows()
+    together = recommend_configuration(open_runs_of_job(run), Query(objective="time"), now=1.0).with_all_rows()
     for name, part in zip(("fast", "slow"), open_runs_of_job(run), strict=True):
-        alone = recommend([part], Query(objective="time"), now=1.0).recommendation
+        alone = recommend_configuration([part], Query(objective="time"), now=1.0).recommendation
         merged = [row for row in together.rows if row.type == name]
         assert [(row.step_time, row.hours, row.cost) for row in merged] == [
             (row.step_time, row.hours, row.cost) for row in alone.rows
@@ -736,7 +746,7 @@ def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
     two_types(tmp_path)
     spot = {"price": 1.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0}}
     job = make_spec(search={"max_batch": 4096}, node_types=TYPES, pricing=spot)
-    answer = recommend(make_runs(tmp_path, job), Query(objective="cost"), now=1.0).recommendation
+    answer = recommend_configuration(make_runs(tmp_path, job), Query(objective="cost"), now=1.0).recommendation
     other = answer.other_market
     assert (answer.choice.type, answer.choice.market) == ("slow", "spot") and other is not None
     same = [row for row in answer.rows if (row.type, row.nodes, row.batch) == ("slow", other.nodes, other.batch)]

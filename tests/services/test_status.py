@@ -59,7 +59,7 @@ def test_evaluations_of_every_training_are_shown(run):
             metrics={"top1": 90.0 + number}, nodes=1, local_batch=32, seconds=1, evaluated_at=START + 50 - number,
         )  # fmt: skip
         run.get_training(signature).write_evaluation(record)
-    now = services_status.get_run_status(run, make.FakeLauncher(), now=START + 100)
+    now = services_status.read_run_status(run, make.FakeLauncher(), now=START + 100)
     assert now.training.signature == "ef56ab78"
     assert [record.signature for record in now.evaluations] == ["ef56ab78", "ab12cd34"]
     lines = shown(*show_status.render_status(now)).splitlines()

@@ -17,7 +17,7 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.campaign import PLAN_FILE, load_campaign, plan_campaign, save_campaign
 from tula_cli.services.events import Event, SeedsPlanned, WarningEvent, run_work
-from tula_cli.services.train_seeds import PreparedSeeds, SeedsReport, prepare_seeds, run_seeds
+from tula_cli.services.train_seeds import PreparedSeeds, SeedsReport, prepare_seed_trainings, run_seed_trainings
 from tula_cli.services.waiting import Submission
 from tula_cli.show.campaign import render_campaign
 from tula_cli.spec.job import JobSpec
@@ -63,7 +63,9 @@ def inspect(_: JobSpec) -> Any:
 
 
 def prepare(run: RunDir, job: JobSpec, seeds: int, **request: Any) -> PreparedSeeds:
-    return run_work(prepare_seeds([Run(run.path, job)], TrainRequest(seeds=seeds, **request), inspect), lambda _: None)
+    return run_work(
+        prepare_seed_trainings([Run(run.path, job)], TrainRequest(seeds=seeds, **request), inspect), lambda _: None
+    )
 
 
 def train(
@@ -72,7 +74,7 @@ def train(
     events: list[Event] = []
     submission = Submission(lambda _: launcher, inspect, lambda _: True, **policy)  # type: ignore[arg-type, return-value]
     prepared = prepare(run, job or run.read_spec(), seeds)
-    return run_work(run_seeds(prepared, submission), events.append), events
+    return run_work(run_seed_trainings(prepared, submission), events.append), events
 
 
 def test_each_training_has_its_seed_and_all_run_one_after_another_on_this_machine(run: RunDir) -> None:
@@ -146,7 +148,7 @@ def test_another_number_of_trainings_than_in_the_stored_plan_is_warned_of(run: R
     job = run.read_spec()
     train(run, Trains(), 3)
     events: list[Event] = []
-    run_work(prepare_seeds([Run(run.path, job)], TrainRequest(seeds=2), inspect), events.append)
+    run_work(prepare_seed_trainings([Run(run.path, job)], TrainRequest(seeds=2), inspect), events.append)
     (warning,) = [event.warning for event in events if isinstance(event, WarningEvent)]
     assert isinstance(warning, Diagnostic) and warning.code == "stored-plan-not-used"
 

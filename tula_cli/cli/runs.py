@@ -79,7 +79,7 @@ class JobOrRun:
         first = runs[0]
         if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):
             code = get_user_code(first.spec, Path.cwd())
-            screen.warn(
+            screen.print_warning(
                 messages.code_has_changed(
                     code=str(code),
                     earlier_run=before[0].id,
@@ -110,10 +110,10 @@ class JobOrRun:
         if (drift := next(filter(None, drifts), None)) is not None:
             from tula_cli.show import check
 
-            screen.warn(check.describe_config_drift(drift, screen.command))
+            screen.print_warning(check.describe_config_drift(drift, screen.command))
 
     def find_settings_origin(self, runs: "Sequence[Run]") -> "JobFile | None":
-        """Return where the settings come from, as the runs record it."""
+        """Return the job file and overrides that the settings come from, as the runs record them; None without a file."""
         from tula_cli.run.job_runs import find_settings_origin
 
         return find_settings_origin(runs[0], self.job_file, self.overrides)
@@ -173,13 +173,13 @@ def _find_run_directories(
     screen.overrides = (*_list_overrides(files[0]), *overrides)
     paths = [words.make_relative_path(run.path) for run in runs]
     if why:
-        screen.note(f"{'run' if len(paths) == 1 else 'runs'} {', '.join(paths)} {why}")
+        screen.print_note(f"{'run' if len(paths) == 1 else 'runs'} {', '.join(paths)} {why}")
     paths_by_overrides: dict[tuple[str, ...], list[str]] = {}
     for path, file in zip(paths, files, strict=True):
         paths_by_overrides.setdefault(_list_changing_overrides(file, overrides), []).append(path)
     for earlier, changed_paths in paths_by_overrides.items():
         if earlier:
-            screen.warn(messages.earlier_overrides_apply(overrides=earlier, runs=changed_paths))
+            screen.print_warning(messages.earlier_overrides_apply(overrides=earlier, runs=changed_paths))
     return runs
 
 
@@ -191,7 +191,7 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
     """
     from tula_cli.run.directory import RunDir
 
-    if (folder := _find_runs_folder_of_latest(named, root)) is not None:
+    if (folder := _resolve_latest_folder(named, root)) is not None:
         return [RunDir.find_newest(folder)]
     # os.path, because Path raises PermissionError in another user's folder.
     if os.path.isfile(named):  # noqa: PTH113
@@ -217,8 +217,11 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
     )
 
 
-def _find_runs_folder_of_latest(named: Path, root: Path) -> Path | None:
-    """Return the folder of runs if `named` is `latest`, or the path of such a file; None for any other name."""
+def _resolve_latest_folder(named: Path, root: Path) -> Path | None:
+    """Return the folder whose newest run is meant by `named`; None if it is neither `latest` nor the path of such a file.
+
+    That is `root` for the name `latest`, and the file's folder for a path.
+    """
     from tula_cli.run.directory import LATEST_FILE
 
     if named.name != LATEST_FILE:
@@ -304,7 +307,7 @@ def resolve_job_or_run(job: Path | None, named: Sequence[Path], root: Path) -> t
         return None, named
     if named:
         raise _make_two_runs_error(job, named)
-    if _find_runs_folder_of_latest(job, root) is not None:
+    if _resolve_latest_folder(job, root) is not None:
         return None, [job]
     if os.path.exists(job):  # noqa: PTH110
         is_run = os.path.isfile(job / "spec.yaml")  # noqa: PTH113
@@ -349,7 +352,7 @@ def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift
     what = "cannot be used" if config_drift.problem else f"differs from the run ({', '.join(config_drift.changes)})"
     return SpecError(
         f"{name} {what}, so the settings of the training are ambiguous; nothing was started",
-        f"to use the file: {check.describe_file_use(config_drift, screen.command)}; to use the run: tula {screen.command} --run {words.quote_path(run.path)}",
+        f"to use the file: {check.make_apply_command(config_drift, screen.command)}; to use the run: tula {screen.command} --run {words.quote_path(run.path)}",
     )
 
 

@@ -193,7 +193,7 @@ def _compute_sync_seconds(ranks: Sequence[RankResult]) -> float | None:
     return min(medians) if len(medians) == len(ranks) else None
 
 
-def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) -> ObservedReport:
+def make_observed_report(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) -> ObservedReport:
     """Return the report on a job.
 
     Args:
@@ -208,7 +208,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
     configurations = {(other.nodes, other.gpus_per_node, other.local_batch) for other in fitted_jobs}
     seconds, sync = job.step_seconds, job.sync_seconds
     compute = None if sync is None else max(0.0, seconds - sync - (job.data_seconds or 0.0))
-    peak, growth = _compute_memory(job)
+    peak, growth = _compute_peak_memory_and_growth(job)
     totals = [heartbeat.totals for heartbeat in job.heartbeats if heartbeat.totals is not None]
     training = max((total.get("training", 0.0) for total in totals), default=None)
     shares = {
@@ -217,7 +217,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         if training
     }
     exposed_communication = None if sync is None else min(1.0, sync / seconds)
-    requests = predict_other_requests(job, fitted_jobs)
+    requests = predict_alternative_requests(job, fitted_jobs)
     is_long = training is not None and training >= LONG_TRAINING
     return ObservedReport(
         script=job.script,
@@ -244,12 +244,12 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         configurations_fitted=len(configurations) if knows_batch else 0,
         other_requests=requests,
         observed_at=job.observed_at,
-        notes=tuple(_list_notes(job)),
+        notes=tuple(_list_report_notes(job)),
         warnings=tuple(_list_advice(job, exposed_communication, requests, shares if is_long else {}, growth)),
     )
 
 
-def _list_notes(job: MeasuredJob) -> list[str]:
+def _list_report_notes(job: MeasuredJob) -> list[str]:
     notes = list(dict.fromkeys(job.ranks[0].notes))
     if job.sync_seconds is None and not notes:
         notes.append(
@@ -258,7 +258,7 @@ def _list_notes(job: MeasuredJob) -> list[str]:
     return notes
 
 
-def _compute_memory(job: MeasuredJob) -> tuple[int, float | None]:
+def _compute_peak_memory_and_growth(job: MeasuredJob) -> tuple[int, float | None]:
     """Return the peak memory in bytes, and the factor by which the local batch can grow; None if that is unknown.
 
     Parameters, gradients and optimizer state stay as they are, and all other memory grows with the batch.
@@ -271,23 +271,25 @@ def _compute_memory(job: MeasuredJob) -> tuple[int, float | None]:
     return peak, max(0.0, (1 - MEMORY_MARGIN) * min(capacities) - max(states)) / (peak - max(states))
 
 
-def list_other_requests(nodes: int, gpus_per_node: int) -> list[tuple[int, int]]:
+def list_alternative_sizes(nodes: int, gpus_per_node: int) -> list[tuple[int, int]]:
     """Return the nodes and GPUs per node to compare with: a quarter, half and twice as many."""
     if nodes > 1:
         return [(count, gpus_per_node) for count in sorted({max(1, nodes // 4), nodes // 2, 2 * nodes})]
     return [(1, count) for count in sorted({max(1, gpus_per_node // 4), max(1, gpus_per_node // 2)} - {gpus_per_node})]
 
 
-def predict_other_requests(job: MeasuredJob, fitted_jobs: Sequence[MeasuredJob]) -> tuple[AlternativeRequest, ...]:
+def predict_alternative_requests(
+    job: MeasuredJob, fitted_jobs: Sequence[MeasuredJob]
+) -> tuple[AlternativeRequest, ...]:
     """Return what the job would need on other numbers of GPUs, with the same batch per GPU."""
     observations = [other.convert_to_observation() for other in fitted_jobs]
     return tuple(
-        predict_request(observations, job.convert_to_observation(), nodes, gpus, samples=job.samples)
-        for nodes, gpus in list_other_requests(job.nodes, job.gpus_per_node)
+        predict_alternative_request(observations, job.convert_to_observation(), nodes, gpus, samples=job.samples)
+        for nodes, gpus in list_alternative_sizes(job.nodes, job.gpus_per_node)
     )
 
 
-def predict_request(
+def predict_alternative_request(
     observations: Sequence[Observation],
     observed: Observation,
     nodes: int,
@@ -385,12 +387,12 @@ def _list_advice(
             )
         )
     if shares.get("data", 0.0) > DATA_WAIT:
-        advice.append(messages.data_waits_are_long(share=shares["data"], workers=_count_workers(job)))
+        advice.append(messages.data_waits_are_long(share=shares["data"], workers=_count_loader_workers(job)))
     if growth is not None and growth >= MIN_ADVISED_GROWTH:
         advice.append(messages.larger_batch_fits(growth=growth, local_batch=job.local_batch))
     return advice
 
 
-def _count_workers(job: MeasuredJob) -> int | None:
+def _count_loader_workers(job: MeasuredJob) -> int | None:
     loader = job.ranks[0].loader
     return None if loader is None else loader.workers

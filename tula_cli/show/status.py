@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from tula_cli.show.tables import (
     describe_cost,
     describe_metrics,
-    describe_row,
+    describe_prediction_row,
     make_table,
     make_table_of_columns,
-    measure_long_table,
+    measure_long_table_width,
     render_each_type,
     render_long_table,
 )
@@ -73,7 +73,7 @@ def render_status(status: "RunStatus") -> Iterator["RenderableType"]:
         if status.training.tuning is not None and status.training.tuning.branches:
             yield ""
             yield make_branches_table(status.training.tuning.branches, status.training.tuning.chosen)
-        yield from describe_changes(status.training.changes)
+        yield from describe_step_changes(status.training.changes)
         for evaluated in status.evaluations:
             other = "" if evaluated.signature == status.training.signature else f"training {evaluated.signature}: "
             yield f"evaluated {other}{describe_evaluation(evaluated)}"
@@ -91,7 +91,7 @@ def render_status(status: "RunStatus") -> Iterator["RenderableType"]:
         yield "next: run tula profile again; it submits the next round, or ends the search"
     if status.recommendation is not None:
         yield ""
-        yield f"recommended: {describe_row(status.recommendation.choice)}, {status.recommendation.criteria}"
+        yield f"recommended: {describe_prediction_row(status.recommendation.choice)}, {status.recommendation.criteria}"
 
 
 def render_status_by_type(
@@ -109,7 +109,7 @@ def render_status_by_type(
     if chosen is not None and None not in statuses:
         yield ""
         among = "" if any(option.startswith("--type") for option in chosen.options) else " over all node types"
-        yield f"recommended{among}: {describe_row(chosen.choice)}, {chosen.criteria}"
+        yield f"recommended{among}: {describe_prediction_row(chosen.choice)}, {chosen.criteria}"
 
 
 def describe_job_state(job: "JobStatus") -> str:
@@ -305,7 +305,7 @@ def describe_evaluation(evaluated: "EvaluationRecord") -> str:
     return f"{name}{at} on the {samples} set: {describe_metrics(evaluated.metrics)}"
 
 
-def describe_changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:
+def describe_step_changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:
     """Yield one line per change of the step time during training."""
     from tula_cli.models.time.changes import describe_step_change
 
@@ -345,7 +345,7 @@ def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterato
     columns = ["run", "last change", "model", "dataset", "probes", "chosen\nnodes", "chosen\nbatch", "trained", "best result"]  # fmt: skip
     rows = [_make_run_row(run) for run in run_summaries]
     for column in (3, 2):
-        if measure_long_table(columns, rows) > width:
+        if measure_long_table_width(columns, rows) > width:
             columns, *rows = ([*row[:column], *row[column + 1 :]] for row in (columns, *rows))
     yield from render_long_table(columns, rows, left=range(len(columns) - 5), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in run_summaries if run.problem)

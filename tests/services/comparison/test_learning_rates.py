@@ -288,12 +288,12 @@ def test_the_report_of_a_script_says_what_its_losses_are_and_where_its_learning_
     for start_lr, warnings in ((0.1, []), (0.05, ["branches-below-learning-rate"])):
         unknown_noise = {"start_lr": start_lr, "noise": None}
         run.write_rate_search(record(prepared.task, 0.5, 0.3, 0.32).model_copy(update=unknown_noise))
-        result = learning_rates.read_report(prepared, FILE)
+        result = learning_rates.read_search_report(prepared, FILE)
         assert [warning.code for warning in result.warnings] == warnings
     assert not result.held_out and result.overrides == ("train.lr_scaling=linear",)
     assert "only if the script uses DDP" in learning_rates.describe_critical_batch(result)
     run.write_rate_search(record(prepared.task, 0.5, 0.3, 0.32))
-    measured = learning_rates.read_report(prepared, FILE)
+    measured = learning_rates.read_search_report(prepared, FILE)
     assert learning_rates.describe_critical_batch(measured).endswith("300 (90 % interval: at least 250)")
     bounded = replace(measured, critical_batch=(250.0, 250.0, None))
     assert learning_rates.describe_critical_batch(bounded).endswith("at least 250 (95 % bound)")
@@ -311,9 +311,9 @@ def test_the_search_is_confirmed_submitted_and_reported(run: RunDir) -> None:
     assert (result.share, result.critical_batch, result.best_batch) == (0.08, (300.0, 250.0, None), None)
     assert list(result.frame()["loss"]) == [0.5, 0.3, 0.32]
     earlier = FILE.model_copy(update={"overrides": ("train.epochs=60", "train.lr_scaling=sqrt")})
-    command = learning_rates.read_report(prepare(run)[0], earlier).command
+    command = learning_rates.read_search_report(prepare(run)[0], earlier).command
     assert command.endswith(" --set train.epochs=60 --set train.lr_scaling=linear"), "with the settings of the search"
-    spaced = learning_rates.read_report(
+    spaced = learning_rates.read_search_report(
         prepare(run)[0], FILE.model_copy(update={"path": str(Path("my job.yaml").absolute())})
     )
     assert spaced.command.startswith("tula train 'my job.yaml' --nodes 1 ")
@@ -407,7 +407,7 @@ def test_each_branch_is_reported_once_when_it_ends_and_known_ones_with_the_plan(
 
 def test_without_a_search_there_is_nothing_to_show(run: RunDir) -> None:
     with pytest.raises(BadMeasurements, match="there is no search for a learning rate at batch 64 on 1 node yet"):
-        learning_rates.read_report(prepare(run)[0])
+        learning_rates.read_search_report(prepare(run)[0])
 
 
 def test_searches_with_other_options_are_named_where_there_is_none_to_show(run: RunDir) -> None:
@@ -416,7 +416,7 @@ def test_searches_with_other_options_are_named_where_there_is_none_to_show(run: 
         run.write_task(task)
         run.write_rate_search(record(task, 0.3))
     with pytest.raises(BadMeasurements) as error:
-        learning_rates.read_report(prepare(run)[0])
+        learning_rates.read_search_report(prepare(run)[0])
     _, *others = error.value.hint.split("; ")
     assert {other.partition(": ")[2] for other in others} == {
         "--learning-rates --batch 32 --nodes 1",

@@ -50,7 +50,7 @@ def diagnostic(write: Callable[P, str]) -> Callable[P, Diagnostic]:
     code = write.__name__.replace("_", "-")
 
     @functools.wraps(write)
-    def make(*args: P.args, **values: P.kwargs) -> Diagnostic:
+    def make_diagnostic(*args: P.args, **values: P.kwargs) -> Diagnostic:
         return Diagnostic(code, values, write(*args, **values))
 
-    return make
+    return make_diagnostic

@@ -24,9 +24,9 @@ class TulaError(Exception):
 
     def __str__(self) -> str:
         """Return the message, details and hint, as the command prints them: a notebook shows only this text."""
-        return "\n".join((self.message, *self._details(), *([f"HINT: {self.hint}"] if self.hint else [])))
+        return "\n".join((self.message, *self._list_details(), *([f"HINT: {self.hint}"] if self.hint else [])))
 
-    def _details(self) -> tuple[str, ...]:
+    def _list_details(self) -> tuple[str, ...]:
         return ()
 
 
@@ -107,7 +107,7 @@ class SpecError(TulaError):
         super().__init__(message, hint)
         self.problems = problems
 
-    def _details(self) -> tuple[str, ...]:
+    def _list_details(self) -> tuple[str, ...]:
         return tuple(f"  {problem}" for problem in self.problems)
 
 

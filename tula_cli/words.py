@@ -260,11 +260,11 @@ def shorten_around_difference(before: str, after: str, longest: int) -> tuple[st
     common = next((position for position, (word, other) in pairs if word != other), min(len(before), len(after)))
     start = max(0, min(common - longest // 3, max(len(before), len(after)) - longest + 3))
 
-    def shortened(text: str) -> str:
+    def shorten(text: str) -> str:
         text = f"...{text[start:]}" if start else text
         return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
-    return shortened(before), shortened(after)
+    return shorten(before), shorten(after)
 
 
 _EXPECTED_VALUES = {

@@ -119,7 +119,7 @@ def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
         ]
     )
     remaining = iter([True, True, True, False])
-    lines = logs.read_logs(run, follow=True, active=lambda: next(remaining), sleep=lambda _: next(steps)())
+    lines = logs.read_logs(run, follow=True, may_grow=lambda: next(remaining), sleep=lambda _: next(steps)())
     assert texts(lines) == ["one", "half", "again", "last"]
 
 
@@ -247,7 +247,7 @@ def test_following_tells_why_a_rank_failed_once(run):
     write_log(run, "probe-n001", 1, "one\n")
     remaining = iter([True, True, False])
     sleeps = iter([lambda: fail(run, "probe-n001", 1, 0, at=1.0), lambda: None])
-    lines = logs.read_logs(run, follow=True, active=lambda: next(remaining), sleep=lambda _: next(sleeps)())
+    lines = logs.read_logs(run, follow=True, may_grow=lambda: next(remaining), sleep=lambda _: next(sleeps)())
     assert texts(lines) == ["one", "Traceback", "  line", "KeyError: 'x'"]
 
 
@@ -321,6 +321,6 @@ def test_a_log_that_changes_while_it_is_followed(run, change, more):
     steps = iter([lambda: change(path), lambda: path.open("a").write("after\n")])
     active = iter([True, True, False])
     shown = logs.read_logs(
-        run, LogQuery(last=1), follow=True, active=lambda: next(active), sleep=lambda _: next(steps)()
+        run, LogQuery(last=1), follow=True, may_grow=lambda: next(active), sleep=lambda _: next(steps)()
     )
     assert texts(shown) == ["three", *more, "after"]

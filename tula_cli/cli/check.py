@@ -106,14 +106,14 @@ def init(
     else:
         source = "" if script is None else _read_script(script)
 
-        def make(answers: dict[str, str]) -> "JobFileProposal":
+        def make_proposal(answers: dict[str, str]) -> "JobFileProposal":
             if script is not None:
                 return make_job_from_sbatch(source, str(script), offered, answers=answers)
             return make_job_from_command(
                 command or "", kind, offered, gpus=gpus, cores=len(os.sched_getaffinity(0)), answers=answers
             )
 
-        draft = _prompt_for_missing_settings(screen, make)
+        draft = _prompt_for_missing_settings(screen, make_proposal)
         text = draft.text
         data, lines = show_check.summarize_proposal(draft, output)
         default, reason = get_default_train(draft.recognised.script["command"])
@@ -141,7 +141,7 @@ def _read_script(path: Path) -> str:
 
 
 def _prompt_for_missing_settings(
-    screen: Screen, make: "Callable[[dict[str, str]], JobFileProposal]"
+    screen: Screen, make_proposal: "Callable[[dict[str, str]], JobFileProposal]"
 ) -> "JobFileProposal":
     """Return the job, asking on a terminal for facts that the command does not state; an error without a terminal."""
     from tula_cli.services.init import LENGTH_QUESTION
@@ -151,7 +151,7 @@ def _prompt_for_missing_settings(
     answers: dict[str, str] = {}
     while True:
         try:
-            draft = make(answers)
+            draft = make_proposal(answers)
         except UnknownFact as unknown:
             if not asks or (answer := screen.ask_for_value(unknown.message, unknown.question, unknown.choices)) is None:
                 raise

@@ -90,14 +90,14 @@ def logs(
         runs = select_runs(runs, node_type)
     run = services_logs.find_last_written_run(runs, job) or runs[0]
 
-    def active() -> bool:
+    def is_active() -> bool:
         return query_run_status(run).has_active_jobs(job and [job])
 
     pause = run.spec.cluster.backend.poll[0] if follow else 0.0
     query = services_logs.LogQuery(job=job, rank=rank, every=every, last=last)
     previous_place = None
     for line in services_logs.read_logs(
-        run, query, follow=follow, active=services_logs.make_rate_limited_check(active, pause=pause)
+        run, query, follow=follow, may_grow=services_logs.make_rate_limited_check(is_active, pause=pause)
     ):
         if line.heading_key != previous_place:
             previous_place = line.heading_key

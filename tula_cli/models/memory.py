@@ -44,7 +44,7 @@ class _Point:
 
     micro_batch: float
     memory: Components | PeakMemory
-    room: float | None  # minimum device memory in a simulation, as a multiple of the peak; None for probes
+    min_device_ratio: float | None  # minimum device memory in a simulation, as a multiple of the peak; None for probes
     on_heap: bool = False  # whether the peak is that of a process on the CPU
     # for a probe that recorded only its peak: the peak less the other terms; may be negative
     activations: float = math.nan
@@ -99,7 +99,7 @@ class MemoryModel:
     activations: PiecewiseLinear  # by micro-batch; non-decreasing
     libraries: int  # memory of libraries, which also counts towards the capacity
     reserved_ratio: PiecewiseLinear  # by micro-batch: reserved over used memory, if the capacity is not exhausted
-    room: float  # minimum device memory over used memory, when the allocator releases its cache
+    min_device_ratio: float  # minimum device memory over used memory, when the allocator releases its cache
     accumulate: int
     error: float | None  # median relative residual of the peak; None if the fit is exact
     by_component: bool = True  # False if only peaks are known: batch and activations are then one term
@@ -151,20 +151,22 @@ class MemoryModel:
             reserved=self.compute_reserved_memory(local_batch),
             libraries=self.libraries,
         )
-        return Footprint(local_batch=local_batch, memory=memory, room=round(self.room * memory.peak))
+        return Footprint(local_batch=local_batch, memory=memory, room=round(self.min_device_ratio * memory.peak))
 
     def compute_peak(self, local_batch: Number) -> Number:
         """Return the memory in use at the peak (Eq. 3)."""
-        return _round_bytes(self._compute_peak_at(local_batch / self.accumulate))
+        return _round_bytes(self._compute_micro_batch_peak(local_batch / self.accumulate))
 
     def compute_reserved_memory(self, local_batch: Number) -> Number:
         """Return the memory reserved at the peak if the device has space for it: the memory that is priced."""
         micro_batch = local_batch / self.accumulate
-        return _round_bytes(np.maximum(1.0, self.reserved_ratio(micro_batch)) * self._compute_peak_at(micro_batch))
+        return _round_bytes(
+            np.maximum(1.0, self.reserved_ratio(micro_batch)) * self._compute_micro_batch_peak(micro_batch)
+        )
 
     def compute_needed_memory(self, local_batch: Number) -> Number:
         """Return the minimum device memory for a local batch, libraries included."""
-        return _round_bytes(self._compute_needed_memory_at(local_batch / self.accumulate))
+        return _round_bytes(self._compute_micro_batch_needed_memory(local_batch / self.accumulate))
 
     def compute_largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
         """Return the largest local batch that leaves `margin` of the capacity free.
@@ -180,24 +182,27 @@ class MemoryModel:
             return None
         limit = capacity * (1 - margin)
         corners = [0.0, *(x for x in self.activations.xs if x > 0)]
-        below = [x for x in corners if self._compute_needed_memory_at(x) <= limit]
+        below = [x for x in corners if self._compute_micro_batch_needed_memory(x) <= limit]
         if not below:
             return 0
         at = max(below)
         if at == corners[-1]:
-            slope = float(self._compute_needed_memory_at(at + 1) - self._compute_needed_memory_at(at))
+            slope = float(self._compute_micro_batch_needed_memory(at + 1) - self._compute_micro_batch_needed_memory(at))
         else:
             end = corners[corners.index(at) + 1]
-            slope = float((self._compute_needed_memory_at(end) - self._compute_needed_memory_at(at)) / (end - at))
+            slope = float(
+                (self._compute_micro_batch_needed_memory(end) - self._compute_micro_batch_needed_memory(at))
+                / (end - at)
+            )
         if slope <= 0:
             return None if at == corners[-1] else math.floor(at) * self.accumulate
-        return math.floor(at + float(limit - self._compute_needed_memory_at(at)) / slope) * self.accumulate
+        return math.floor(at + float(limit - self._compute_micro_batch_needed_memory(at)) / slope) * self.accumulate
 
-    def _compute_peak_at(self, micro_batch: Number) -> Number:
+    def _compute_micro_batch_peak(self, micro_batch: Number) -> Number:
         return self.states.static + self.batch_slope * micro_batch + self.compute_activations(micro_batch)
 
-    def _compute_needed_memory_at(self, micro_batch: Number) -> Number:
-        return self.room * self._compute_peak_at(micro_batch) + self.libraries
+    def _compute_micro_batch_needed_memory(self, micro_batch: Number) -> Number:
+        return self.min_device_ratio * self._compute_micro_batch_peak(micro_batch) + self.libraries
 
 
 def _round_bytes(size: Number) -> Number:
@@ -241,7 +246,7 @@ def fit_memory_model(
         activations=activations,
         libraries=max(point.memory.libraries or 0 for point in believed),
         reserved_ratio=_fit_reserved_ratio(measured, estimated),
-        room=_fit_min_ratio(measured, estimated),
+        min_device_ratio=_fit_min_ratio(measured, estimated),
         accumulate=accumulate,
         error=None,
         by_component=bool(slopes),
@@ -258,7 +263,9 @@ def _make_point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
     # without a limit, the libraries of the process do not count
     if probe.capacity is None and probe.environment.device == "cpu":
         memory = memory.model_copy(update={"libraries": 0})
-    return _Point(probe.local_batch / probe.accumulate, memory, room=None, on_heap=probe.environment.device == "cpu")
+    return _Point(
+        probe.local_batch / probe.accumulate, memory, min_device_ratio=None, on_heap=probe.environment.device == "cpu"
+    )
 
 
 def _move_heap_growth_to_peaks(points: list[_Point]) -> list[_Point]:
@@ -410,7 +417,7 @@ def _fit_min_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> f
     """
     if any(point.on_heap for point in measured):
         return 1.0
-    ratios = [point.room for point in estimated if point.room is not None]
+    ratios = [point.min_device_ratio for point in estimated if point.min_device_ratio is not None]
     return float(np.median(ratios or [point.reserved_ratio for point in measured] or [1.0]))
 
 
@@ -421,7 +428,9 @@ def _compute_median_error(model: MemoryModel, points: Sequence[_Point]) -> float
     """
     if len({point.micro_batch for point in points}) < 3:
         return None
-    errors = [abs(model._compute_peak_at(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points]
+    errors = [
+        abs(model._compute_micro_batch_peak(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points
+    ]
     return float(np.median(errors))
 
 

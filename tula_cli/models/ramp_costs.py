@@ -304,11 +304,11 @@ def choose_stage_nodes(
         using those throughout.
     """
 
-    def value(nodes: int, seconds: float, wait: float) -> float:
+    def compute_value(nodes: int, seconds: float, wait: float) -> float:
         return nodes * seconds if by == "cost" else seconds + wait
 
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {
-        (nodes, 0): (value(nodes, start + seconds, 0.0), (nodes,)) for nodes, seconds in options[0].items()
+        (nodes, 0): (compute_value(nodes, start + seconds, 0.0), (nodes,)) for nodes, seconds in options[0].items()
     }
     for stage in options[1:]:
         reached: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
@@ -317,7 +317,7 @@ def choose_stage_nodes(
                 if nodes < previous_nodes or (nodes > previous_nodes and changes == MAX_CHANGES):
                     continue
                 moved = nodes > previous_nodes
-                added = value(nodes, seconds + start * moved, queue * moved)
+                added = compute_value(nodes, seconds + start * moved, queue * moved)
                 lowest, state = (totals + added, (*path, nodes)), (nodes, changes + moved)
                 if state not in reached or lowest[0] < reached[state][0]:
                     reached[state] = lowest

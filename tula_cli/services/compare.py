@@ -343,11 +343,15 @@ def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
     if spec.script is None or "lr" not in get_workload(spec).settings:
         return rows
 
-    def lr(method: str, batch: int) -> tuple[int, str]:
+    def compute_batch_and_lr(method: str, batch: int) -> tuple[int, str]:
         return batch, f"{get_learning_rate(make_job_of_cell(spec, method), batch):.9g}"
 
-    plain = {lr(method, batch) for method, batch in rows if method not in CONTROLS and not _scales_gradients(method)}
-    return [row for row in rows if row[0] not in CONTROLS or lr(*row) not in plain]
+    plain = {
+        compute_batch_and_lr(method, batch)
+        for method, batch in rows
+        if method not in CONTROLS and not _scales_gradients(method)
+    }
+    return [row for row in rows if row[0] not in CONTROLS or compute_batch_and_lr(*row) not in plain]
 
 
 def _scales_gradients(method: str) -> bool:

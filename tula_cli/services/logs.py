@@ -89,14 +89,14 @@ def read_logs(
     query: LogQuery = LogQuery(),
     *,
     follow: bool = False,
-    active: Callable[[], bool] = lambda: False,
+    may_grow: Callable[[], bool] = lambda: False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[LogLine]:
     """Yield the lines of the newest attempt, or of the requested ones; the failure of an attempt comes before its log.
 
     Args:
-        follow: continue with lines as they are written, also in later attempts, while `active()`.
-        active: whether further lines may be written.
+        follow: continue with lines as they are written, also in later attempts, while `may_grow()`.
+        may_grow: returns whether further lines may be written.
 
     Raises:
         SpecError: the run has no such job, or none of its attempts has such a rank.
@@ -113,7 +113,7 @@ def read_logs(
     for log in shown:
         yield from reader.read_new_lines(log, with_incomplete=not follow)
     while follow:
-        is_active = active()
+        is_active = may_grow()
         for log in reader.list_attempt_logs():
             yield from reader.read_new_lines(log, with_incomplete=not is_active)
             yield from reader.read_first_failure(log)

@@ -90,7 +90,7 @@ def run_observed_command(command: Sequence[str], root: Path, *, quiet_stdout: bo
             raise CommandNotStarted(
                 f"cannot start {command[0]}: {error.strerror}", "give the command as you type it in the shell"
             ) from None
-        signals.forward_signals_to(process)
+        signals.forward_signals(process)
         code = process.wait()
     return (128 - code if code < 0 else code), job
 
@@ -116,7 +116,7 @@ class _ForwardedSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def forward_signals_to(self, process: "subprocess.Popen[bytes]") -> None:
+    def forward_signals(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
         for number in self._early:
             process.send_signal(number)

@@ -295,13 +295,17 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
         return configs
     marks = _list_row_marks(recommendation)
 
-    def rank(offers: Mapping[str, "Prediction"]) -> int:
+    def compute_rank(offers: Mapping[str, "Prediction"]) -> int:
         row = next(iter(offers.values()))
-        worth = [_get_configuration_key(row) in marks, any(offer.pareto for offer in offers.values()), row.measured]
-        return worth.index(True) if any(worth) else len(worth)
+        conditions = [
+            _get_configuration_key(row) in marks,
+            any(offer.pareto for offer in offers.values()),
+            row.measured,
+        ]
+        return conditions.index(True) if any(conditions) else len(conditions)
 
-    ranks = [rank(offers) for offers in configs]
-    best = sorted((worth, index) for index, worth in enumerate(ranks) if worth < 3)[:MAX_ROWS_LISTED]
+    ranks = [compute_rank(offers) for offers in configs]
+    best = sorted((rank, index) for index, rank in enumerate(ranks) if rank < 3)[:MAX_ROWS_LISTED]
     return [configs[index] for index in sorted(index for _, index in best)]
 
 

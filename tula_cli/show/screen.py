@@ -108,7 +108,7 @@ class Screen:
     def print_note(self, text: str) -> None:
         """Report progress on stderr, unless quiet."""
         if not self.quiet:
-            self._print(text)
+            self._print_text(text)
 
     def print_warning(self, warning: Diagnostic | str) -> None:
         """Print a warning unless it was printed before; the envelope contains it too."""
@@ -116,14 +116,14 @@ class Screen:
         if text not in self.warnings:
             self.warnings.append(text)
             self.diagnostics += [warning] if isinstance(warning, Diagnostic) else []
-            self._print(f"warning: {text}")
+            self._print_text(f"warning: {text}")
 
     def print_warnings(self, warnings: Iterable[Diagnostic | str]) -> None:
         """Print warnings about an answer; to be called after it, because they would be overlooked above a long table."""
         for warning in warnings:
             self.print_warning(warning)
 
-    def _print(self, text: str) -> None:
+    def _print_text(self, text: str) -> None:
         """Write to stderr; on a terminal, wrap at spaces and print above a live display."""
         text = strip_control_characters(text)
         if self.drawn is not None:

@@ -82,7 +82,7 @@ def render_long_table(
     gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= width else " "
     text_columns = set(left)
 
-    def line(cells: Sequence[str]) -> str:
+    def format_line(cells: Sequence[str]) -> str:
         blanks = [" " * (column_width - cell_len(cell)) for column_width, cell in zip(widths, cells, strict=True)]
         both = enumerate(zip(cells, blanks, strict=True))
         return gap.join(
@@ -90,8 +90,8 @@ def render_long_table(
         ).rstrip()
 
     rule = "─" * (sum(widths) + len(gap) * (len(widths) - 1))
-    yield Text("\n".join(map(line, above)), "bold", no_wrap=True)
-    yield Text("\n".join([rule, *map(line, rows)]), no_wrap=True)
+    yield Text("\n".join(map(format_line, above)), "bold", no_wrap=True)
+    yield Text("\n".join([rule, *map(format_line, rows)]), no_wrap=True)
 
 
 def print_renderable(console: "Console", part: "RenderableType") -> None:

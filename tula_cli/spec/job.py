@@ -179,7 +179,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _default_scaling_to_updates(self) -> "JobSpec":
+    def _set_update_scaling_by_default(self) -> "JobSpec":
         """Scale updates by default if the optimizer divides by the gradient's magnitude, cancelling its factors."""
         is_unset = self.script is None and self.ags.apply_to is None
         if is_unset and self.train.training_method.scales_gradients and self.optimizer.name in NORMALISING_OPTIMIZERS:
@@ -194,7 +194,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _default_settings_by_method(self) -> "JobSpec":
+    def _set_method_defaults(self) -> "JobSpec":
         """Apply the schedule and clipping defaults of the method.
 
         The fields still count as unset, so that another method can apply its own defaults.
@@ -256,7 +256,7 @@ class JobSpec(Section):
             try:
                 currencies[name] = self.select_node_type(name).pricing.currency
             except ValidationError as error:
-                problems += [_prefix_error_path(item, "node_types", name) for item in error.errors()]
+                problems += [_add_path_prefix(item, "node_types", name) for item in error.errors()]
         if problems:
             raise ValidationError.from_exception_data("JobSpec", problems)
         if len(set(currencies.values())) > 1:
@@ -360,7 +360,7 @@ def _set_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionT
     return type(section).model_construct(section.model_fields_set, **{**dict(section), **defaults})
 
 
-def _prefix_error_path(item: Any, *path: str) -> InitErrorDetails:
+def _add_path_prefix(item: Any, *path: str) -> InitErrorDetails:
     """Return a pydantic error of a section with its path in the whole job."""
     why = item["msg"].removeprefix("Value error, ")
     kind = PydanticCustomError("value_error", "{why}", {**item.get("ctx", {}), "why": why})

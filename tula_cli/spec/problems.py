@@ -77,10 +77,10 @@ def list_problems(errors: Iterable[Any], *, is_script: bool) -> tuple[Problem, .
     Args:
         is_script: whether the job runs a script, so that keys of scripts are suggested first.
     """
-    return _merge_unions([_describe(item, is_script=is_script) for item in errors])
+    return _merge_unions([_make_description(item, is_script=is_script) for item in errors])
 
 
-def _describe(item: Any, *, is_script: bool) -> _Description:
+def _make_description(item: Any, *, is_script: bool) -> _Description:
     path = _format_path(item["loc"])
     if item["type"] == "value_error":
         error = item.get("ctx", {}).get("error")

@@ -448,7 +448,7 @@ class Train(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_ramp_nodes_for_decay(cls, content: Any) -> Any:
+    def _set_default_ramp_nodes(cls, content: Any) -> Any:
         by_decay = isinstance(content, Mapping) and content.get("ramp") == "decay"
         return {"ramp_nodes": "auto", **content} if by_decay else content
 

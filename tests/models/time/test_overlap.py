@@ -91,7 +91,7 @@ def test_the_fit_is_the_most_probable_one() -> None:
         for away in (-0.1, 0.1):
             z = best.z + away * np.eye(len(best.z))[index]
             assert (
-                models_time_overlap._LinearisedFit.linearise_at(z, data, spread).minus_2_log_posterior
+                models_time_overlap._LinearisedFit.from_coordinates(z, data, spread).minus_2_log_posterior
                 > best.minus_2_log_posterior
             )
 

@@ -143,7 +143,7 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: PlanTarget) -> J
         return None
     if target.minimises == "time":
         within = PlanTarget("cost", deadline=rating.value)
-        cheaper = [each.improve_plan(within, starts) for each in lists if each.has_batches_of(starts)]
+        cheaper = [each.improve_plan(within, starts) for each in lists if each.has_same_batches(starts)]
         starts = min([starts, *cheaper], key=within.rate_plan)
     return JobsPlan(sorted(starts), bound)
 
@@ -277,7 +277,7 @@ class _ListSchedules:
     def __init__(self, jobs: Sequence[JobOptions], nodes: int, steps: int) -> None:
         self._jobs, self._nodes, self._steps = jobs, nodes, steps
 
-    def has_batches_of(self, starts: Sequence[ScheduledStart]) -> bool:
+    def has_same_batches(self, starts: Sequence[ScheduledStart]) -> bool:
         """Return whether the batches are those of a plan."""
         options = {option for job in self._jobs for option in job.options}
         return all(start.option in options for start in starts)
@@ -309,14 +309,14 @@ class _ListSchedules:
             if longest > target.deadline and weight < 1:
                 continue
 
-            def compare(
+            def compute_sort_key(
                 option: TrainingOption, longest: float = longest, weight: float = weight
             ) -> tuple[float, float]:
                 size = option.nodes * option.hours / mean_size
                 return max(0.0, option.hours - longest), weight * option.cost / mean_cost + (1 - weight) * size
 
             yield tuple(
-                tuple(trainings * (option == min(options, key=compare)) for option in options)
+                tuple(trainings * (option == min(options, key=compute_sort_key)) for option in options)
                 for trainings, options in self._jobs
             )
 

@@ -84,7 +84,7 @@ class StageTable:
             return NO_STAGES
         width = max(table.batch.shape[1] for table in tables)
 
-        def join(name: str) -> NDArray[Any]:
+        def join_columns(name: str) -> NDArray[Any]:
             columns = [getattr(table, name) for table in tables]
             joined = np.zeros((sum(map(len, columns)), width), dtype=columns[0].dtype)
             at = 0
@@ -93,7 +93,7 @@ class StageTable:
                 at += len(column)
             return joined
 
-        return cls(**{field.name: join(field.name) for field in fields(cls)})
+        return cls(**{field.name: join_columns(field.name) for field in fields(cls)})
 
     def select_rows(self, rows: Ints) -> "StageTable":
         """Return the rows with the given indices, in their order."""

@@ -619,7 +619,7 @@ class _LinearisedFit:
     spread: _Spread
 
     @classmethod
-    def linearise_at(cls, z: Floats, data: _FitData, spread: _Spread) -> "_LinearisedFit":
+    def from_coordinates(cls, z: Floats, data: _FitData, spread: _Spread) -> "_LinearisedFit":
         return cls(z, *data.compute_residuals(evaluate_model(z, data.at)), spread)
 
     @cached_property
@@ -692,9 +692,9 @@ def _list_starting_points(z: Floats, data: _FitData) -> list[Floats]:
 
 def _maximize_posterior(start: Floats, data: _FitData, spread: _Spread) -> _LinearisedFit:
     """Find the most probable coordinates by damped Gauss-Newton steps."""
-    fitted, damping = _LinearisedFit.linearise_at(start, data, spread), 1e-2
+    fitted, damping = _LinearisedFit.from_coordinates(start, data, spread), 1e-2
     for _ in range(_MAX_ITERATIONS):
-        trial = _LinearisedFit.linearise_at(fitted.compute_gauss_newton_step(damping), data, spread)
+        trial = _LinearisedFit.from_coordinates(fitted.compute_gauss_newton_step(damping), data, spread)
         if trial.minus_2_log_posterior < fitted.minus_2_log_posterior:
             gained, fitted = fitted.minus_2_log_posterior - trial.minus_2_log_posterior, trial
             damping = max(damping / 5, 1e-9)

@@ -365,8 +365,8 @@ def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
     program = (
         "import sys; from pathlib import Path; from tula_cli.run.directory import RunDir\n"
         "from tula_cli.run.job_runs import open_runs_of_job\n"
-        "from tula_cli.query import Query; from tula_cli.services.recommend import recommend\n"
-        "run = RunDir(Path(sys.argv[1])); recommend(open_runs_of_job(run), Query(objective='cost'), now=0.0)\n"
+        "from tula_cli.query import Query; from tula_cli.services.recommend import recommend_configuration\n"
+        "run = RunDir(Path(sys.argv[1])); recommend_configuration(open_runs_of_job(run), Query(objective='cost'), now=0.0)\n"
         "print([m for m in ('torch', 'matplotlib', 'kneed', 'rich', 'submitit', 'statsmodels.api') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -308,7 +308,7 @@ class JobSpec(Section):
         return {name: self.select_type(name) for name in self.types} or {None: self}
 
     def select_type(self, name: str) -> "JobSpec":
-        """Return the job on one of `types`, without the others, under a name of its own.
+        """Return the job on one of `types`, without the others, under another name.
 
         With fewer GPUs than the most searched, only two batches on the fewest nodes are measured. This suffices
         together with the measurements of the most GPUs (benchmarks/replay/replay_sizes.py).

@@ -125,7 +125,7 @@ def make_json_schema(kind: Kind) -> Schema:
         }
     required = schema.pop("required")
     of_node_types = {"properties": {key: schema["properties"][key] for key in NODE_TYPE_SECTIONS}}
-    for name in _merge_sections(schema if kind == "site" else of_node_types, parts):
+    for name in _list_merged_sections(schema if kind == "site" else of_node_types, parts):
         parts[name].pop("required", None)
     if kind == "job":
         schema |= _make_required_keys_condition(required, parts)
@@ -166,7 +166,7 @@ def _simplify_value(value: Any) -> None:
             _simplify_value(item)
 
 
-def _merge_sections(root: Schema, parts: Schema) -> set[str]:
+def _list_merged_sections(root: Schema, parts: Schema) -> set[str]:
     """Return the sections reachable from `root` that are merged level by level, which excludes those in lists."""
     merged: set[str] = set()
     waiting = [root]

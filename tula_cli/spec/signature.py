@@ -167,6 +167,6 @@ def _list_measured_ags_fields(spec: JobSpec) -> dict[str, Any]:
 
 
 def compute_digest(parts: Mapping[str, Any]) -> str:
-    """Return 8 hex digits of a hash over named values and the format of runs, so that each format has names of its own."""
+    """Return 8 hex digits of a hash over named values and the format of runs, so that the names of runs differ between formats."""
     text = json.dumps({**parts, "format": RUN_FORMAT}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -262,7 +262,7 @@ def _format_both_values(change: Change, factor: float, unit: str) -> str:
 
 
 def _explain_noise(change: Change) -> str:
-    """Explain why a difference that shows in the numbers is called none."""
+    """Return ", within noise" if a difference that is called none is visible in the displayed numbers; else empty."""
     return ", within noise" * (abs(math.log(change.ratio)) >= math.log1p(MAX_EQUAL_DIFFERENCE))
 
 
@@ -294,7 +294,7 @@ def _describe_interval(row: Prediction) -> str:
 def _describe_preference(
     chosen: Prediction, candidates: Candidates, objective: Objective, *, reference_batch: int
 ) -> str:
-    """Explain why a row was chosen although another is better: as a knee faster and cheaper; empty if none is."""
+    """Explain why a row was chosen although another is better (for objective knee: faster and cheaper); else empty."""
     if objective != "knee":
         alternative = describe_uncertain_alternative(chosen, candidates, QUANTITIES[objective])
         return f"{alternative}." * bool(alternative)

@@ -215,7 +215,7 @@ def make_campaign(
 
 
 def _scale_interval(hours: float, rows: Sequence[Prediction]) -> tuple[float | None, float | None]:
-    """Return the 90 % interval of a plan's hours if all step times are off by as much; None if a row has no interval."""
+    """Return the 90 % interval of a plan's hours if all step times are wrong by the same factor; None if a row has no interval."""
     ratios = [
         (row.hours_low / row.hours, row.hours_high / row.hours)
         for row in rows

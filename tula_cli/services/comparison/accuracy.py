@@ -540,7 +540,7 @@ def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
 
 
 def _judge_accuracy(reference: ComparisonRow, row: ComparisonRow, metric: str) -> Accuracy | None:
-    """Return the judgement of a row; None if one seed shows no loss, because that is no evidence that none is lost."""
+    """Return the judgement of a row; None if there is only one seed and it shows no loss, which proves nothing."""
     small, large = reference.get_statistics(metric), row.get_statistics(metric)
     assert small is not None and large is not None and row.gap is not None  # both have the metric of the gap
     error, percent = compute_standard_error(small, large), metric in ("top1", "top5")

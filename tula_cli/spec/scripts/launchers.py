@@ -133,7 +133,7 @@ _INNER_COMMAND_HINT = "give the command with which this program starts the train
 
 
 def find_launcher(words: Sequence[ShellWord], known_facts: KnownFacts) -> Launch:
-    """Separate a command from its launcher, the first one before the script, whatever words precede it.
+    """Return a command without its launcher, which is the first launcher before the script; other words may precede it.
 
     Raises:
         UnknownFact: the number of processes is unknown.

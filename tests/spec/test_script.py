@@ -12,7 +12,7 @@ from tula_cli.spec.scripts.placeholders import (
     fill_command,
     fill_text,
     find_placeholders,
-    get_program_name,
+    find_program_name,
 )
 from tula_cli.spec.scripts.recognition import recognise_line
 from tula_cli.spec.scripts.script import Script, count_script_samples, describe_script_length
@@ -89,7 +89,7 @@ def test_each_placeholder_can_be_filled() -> None:
     ],
 )
 def test_a_command_is_named_by_its_program_not_by_its_options(command: str, name: str) -> None:
-    assert get_program_name(command) == name
+    assert find_program_name(command) == name
 
 
 # --- the section

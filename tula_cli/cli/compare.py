@@ -55,7 +55,7 @@ def compare(
         work = prepare_rate_search(
             runs,
             submission.inspect,
-            batch=_get_searched_batch(request),
+            batch=_choose_searched_batch(request),
             nodes=request.nodes,
             node_type=node_type,
             near_batches=near_batches,
@@ -73,7 +73,7 @@ def compare(
     return comparison.require_none_failed()
 
 
-def _get_searched_batch(request: ComparisonRequest) -> int | None:
+def _choose_searched_batch(request: ComparisonRequest) -> int | None:
     """Return the batch to search a learning rate for; None for the recommended one.
 
     Raises:

@@ -40,7 +40,7 @@ from tula_cli.run.script_files import (
     split_command,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.placeholders import get_program_name
+from tula_cli.spec.scripts.placeholders import find_program_name
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_measurement_signature
 
@@ -104,7 +104,7 @@ class ScriptCode:
         return list_script_warnings(self.script, self.workdir)
 
     def __str__(self) -> str:
-        return f"the code of {get_program_name(self.script.command)}"
+        return f"the code of {find_program_name(self.script.command)}"
 
 
 def get_user_code(spec: JobSpec, workdir: Path) -> ImportedCode | ScriptCode:

@@ -140,7 +140,7 @@ def plan_campaign(
     names = _list_job_names(jobs)
     nodes = query.max_nodes or max(nodes for runs in jobs for run in runs for nodes in run.spec.search.nodes)
     considered = [_find_usable_configurations(runs, query, nodes, overrides) for runs in jobs]
-    currency = _get_common_currency(considered)
+    currency = _require_common_currency(considered)
     candidates = Candidates.concatenate([job_candidates.candidates for job_candidates in considered])
     ends = list(itertools.accumulate(len(job_candidates.candidates) for job_candidates in considered))
     planned_jobs = [
@@ -179,7 +179,7 @@ def plan_campaign(
     return plan
 
 
-def _get_common_currency(considered: Sequence[_JobCandidates]) -> str:
+def _require_common_currency(considered: Sequence[_JobCandidates]) -> str:
     currencies = sorted({job_candidates.currency for job_candidates in considered})
     if len(currencies) > 1:
         raise SpecError(

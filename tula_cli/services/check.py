@@ -237,7 +237,7 @@ def check_job(
         if upper_bound_plan
         else compute_max_node_hours(spec, [job.nodes for job in jobs])
     )
-    one_by_one = len(jobs) * spec.get_measuring_minutes() / 60
+    one_by_one = len(jobs) * spec.compute_measuring_minutes() / 60
     capacity = inspection.capacity if inspection else spec.cluster.memory_per_gpu
     sizes = {job.nodes: job.local_batches for job in jobs}
     return CheckReport(

@@ -469,7 +469,7 @@ def choose_default_control(spec: JobSpec, batches: Sequence[int]) -> tuple[str, 
     return CONTROLS[1:] if max(batches) >= 8 * spec.train.reference_batch else CONTROLS[:1]
 
 
-def get_recommended_batch(run: RunDir) -> int:
+def read_recommended_batch(run: RunDir) -> int:
     """Return the recommended batch.
 
     Raises:

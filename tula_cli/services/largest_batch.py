@@ -102,7 +102,7 @@ def plan_largest_batch_search(run: Run, inspection: Inspection) -> ProfilePlan:
         tasks=tasks,
         total=len(done) + len(tasks),
         done=len(done),
-        minutes_at_most=len(tasks) * spec.get_measuring_minutes(),
+        minutes_at_most=len(tasks) * spec.compute_measuring_minutes(),
         code=source,
     )
 

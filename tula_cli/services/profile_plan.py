@@ -67,7 +67,7 @@ def plan_probes(
         tasks=tuple(tasks),
         total=total,
         done=total - sum(len(task.local_batches) for task in tasks),
-        minutes_at_most=len(tasks) * spec.get_measuring_minutes(),
+        minutes_at_most=len(tasks) * spec.compute_measuring_minutes(),
         code=source,
         reasons=(*choice, *round_.reasons),
         certainty=round_.words,
@@ -139,7 +139,7 @@ def _limit_round_to_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
 
 def compute_max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:
     """Return the maximum node-hours of profiling on these numbers of nodes: the time requested from SLURM."""
-    return sum(nodes) * spec.get_measuring_minutes() / 60
+    return sum(nodes) * spec.compute_measuring_minutes() / 60
 
 
 def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBoundPlan:

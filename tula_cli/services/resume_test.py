@@ -164,7 +164,7 @@ def submit_resume_test_and_wait(
     """
     with explain_interruption([run]):
         task = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes)
-        size_text = f"at batch {task.batch}, at most {run.spec.get_measuring_minutes():g} min"
+        size_text = f"at batch {task.batch}, at most {run.spec.compute_measuring_minutes():g} min"
         yield Note(f"testing on {words.format_count(task.nodes)} whether the script can resume, {size_text}: {task.id}")
         yield from wait_for_jobs(run, launcher, [task.job], timeout=timeout)
     record = ResumeTestRecords(run.path).read(task.id)
@@ -209,7 +209,7 @@ def describe_resume_test_over_cap(runs: Sequence[Run], *, nodes: int = 1) -> str
         else "a resume test"
     )
     return describe_exceeded_cap(
-        subject, used_hours + nodes * spec.get_measuring_minutes() / 60, spec.search.max_node_hours
+        subject, used_hours + nodes * spec.compute_measuring_minutes() / 60, spec.search.max_node_hours
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tula_cli.errors import BadMeasurements, TulaError
 from tula_cli.run import files, parsed_spec
-from tula_cli.spec.scripts.placeholders import get_program_name
+from tula_cli.spec.scripts.placeholders import find_program_name
 from tula_cli.words import compute_perplexity
 
 # --- Summaries of runs
@@ -105,7 +105,7 @@ def _read_job_names(run: Path) -> dict[str, str]:
 
 def _select_names(spec: Mapping[str, Any]) -> dict[str, str]:
     if script := spec.get("script"):
-        return {"script": get_program_name(script["command"])}
+        return {"script": find_program_name(script["command"])}
     return {"model": spec["model"]["name"], "dataset": spec["dataset"]["name"]}
 
 

@@ -138,7 +138,7 @@ def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
 def _render_training_plan(plan: "TrainPlan", *, is_running: bool) -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import describe_why_not_splittable
     from tula_cli.spec.job import describe_train_length
-    from tula_cli.spec.scripts.placeholders import get_program_name
+    from tula_cli.spec.scripts.placeholders import find_program_name
 
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.training_nodes * task.spec.cluster.gpus_per_node)
@@ -150,7 +150,7 @@ def _render_training_plan(plan: "TrainPlan", *, is_running: bool) -> Iterator["R
         only = "the only usable number of nodes in the range, " * len(task.sizes)
         yield f"train on {describe_configuration(task.training_nodes, task.batch, local)}, {only}{plan.source}"
     length = describe_train_length(task.spec)
-    started = "" if task.spec.script is None else f" of {get_program_name(task.spec.script.command)}"
+    started = "" if task.spec.script is None else f" of {find_program_name(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
     yield from _describe_planned_branches(task)
     yield from _describe_planned_stages(task, predicted)
@@ -165,7 +165,7 @@ def _render_training_plan(plan: "TrainPlan", *, is_running: bool) -> Iterator["R
     elif plan.resumes is not None:
         yield f"resumes from the checkpoint at {plan.resumes} samples"
     if plan.rehearses:
-        minutes, nodes = f"{task.spec.get_measuring_minutes():g} min", task.resume_test_nodes
+        minutes, nodes = f"{task.spec.compute_measuring_minutes():g} min", task.resume_test_nodes
         purpose = "can resume (--no-rehearse skips it)" if nodes == 1 else "can resume, also on other nodes"
         yield f"first, a test of at most {minutes} on {format_count(nodes)} checks that the script {purpose}"
     if len(task.ladder) > 1:

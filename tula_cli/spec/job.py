@@ -129,7 +129,7 @@ class JobSpec(Section):
         """Samples of AGS's small batch (`ags.b_small`); a training with a smaller batch uses fewer."""
         return self.train.reference_batch if self.ags.b_small == "auto" else self.ags.b_small
 
-    def get_measuring_minutes(self) -> float:
+    def compute_measuring_minutes(self) -> float:
         """Return the time limit of a measuring job in minutes.
 
         In a queue this is the time that the job requests, and that its user may be charged for.
@@ -337,7 +337,7 @@ class JobSpec(Section):
         base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})
         if self.pricing == UNPRICED_PRICING:  # the defaults must not be mixed with the type's price
             base.pop("pricing", None)
-        merge_mappings(base, settings, {}, source=name)
+        merge_mappings(base, settings)
         return JobSpec.model_validate(base)
 
     def is_reference_batch_larger_than(self, dataset_size: int) -> bool:

@@ -96,9 +96,14 @@ def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) ->
 
 
 def merge_mappings(
-    into: dict[str, Any], new: Mapping[str, Any], origins: dict[str, str], *, source: str, prefix: str = ""
+    into: dict[str, Any],
+    new: Mapping[str, Any],
+    origins: dict[str, str] | None = None,
+    *,
+    source: str = "",
+    prefix: str = "",
 ) -> None:
-    """Merge `new` into `into` in place, level by level, and set the origin of each replaced value to `source`.
+    """Merge `new` into `into` in place, level by level, and set the origin, if recorded, of each new value to `source`.
 
     A value is replaced unless both values are mappings.
     """
@@ -108,8 +113,8 @@ def merge_mappings(
             merge_mappings(into[key], value, origins, source=source, prefix=f"{path}.")
         else:
             into[key] = value
-            for leaf, _ in flatten_mapping(value, path):
-                origins[leaf] = source
+            if origins is not None:
+                origins.update((leaf, source) for leaf, _ in flatten_mapping(value, path))
 
 
 def flatten_mapping(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 
 from tula_cli.spec.job import JobSpec, compute_warmup_epochs
-from tula_cli.spec.scripts.placeholders import find_placeholders, get_program_name
+from tula_cli.spec.scripts.placeholders import find_placeholders, find_program_name
 from tula_cli.spec.scripts.script import Script, count_script_samples
 
 
@@ -79,7 +79,7 @@ class UserScript(Workload):
 
     @property
     def description(self) -> str:
-        return get_program_name(self.script.command)
+        return find_program_name(self.script.command)
 
     @property
     def reported_metrics(self) -> tuple[str, ...]:

@@ -367,7 +367,7 @@ def test_the_search_stays_within_the_partition(tmp_path):
             fill_template(TEMPLATE, Site((partition(kinds=(PartitionNodeType(size, 8, 1000, ()),)),), ())), tmp_path
         )
         assert spec.search.nodes == nodes
-        assert sum(nodes) * spec.get_measuring_minutes() / 60 <= (spec.search.max_node_hours or 0)
+        assert sum(nodes) * spec.compute_measuring_minutes() / 60 <= (spec.search.max_node_hours or 0)
     small = partition(most_nodes=4)
     assert loaded(fill_template(TEMPLATE, Site((small,), ())), tmp_path).search.nodes == [2, 4]
 

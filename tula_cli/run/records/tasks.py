@@ -157,7 +157,7 @@ class MeasuringTask(BaseTask):
 
     @property
     def time_limit(self) -> int:
-        return math.ceil(self.spec.get_measuring_minutes())
+        return math.ceil(self.spec.compute_measuring_minutes())
 
 
 class BatchBounds(Record):

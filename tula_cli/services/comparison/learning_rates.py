@@ -115,7 +115,7 @@ def prepare_rate_search(
     nodes = compare.choose_default_nodes(run) if nodes is None else nodes
     divisor = compute_batch_divisor(spec, nodes)
     size_and_interval = None if spec.script is None else _require_branchable(run, spec.script, divisor)
-    batch = compare.get_recommended_batch(run) if batch is None else batch
+    batch = compare.read_recommended_batch(run) if batch is None else batch
     rate_search.require_searchable(spec, batch)
     training = train.plan_training(run, nodes=nodes, batch=batch, inspect=inspect)
     yield from map(WarningEvent, training.code.warnings)

@@ -41,7 +41,7 @@ def complete_grid(request: ComparisonRequest, run: Run, previous: Comparison | N
         else compare.choose_default_nodes(run)
     )
     batches = tuple(dict.fromkeys(request.batches or ())) or (
-        previous.batches if previous else (compare.get_recommended_batch(run),)
+        previous.batches if previous else (compare.read_recommended_batch(run),)
     )
     by_default = True if request.methods else compare.choose_default_control(spec, batches)
     controls = request.controls if request.controls is not None else previous.controls if previous else by_default

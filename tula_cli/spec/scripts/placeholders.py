@@ -113,7 +113,7 @@ LAUNCHER_PACKAGES = {"torch", "accelerate", "deepspeed"}
 """Packages whose modules start another program, as in `python -m torch.distributed.run train.py`."""
 
 
-def get_program_name(command: str) -> str:
+def find_program_name(command: str) -> str:
     """Return the displayed name of a command: the file name of its script, else its module or program."""
     words = shlex.split(command)
     files = [word for word in words if PurePath(word).suffix in SCRIPT_SUFFIXES]

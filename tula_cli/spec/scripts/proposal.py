@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, get_program_name
+from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, find_program_name
 from tula_cli.spec.scripts.recognition import RecognisedCommand
 from tula_cli.spec.scripts.script import get_default_train
 from tula_cli.words import format_count
@@ -25,7 +25,7 @@ class MissingKey:
 
 def make_job_name(recognised: RecognisedCommand) -> str:
     """Return the name of the job: the name of the script, with invalid characters replaced."""
-    stem = re.sub(r"\.(py|sh)$", "", get_program_name(recognised.script["command"]))
+    stem = re.sub(r"\.(py|sh)$", "", find_program_name(recognised.script["command"]))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")
     return name[:64] or "job"
 

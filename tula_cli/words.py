@@ -89,7 +89,7 @@ def join_words(words: Iterable[object]) -> str:
     return ", ".join(map(str, words))
 
 
-def join_first(words: Sequence[object], count: int) -> str:
+def join_first_words(words: Sequence[object], count: int) -> str:
     """Return the first `count` words separated by commas, and the number of the others: "a, b and 3 more"."""
     hidden = len(words) - count
     return join_words(words[:count]) + (f" and {hidden} more" if hidden > 0 else "")
@@ -97,10 +97,10 @@ def join_first(words: Sequence[object], count: int) -> str:
 
 def describe_files(files: Sequence[str]) -> str:
     """Return the first three files, and the number of the others, in parentheses after a space; empty without files."""
-    return f" ({join_first(files, 3)})" * bool(files)
+    return f" ({join_first_words(files, 3)})" * bool(files)
 
 
-def start_sentence(text: str) -> str:
+def capitalize_first_letter(text: str) -> str:
     """Return a text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
@@ -110,7 +110,7 @@ def describe_configuration(nodes: int, batch: int, local_batch: int) -> str:
     return f"{format_count(nodes)}, batch {batch} (local {local_batch})"
 
 
-def describe_method_label(method: str, *, reference: bool) -> str:
+def format_method_label(method: str, *, reference: bool) -> str:
     """Return the label of a method of a comparison, marked if it is the reference."""
     return f"{method} (reference)" if reference else method
 
@@ -282,7 +282,7 @@ _EXPECTED_VALUES = {
 }
 
 
-def describe_expected_value(message: str) -> str:
+def simplify_pydantic_message(message: str) -> str:
     """Return pydantic's message about a value in plain words."""
     for pydantic_text, tula_text in _EXPECTED_VALUES.items():
         message = message.replace(pydantic_text, tula_text)

@@ -4,14 +4,14 @@ import shlex
 from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
-from tula_cli.words import describe_files, join_words, start_sentence
+from tula_cli.words import capitalize_first_letter, describe_files, join_words
 
 _RESTORE_ADVICE = "Restore it from a copy of the run, if there is one."
 
 
 @diagnostic
 def damaged_record(*, problem: str, consequence: str, advice: str) -> str:
-    return f"{problem}, so {consequence}. {start_sentence(advice)}."
+    return f"{problem}, so {consequence}. {capitalize_first_letter(advice)}."
 
 
 @diagnostic
@@ -39,7 +39,7 @@ def earlier_overrides_apply(*, overrides: Sequence[str], runs: Sequence[str]) ->
 @diagnostic
 def code_has_changed(*, code: str, earlier_run: str, run: str, earlier_path: str, files: Sequence[str]) -> str:
     return (
-        f"{start_sentence(code)} has changed since run {earlier_run} was made{describe_files(files)}, so a new run is used: {run}."
+        f"{capitalize_first_letter(code)} has changed since run {earlier_run} was made{describe_files(files)}, so a new run is used: {run}."
         f" For the earlier run, add --run {earlier_path}."
     )
 
@@ -94,12 +94,12 @@ def folder_with_many_files(*, paths: str, most: int, folder: str) -> str:
 @diagnostic
 def earlier_code_used(*, code: str, run: str, missing_from: str | None, files: Sequence[str]) -> str:
     change = f"has changed{describe_files(files)}" if missing_from is None else f"is not in {missing_from}"
-    return f"{start_sentence(code)} {change}. {run} continues with the code that it was measured with."
+    return f"{capitalize_first_letter(code)} {change}. {run} continues with the code that it was measured with."
 
 
 @diagnostic
 def code_changed_since_measurement(*, code: str, run: str, files: Sequence[str]) -> str:
     return (
-        f"{start_sentence(code)} has changed since {run} was measured{describe_files(files)}."
+        f"{capitalize_first_letter(code)} has changed since {run} was measured{describe_files(files)}."
         " The new code is trained, but times and costs are predicted for the old code."
     )

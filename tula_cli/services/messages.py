@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
 from tula_cli.words import (
+    capitalize_first_letter,
     describe_files,
     describe_node_counts,
     describe_pending_probes,
@@ -13,7 +14,6 @@ from tula_cli.words import (
     format_duration,
     format_number,
     join_words,
-    start_sentence,
 )
 
 # --- The search for a learning rate
@@ -173,7 +173,7 @@ def first_search_may_exceed_cap(*, node_hours: float, cap: float) -> str:
 
 @diagnostic
 def no_feasible_batch(*, reason: str, advice: str) -> str:
-    return f"{start_sentence(reason)}." + (f" {start_sentence(advice)}." if advice else "")
+    return f"{capitalize_first_letter(reason)}." + (f" {capitalize_first_letter(advice)}." if advice else "")
 
 
 @diagnostic
@@ -354,12 +354,12 @@ def job_ended(*, job: str, state: str, reason: str) -> str:
 
 @diagnostic
 def part_left_out(*, part: str, reason: str) -> str:
-    return f"{start_sentence(part)} is left out: {reason}."
+    return f"{capitalize_first_letter(part)} is left out: {reason}."
 
 
 @diagnostic
 def part_failed(*, part: str, reason: str) -> str:
-    return f"{start_sentence(part)}: {reason}."
+    return f"{capitalize_first_letter(part)}: {reason}."
 
 
 @diagnostic
@@ -459,7 +459,7 @@ def batch_not_above_reference(*, batch: int, reference: int, key: str) -> str:
 
 @diagnostic
 def method_needs_several_gpus(*, reason: str) -> str:
-    return f"{start_sentence(reason)}."
+    return f"{capitalize_first_letter(reason)}."
 
 
 @diagnostic
@@ -497,7 +497,9 @@ def metric_not_found(*, training: str, metric: str) -> str:
 
 @diagnostic
 def probes_pending(*, probes: int) -> str:
-    return f"{start_sentence(describe_pending_probes(probes))}. The recommendation may change when they finish."
+    return (
+        f"{capitalize_first_letter(describe_pending_probes(probes))}. The recommendation may change when they finish."
+    )
 
 
 @diagnostic

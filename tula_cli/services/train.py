@@ -13,7 +13,7 @@ from tula_cli.cluster.inspection import Inspect
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
+from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError
 from tula_cli.models import moldable, self_tuning
 from tula_cli.models.choice.grid import check_divisibility, list_batches
 from tula_cli.models.cost import describe_price
@@ -24,7 +24,7 @@ from tula_cli.models.ramp_costs import (
     compute_batch_divisor,
     move_task_to_stage_nodes,
 )
-from tula_cli.options import NodeRange, TrainRequest, parse_nodes
+from tula_cli.options import NodeRange, TrainRequest, parse_nodes, require_positive
 from tula_cli.run.code import choose_code, get_user_code, list_code_changes
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format

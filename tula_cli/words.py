@@ -84,6 +84,11 @@ def describe_pending_probes(probes: int) -> str:
     return "1 probe is still queued or running" if probes == 1 else f"{probes} probes are still queued or running"
 
 
+def describe_sample_share(share: float) -> str:
+    """Describe the samples of a search for a learning rate, as a share of those of a training."""
+    return f"{100 * share:.1f} % of the samples of a training"
+
+
 def join_words(words: Iterable[object]) -> str:
     """Return words or numbers separated by commas."""
     return ", ".join(map(str, words))

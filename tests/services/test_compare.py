@@ -614,13 +614,13 @@ def test_without_a_batch_the_recommended_one_is_compared(here: ImmediateTraining
 @pytest.mark.parametrize(
     "words",
     [
-        ("--batch", "12a"),
+        ("--methods", "lbt", "--batch", "12a"),
         ("--batch", "128", "--methods", "lbtt"),
-        ("--batch", "128", "--no-wait"),
+        ("--methods", "lbt", "--batch", "128", "--no-wait"),
     ],
 )
 def test_what_the_user_gets_wrong_is_said(here: ImmediateTraining, words: tuple[str, ...]) -> None:
-    code, _, err = run_tula("compare", "job.yaml", "--methods", "lbt", *words)
+    code, _, err = run_tula("compare", "job.yaml", *words)
     assert code == SpecError.exit_code and words[-1] in err
 
 

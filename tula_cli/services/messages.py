@@ -9,6 +9,7 @@ from tula_cli.words import (
     describe_files,
     describe_node_counts,
     describe_pending_probes,
+    describe_sample_share,
     format_bytes,
     format_count,
     format_duration,
@@ -17,11 +18,6 @@ from tula_cli.words import (
 )
 
 # --- The search for a learning rate
-
-
-def describe_sample_share(share: float) -> str:
-    """Describe the samples of a search for a learning rate, as a share of those of a training."""
-    return f"{100 * share:.1f} % of the samples of a training"
 
 
 @diagnostic

@@ -5,7 +5,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.tables import make_table, render_scripts
-from tula_cli.words import choose_time_unit, format_count, format_duration, format_method_label, format_number
+from tula_cli.words import (
+    choose_time_unit,
+    describe_sample_share,
+    format_count,
+    format_duration,
+    format_method_label,
+    format_number,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -181,7 +188,6 @@ def format_spread(value: "SeedStatistics | None", digits: int) -> str:
 def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[str] = ()) -> Iterator[str]:
     """Describe the branches of a search for a learning rate, and their cost."""
     from tula_cli.models.rate_search import get_reference_rate
-    from tula_cli.services.messages import describe_sample_share
 
     spec, plan = search.task.spec, search.plan
     batch, *others = search.task.batches
@@ -208,7 +214,6 @@ def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[st
 def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableType"]:
     """Yield the branches of a search, the learning rate to use, and how to train with it."""
     from tula_cli.services.comparison.learning_rates import describe_critical_batch
-    from tula_cli.services.messages import describe_sample_share
 
     classes = any(branch.top1 is not None for branch in report.branches)
     table = make_table(

@@ -24,12 +24,16 @@ GROUPS = {
     "tests/test_without_extras.py": "core alone",
     "tests/worker/measure/test_footprint.py": "two ranks",
     "tests/worker/measure/test_gradients.py": "two ranks",
-    "tests/worker/test_preemption.py": "two ranks",
     "tests/worker/measure/test_meter.py": "two ranks",
+    "tests/worker/measure/test_node_report.py": "two ranks",
+    "tests/worker/methods/test_methods_ranks.py": "two ranks",
+    "tests/worker/parallel/test_sharded.py": "two ranks",
+    "tests/worker/test_preemption.py": "two ranks",
     "tests/worker/test_two_ranks.py": "two ranks",
+    "tests/optim/test_tula_ddp.py": "two ranks",
 }
 """Path prefix -> group of tests that one process runs; every other module is a group of its own, in the order after these.
-The tests of "cluster" and "e2e" wait more than they compute, "examples" are long, "two ranks" and "shim" share a session fixture."""
+The tests of "cluster" and "e2e" wait more than they compute, "examples" are long, "two ranks" and "shim" share a process that forks ranks."""
 LAST_IN_GROUP = ("tests/slurm/test_check_on_cluster.py",)
 """Tests that compare measured times with known ones. They run last in their group, when most other tests have finished."""
 

@@ -1,6 +1,7 @@
 """The rules of the source tree: no import cycles, device code in one module, no question which method it is."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 from tula_cli.spec.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
+
+
+parse = functools.cache(ast.parse)
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -59,7 +63,7 @@ def _run_time(node: ast.AST) -> Iterator[ast.AST]:
 def cycles(root: Path) -> list[list[str]]:
     """Return the groups of modules that import each other in a circle; imports for type checkers count too."""
     known = modules(root)
-    trees = {name: ast.parse(path.read_text()) for name, path in known.items()}
+    trees = {name: parse(path.read_text()) for name, path in known.items()}
     arrows = {name: imports(name, tree, known, for_types=True) - {name} for name, tree in trees.items()}
     reach = {name: _reached(name, arrows) for name in arrows}
     groups = {frozenset([name, *(other for other in reach[name] if name in reach[other])]) for name in arrows}
@@ -88,7 +92,7 @@ def branches(root: Path) -> list[str]:
     for path in modules(root).values():
         name = path.relative_to(root).as_posix()
         if not name.startswith(OWN_FILES):
-            results += [f"{name}: {ast.unparse(n)}" for n in ast.walk(ast.parse(path.read_text())) if _asks_which(n)]
+            results += [f"{name}: {ast.unparse(n)}" for n in ast.walk(parse(path.read_text())) if _asks_which(n)]
     return results
 
 
@@ -118,7 +122,7 @@ def device_code(root: Path) -> list[str]:
     for path in modules(root).values():
         name = path.relative_to(root).as_posix()
         if name != DEVICE_CODE and not name.startswith(LIBRARIES):
-            results += [f"{name}: {ast.unparse(n)}" for n in ast.walk(ast.parse(path.read_text())) if _of_a_device(n)]
+            results += [f"{name}: {ast.unparse(n)}" for n in ast.walk(parse(path.read_text())) if _of_a_device(n)]
     return results
 
 
@@ -146,7 +150,7 @@ def vague_names(root: Path) -> list[str]:
     results = []
     for path in modules(root).values():
         name = path.relative_to(root / "tula_cli").as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             stored = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
             text = node.arg if isinstance(node, ast.arg) else _last(node) if stored else ""
             if text.strip("_") in VAGUE_NAMES and (name, text) not in FIELDS_OF_JSON:
@@ -181,7 +185,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 def test_a_training_imports_nothing_of_tuning() -> None:
     """Method auto's part is imported by the worker's entry alone, when a training starts that tunes itself."""
     known = modules(ROOT)
-    arrows = {name: imports(name, ast.parse(path.read_text()), known) for name, path in known.items()}
+    arrows = {name: imports(name, parse(path.read_text()), known) for name, path in known.items()}
     train, entry = "tula_cli.worker.train", "tula_cli.worker.entry"
     tuning = f"{train}.auto_tune"
     assert tuning in known
@@ -189,7 +193,7 @@ def test_a_training_imports_nothing_of_tuning() -> None:
     search = f"{train}.rate_search"  # its branches are those of tuning; a task of its own
     assert [name for name in known if tuning in arrows[name]] == [entry, search]
     assert [name for name in known if search in arrows[name]] == ["tula_cli.worker.__main__"]
-    tree = ast.parse(known[entry].read_text())
+    tree = parse(known[entry].read_text())
     at_once = ast.Module([node for node in tree.body if not isinstance(node, ast.FunctionDef)], [])
     assert tuning not in imports(entry, at_once, known)
 

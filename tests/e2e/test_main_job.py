@@ -12,6 +12,7 @@ from driver import slow_training_options, weights_differ
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tula_cli
+from tula_cli.cluster import inspection
 from tula_cli.models.choice.objective import MAX_EQUAL_DIFFERENCE
 from tula_cli.run.records.probes import Measured, OutOfMemory
 from tula_cli.spec.load import load_spec
@@ -65,8 +66,8 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
         assert (run.path / name).is_file()
     assert load_spec(run.path / "recommended.yaml") == run.read_spec()
 
-    trained = tula("train")
-    summary = trained["data"]
+    measuring = ("--set", "train.diagnostics=[gradient_noise]")
+    summary = tula("train", *measuring)["data"]
     assert (summary["nodes"], summary["batch"]) == (choice["nodes"], choice["batch"])
     assert summary["predicted_hours"] == pytest.approx(choice["hours"])
     assert summary["actual_cost"] == pytest.approx(summary["actual_hours"] * choice["nodes"] * 7.5)
@@ -78,7 +79,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     result = run.get_training(summary["signature"]).read_result()
     assert result is not None
     assert result.samples == 3 * (DIGITS // choice["batch"]) * choice["batch"]
-    assert tula("train")["data"] == summary, "a finished run answers at once"
+    assert tula("train", *measuring)["data"] == summary, "a finished run answers at once"
     assert Path(summary["weights"]) == run.get_training(summary["signature"]).path / "best"
     (log,) = (run.path / "logs").glob(f"train-{summary['signature']}*.log")
     assert f"epoch 3 of 3: {result.samples} samples, loss " in log.read_text()
@@ -90,22 +91,15 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     assert (data["weights"], data["test"], data["size"]) == ("best", False, 359)
     assert data["metrics"]["top1"] == pytest.approx(best.best_top1)
     assert tula("status")["data"]["evaluations"] == [data]
-
-    measuring = ("--set", "train.diagnostics=[gradient_noise]", "--set", "train.early_stopping.epochs=1")
-    early = tula("train", "--nodes", "1", "--batch", "32", *measuring)["data"]
-    assert (
-        early["batch"] == 32
-        and run.get_training(early["signature"]).read_result().ended == "train.early_stopping.epochs is 1"
-    )
     efficiency = tula("recommend", "--objective", "accuracy-time")["data"]["efficiency"]
     assert "after 1 of 3 epochs" in efficiency
 
-    tula("check", "job.yaml", "--fresh")
     tula("export", "--to", "tensorboard")
     tula("report", "--csv", "asked-for")
     assert (run.path / "exports" / "tensorboard").is_dir() and (run.path / "exports").stat().st_mode & 0o777 == 0o700
     stores = (
         tula.folder / "tula-runs",
+        (tula.folder / "tula-runs" / inspection.CACHE_FOLDER).resolve(),
         Path(tula.environment["XDG_RUNTIME_DIR"]),
     )
     assert {str(store.name): open_to_others(store) for store in stores} == {store.name: set() for store in stores}
@@ -201,7 +195,7 @@ def test_a_command_line_that_is_interrupted_or_killed_ends_no_job_and_cancel_doe
     tula,
 ) -> None:
     package = Path(tula_cli.__file__).parent
-    shutil.copytree(package, tula.folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package, tula.folder / package.name)
     command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", *slow_training_options(tula, 20, pause=0.02))
     process = tula.start(*command)
     tula.wait_until(tula.epochs_done)

@@ -253,7 +253,7 @@ CASES = (
     Case("profile-largest-no-limit", words="profile trained.yaml --largest --dry-run --json"),
     Case("compare-rates", "rates", "compare trained.yaml --batches --batch 32 --json --yes --set train.epochs=60"),
     Case("compare-rates-table", "rates", "compare --batches --batch 32 --show --set train.epochs=60"),
-    Case("compare-rates-dry-run", "measured", "compare measured.yaml --learning-rates --batch 32 --dry-run --json --set train.reference_batch=8"),
+    Case("compare-rates-dry-run", "measured", "compare measured.yaml --learning-rates --batch 32 --dry-run --json --set train.reference_batch=8", slow=True),
     Case("compare-rates-script", "script", "compare script.yaml --learning-rates --batch 32 --dry-run --json"),
     Case("status-rates", "rates", "status --json"),
     Case("recommend-largest", "largest", "recommend --json --objective time"),

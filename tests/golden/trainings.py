@@ -95,7 +95,7 @@ TRAININGS = (
     Training("accumulate-and-clip", {"train.accumulate": "2", "train.max_grad_norm": "0.5", "schedule.kind": "cosine"}),
     Training("robust-ags", {"train.method": "ags", "ags.preset": "robust"}, nodes=2),
     Training("out-of-memory", {"model.name": "tiny:Slow", "model.args": "{fits: 8}", "train.method": "ags"}),
-    Training("parallel-fsdp", {"train.parallel": "fsdp", "train.method": "ags"}, nodes=2, slow=False),
+    Training("parallel-fsdp", {"train.parallel": "fsdp", "train.method": "ags"}, nodes=2),
     Training("resumed", {"model.name": "mendable:Net", "model.args": "{}"}, batch=16, mended=True),
 )
 

@@ -46,27 +46,36 @@ def occupy(nodes: int, seconds: int) -> str:
     "a job of `--nodes 1-4` gets other nodes than the previous job",
     "it trains the same batches. Every sample is trained once per epoch, and the weights are the same up to rounding",
 )
-def test_jobs_train_the_same_on_the_nodes_that_they_are_granted(tula: Tula, on_slurm: SlurmCluster) -> None:
-    undisturbed = Tula(make_folder(tula.folder.parent / "undisturbed"), seen_samples.JOB)
+@pytest.mark.parametrize(
+    ("nodes", "occupied", "first", "second"),
+    [("1-2", 3, 1, 2), pytest.param("1-4", 1, 2, 4, marks=pytest.mark.proof)],
+)
+def test_jobs_train_the_same_on_the_nodes_that_they_are_granted(
+    tula: Tula, on_slurm: SlurmCluster, nodes: str, occupied: int, first: int, second: int
+) -> None:
+    undisturbed = Tula(make_folder(tula.folder / "undisturbed"), seen_samples.JOB)
     alone = undisturbed.start("train", "job.yaml", "--nodes", "1", "--batch", "32", "--yes")
     (make_folder(tula.folder) / "job.yaml").write_text(seen_samples.JOB + CLUSTER)
-    other = occupy(1, 300)
+    other = occupy(occupied, 300)
     tula.wait_until(lambda: "RUNNING" in queue())
     submit(
-        tula, "--nodes", "1-4", "--batch", "32", "--set", "model={name: 'seen_samples:Watching', args: {pause: 1.0}}"
+        tula, "--nodes", nodes, "--batch", "32", "--set", "model={name: 'seen_samples:Watching', args: {pause: 1.0}}"
     )
     tula.wait_until((tula.folder / "seen.jsonl").exists)
     idle = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], check=True, capture_output=True, text=True).stdout
     occupy(4, 1)
     subprocess.run(["scancel", other], check=True)
-    assert idle.split() == ["1"], "the batch does not divide among 3 nodes, so one of those granted is free again"
+    free = 4 - occupied - first
+    assert idle.split() == [str(free)] * bool(free), (
+        "the batch does not divide among 3 nodes: one of them is free again"
+    )
     tula.wait_until(lambda: finished(tula))
     assert [attempt.outcome for attempt in attempts(tula)] == ["preempted", "done"]
     assert [attempt.idle_nodes for attempt in attempts(tula)] == [0, 0]
     status = tula("status")["data"]
-    assert [attempt["nodes"] for attempt in status["attempts"]] == [2, 4]
+    assert [attempt["nodes"] for attempt in status["attempts"]] == [first, second]
     assert seen_samples.count_samples(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
-    assert {row["world"] for row in seen_samples.read_batches(tula.folder)} == {2, 4}
+    assert {row["world"] for row in seen_samples.read_batches(tula.folder)} == {first, second}
     assert alone.wait() == 0, alone.communicate()
     weights, expected = (load_weights(each) for each in (tula, undisturbed))
     assert all(weights[name] == pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in expected.items())

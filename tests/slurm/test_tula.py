@@ -51,10 +51,15 @@ def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: S
     assert result is not None
     assert result.samples == 4 * (1438 // 128) * 128
 
+
+@pytest.mark.proof  # test_two_ranks evaluates on two ranks, test_main_job by the command
+def test_an_evaluation_over_nodes_has_the_metrics_of_the_training(tula: Tula, on_slurm: SlurmCluster) -> None:
+    trained = tula("train", "job.yaml", "--nodes", "2", "--batch", "128", "--wait", "--set", "train.epochs=1")["data"]
     submitted = tula("evaluate", "--nodes", "2", "--yes")
     assert submitted["status"] == "pending"
     data = tula("evaluate", "--nodes", "2", "--wait", "--yes")["data"]
-    assert (data["size"], data["nodes"], data["metrics"]["top1"]) == (359, 2, pytest.approx(result.best_top1))
+    top1 = pytest.approx(trained["metrics"]["top1"])
+    assert (data["size"], data["nodes"], data["metrics"]["top1"]) == (359, 2, top1)
 
 
 @pytest.mark.proof
@@ -110,6 +115,7 @@ def test_ranks_that_are_dealt_to_the_nodes_in_turns_have_a_log_each(tula: Tula, 
     assert logs == ["001.0001.log", "001.0002.log", "001.0003.log", "001.log"]
 
 
+@pytest.mark.proof  # a rank of a script is killed in test_script_on_slurm, one of a training in test_main_job
 def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm: SlurmCluster) -> None:
     process = tula.start(
         "train", "job.yaml", "--nodes", "2", "--batch", "128", "--wait", "--json", "--set", "train.epochs=12"

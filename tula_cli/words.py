@@ -287,8 +287,8 @@ _EXPECTED_VALUES = {
 }
 
 
-def simplify_pydantic_message(message: str) -> str:
-    """Return pydantic's message about a value in plain words."""
+def simplify_validation_message(message: str) -> str:
+    """Return a message of pydantic or click about a value in plain words."""
     for pydantic_text, tula_text in _EXPECTED_VALUES.items():
         message = message.replace(pydantic_text, tula_text)
     return message

@@ -26,7 +26,7 @@ from tula_cli.run.owner import ACCESS_ERRNOS
 from tula_cli.show.screen import Screen, replace_missing_letters
 from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
-from tula_cli.words import simplify_pydantic_message
+from tula_cli.words import simplify_validation_message
 
 WORKFLOW_COMMANDS = (
     Command("init", "check", "Write a job file with the most important keys.", "tula init slurm"),
@@ -336,7 +336,7 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     path = context.command_path if context is not None else "tula"
     if path == "tula" and arguments and arguments[0] in COMMANDS:
         path = f"tula {arguments[0]}"  # click's error for an option without its value has no context
-    message = simplify_pydantic_message(error.format_message())
+    message = simplify_validation_message(error.format_message())
     option = getattr(error, "option_name", None)
     if path == "tula" and option in _SHARED_OPTIONS:
         return SpecError(f"tula itself has no option {option}", f"write it after the command: tula status {option}")

@@ -288,6 +288,7 @@ class _ProfilingSession:
         return None if deadline is None else max(0.0, deadline - self.submission.clock())
 
     def run_rounds(self) -> Work[ProfileResult | SubmittedProbes]:
+        """Submit the missing probes and wait for them, until no variant leads to a further round."""
         timeout, clock = self.submission.timeout, self.submission.clock
         deadline = None if timeout is None else clock() + timeout
         inspections = yield from self._inspect_variants(deadline)

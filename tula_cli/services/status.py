@@ -103,6 +103,14 @@ def make_job_status(
     training: TrainingStatus | None,
     now: float,
 ) -> JobStatus:
+    """Return the status of a job from its files and the state that the scheduler reports.
+
+    Args:
+        results: results of the run's probes by id.
+        pace: mean seconds per probe so far; None before the first probe.
+        training: status of the job's training; None if the job does not train.
+        now: Unix time.
+    """
     tasks = snapshot.list_tasks_of_job(job.id)
     attempts = snapshot.adjust_to_file_clock(snapshot.list_attempts_of_job(job.id))
     progress = read_job_progress(snapshot, tasks, results)
@@ -235,6 +243,12 @@ def _determine_state_from_attempts(
     now: float,
     grace: float,
 ) -> tuple[JobState, str]:
+    """Return the state and reason of a job with results missing that is not known to wait or run in the queue.
+
+    Args:
+        now: Unix time.
+        grace: seconds until files written on another node are visible here.
+    """
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is not None and last_attempt.ended_at is not None:
         if scheduler.state == "unknown" and is_resumed_by_next_job(last_attempt, spec.cluster):

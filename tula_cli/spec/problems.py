@@ -13,7 +13,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section, UnexpectedValue
 from tula_cli.spec.old_keys import REMOVED_VALUES, make_key_advice
 from tula_cli.spec.resources import NodeType
-from tula_cli.words import simplify_pydantic_message
+from tula_cli.words import simplify_validation_message
 
 _BATCH_ADVICE = "tula chooses the batch: set train.reference_batch to the batch that optimizer.lr was tuned for, limit the choice with search.min_batch and search.max_batch, or train at one batch with tula train --batch"
 _USUAL_NAMES: Mapping[str, str] = {
@@ -94,7 +94,7 @@ def _make_description(item: Any, *, is_script: bool) -> _Description:
     if item["type"] == "extra_forbidden":
         return _Description(_make_unknown_key_problem(item, path, is_script=is_script))
     expected, given = _describe_expected(item), _format_value(item["input"])
-    message = f"must be {expected}" if expected else simplify_pydantic_message(item["msg"])
+    message = f"must be {expected}" if expected else simplify_validation_message(item["msg"])
     if not expected and item["type"] in ("too_short", "string_too_short"):
         message = "must not be empty"
     is_section = _EXPECTED.get(item["type"]) == _SECTION_WORDS
@@ -116,7 +116,7 @@ def _make_unknown_key_problem(item: Any, path: str, *, is_script: bool) -> Probl
 
 
 def _make_value_problem(item: Any, path: str) -> Problem:
-    message = simplify_pydantic_message(item["msg"])
+    message = simplify_validation_message(item["msg"])
     key, _, reason = message.partition(": ")
     if re.fullmatch(r"[\w.]+", key) and key.split(".")[0] in _list_keys_of_section(item["loc"]):
         # The error of a section's validator starts with the key.

@@ -264,6 +264,7 @@ def _list_metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str,
 
 
 def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec: JobSpec) -> CellReport:
+    """Return the result of a training from its files; without a summary, its state from the status of its job."""
     summary = training.read_summary()
     if summary is None:
         if attempt := training.find_diverged_attempt():

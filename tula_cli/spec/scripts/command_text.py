@@ -83,6 +83,7 @@ class _TrainingCommandFinder:
     rendezvous: list[str] = field(default_factory=list)  # names of variables with the address of the rendezvous
 
     def read_pipelines(self, pipelines: Sequence[_Pipeline]) -> TrainingCommand:
+        """Return the one that trains, with the others as its set-up and environment, or as left out."""
         programs = [pipeline for pipeline in pipelines if self._is_program(pipeline)]
         training = self._find_training(programs)
         for pipeline in pipelines:

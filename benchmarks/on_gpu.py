@@ -54,7 +54,7 @@ from gpu.stage import CPU_TIME_FACTOR, STAGE_VARIABLE  # noqa: E402
 from tula_cli.errors import TulaError  # noqa: E402
 from tula_cli.host.devices import has_gpu  # noqa: E402
 from tula_cli.host.leftovers import find_processes_with_variable  # noqa: E402
-from tula_cli.run.files import write_atomic  # noqa: E402
+from tula_cli.run.files import write_file_atomically  # noqa: E402
 
 MAX_FILE_BYTES, MAX_ARCHIVE_BYTES = 2**20, 15 * 2**20  # bytes; of runs.tgz
 POLL_SECONDS = 0.1  # seconds
@@ -93,7 +93,7 @@ class Results:
         if entry["status"] != "skipped" or name not in self.entries:
             self.entries[name] = entry
         ordered = {key: self.entries[key] for key in STAGES if key in self.entries}
-        write_atomic(self.path, json.dumps(ordered, indent=1) + "\n")
+        write_file_atomically(self.path, json.dumps(ordered, indent=1) + "\n")
 
 
 @dataclass(frozen=True)

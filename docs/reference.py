@@ -283,7 +283,7 @@ def _describe_action(action: str) -> str:
 
 def _render_outcomes() -> str:
     rows = [
-        f"| `{outcome}` | {_escape_cell(ending.means)} | {ending.error.exit_code} | {'yes' if outcome in NODE_FAILURES else '-'} | {_escape_cell(_describe_reaction(outcome))} | {_escape_cell(ending.advice_for(Cluster(kind='slurm')))} |"
+        f"| `{outcome}` | {_escape_cell(ending.means)} | {ending.error.exit_code} | {'yes' if outcome in NODE_FAILURES else '-'} | {_escape_cell(_describe_reaction(outcome))} | {_escape_cell(ending.format_advice(Cluster(kind='slurm')))} |"
         for outcome, ending in FAILURE_KINDS.items()
     ]
     return "\n".join(

@@ -113,7 +113,7 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
         ("services/api.py", "from tula_cli.extras.report import page", "the arrows of the architecture"),
         (
             "show/compare.py",
-            "if TYPE_CHECKING:\n    from tula_cli.extras.trackers.export import export_run",
+            "if TYPE_CHECKING:\n    from tula_cli.extras.trackers.export import export_runs",
             "the arrows of the architecture",
         ),
         ("extras/trackers/export.py", "from tula_cli.extras.report import formats", OF_EXTRAS),

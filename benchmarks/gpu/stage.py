@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import write_file_atomically
 
 STAGE_VARIABLE = "TULA_GPU_STAGE"
 """An environment variable set in all processes of a stage, so that all of them can be terminated."""
@@ -65,7 +65,7 @@ class Stage:
 
     def _write(self) -> None:
         content = {"data": self.figures, "faults": self.faults, "unjudged": self.unjudged}
-        write_atomic(self.folder / "stage.json", json.dumps(content, default=str))
+        write_file_atomically(self.folder / "stage.json", json.dumps(content, default=str))
 
     def inside(self, name: str) -> Path:
         """Return a subfolder of the stage's folder."""

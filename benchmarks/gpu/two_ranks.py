@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from gpu.rig import build_trainer, make_job
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import write_file_atomically
 from tula_cli.worker import device as worker_device
 from tula_cli.worker.measure.probe import GradientNormRecorder, repeat_steps
 from tula_cli.worker.ranks import Ranks
@@ -50,7 +50,7 @@ def main() -> None:
     for method in methods:
         record[method] = run_method(method, me, tiny=mode == "tiny")
         if me.is_first:
-            write_atomic(Path(folder) / "told.json", json.dumps(record))
+            write_file_atomically(Path(folder) / "told.json", json.dumps(record))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -66,9 +66,9 @@ def run_method(name: str, me: Ranks, *, tiny: bool) -> dict[str, Any]:
     if trainer.ags:
         trainer.ags.start_epoch(1)
     few, many = (2, 4) if tiny else (FIRST_STEPS, FURTHER_STEPS)
-    list(norms.watch(itertools.islice(stream, few), trainer.scaler))
+    list(norms.watch_steps(itertools.islice(stream, few), trainer.scaler))
     before = read_reserved_bytes(me)
-    list(norms.watch(itertools.islice(stream, many), trainer.scaler))
+    list(norms.watch_steps(itertools.islice(stream, many), trainer.scaler))
     growth = read_reserved_bytes(me) - before
     trainer.method.synchronize_replicas(trainer)  # for post-local SGD: average the replicas
     equal = len(set(me.gather(hash_weights(trainer)))) == 1

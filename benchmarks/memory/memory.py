@@ -41,7 +41,7 @@ from tula_cli.models import memory  # noqa: E402
 from tula_cli.models.memory import MemoryModel  # noqa: E402
 from tula_cli.models.time import step_time  # noqa: E402
 from tula_cli.run.directory import RunDir  # noqa: E402
-from tula_cli.run.files import write_atomic  # noqa: E402
+from tula_cli.run.files import write_file_atomically  # noqa: E402
 from tula_cli.run.records.inspections import Inspection  # noqa: E402
 from tula_cli.run.records.probes import Measured  # noqa: E402
 from tula_cli.run.records.tasks import ProbeTask, make_probe_id  # noqa: E402
@@ -343,7 +343,7 @@ def main() -> None:
             except TrialFailed as error:
                 raise SystemExit(f"{model} {precision}: a trial failed:\n{error}") from error
             if options.keep:
-                write_atomic(options.keep, json.dumps([asdict(outcome) for outcome in outcomes]) + "\n")
+                write_file_atomically(options.keep, json.dumps([asdict(outcome) for outcome in outcomes]) + "\n")
             for line in format_outcome(outcomes[-1]):
                 print_line(line, options)
     result = summarise(outcomes)

@@ -44,7 +44,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 sys.path += [str(path) for path in (BENCHMARKS, BENCHMARKS / "operations") if str(path) not in sys.path]
 
 from tula_cli.presets import AGS_PRESETS  # noqa: E402
-from tula_cli.run.files import write_atomic  # noqa: E402
+from tula_cli.run.files import write_file_atomically  # noqa: E402
 from tula_cli.spec.kinds import parse_size  # noqa: E402
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class Bench:
         worker_train_loop._run_backward(trainer, itertools.repeat((self.inputs, self.targets)), start)
         middle = mark()
         worker_train_loop._refresh_scaling_factors(trainer)
-        worker_train_loop._update(trainer)
+        worker_train_loop._update_weights(trainer)
         end = mark()
         seconds = trainer.clock.measure_seconds
         return lambda: StepTimes(step=seconds(start, end), update=seconds(middle, end))
@@ -512,7 +512,7 @@ def measure_models(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
             gc.collect()
             if me.is_first:
                 if options.keep:
-                    write_atomic(options.keep, json.dumps([asdict(item) for item in results]) + "\n")
+                    write_file_atomically(options.keep, json.dumps([asdict(item) for item in results]) + "\n")
                 for line in format_outcome(results[-1]):
                     print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
     return results

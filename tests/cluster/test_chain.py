@@ -20,7 +20,7 @@ from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.chains import get_chain_state
-from tula_cli.cluster.decisions import History, decide
+from tula_cli.cluster.decisions import History, decide_next_action
 from tula_cli.cluster.failures import convert_error_to_failure, write_follower_failure
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.rank_processes import RankLaunchPlan
@@ -98,7 +98,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     result = Cluster()
-    monkeypatch.setattr(scheduler, "find_outcome", result.find_end_reason)
+    monkeypatch.setattr(scheduler, "find_job_outcome", result.find_end_reason)
     monkeypatch.setattr(scheduler, "cancel_jobs", result.cancel)
     for order in ("delay", "end_delay", "exclude", "hold", "release", "query_states"):
         monkeypatch.setattr(SlurmScheduler, order, getattr(result, order))
@@ -604,7 +604,7 @@ def test_the_time_limit_is_reported_to_the_ranks_with_room_to_save(
         import os, time
         open({str(path)!r}, "w").write(str(float(os.environ["TULA_LEAVE_AT"]) - time.time()))
     """
-    monkeypatch.setattr(cluster_supervise, "decide", lambda *_: Stop())
+    monkeypatch.setattr(cluster_supervise, "decide_next_action", lambda *_: Stop())
     chain.start("11")
     assert 560 < float(path.read_text()) < 575
 
@@ -700,7 +700,7 @@ def test_ranks_that_lose_a_peer_on_the_way_out_have_left_for_the_time_limit(chai
 
 
 def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_supervise, "decide", lambda *_: Stop())
+    monkeypatch.setattr(cluster_supervise, "decide_next_action", lambda *_: Stop())
     failure = Failure(
         task="train-s-1", attempt=1, rank=1, host="other", pid=1, outcome="peer", message="closed", detail="",
         failed_at=1.0,
@@ -737,7 +737,7 @@ def test_a_follower_waits_for_what_a_command_is_about(chain: Chain, monkeypatch:
     follower = Supervisor(chain.run, Allocation(1, 2, 0, "11"))
     chain.run.write_leader_command("11.0", 0, LeaderCommand(task="train-s-1", attempt=1, ranks=2))
     with pytest.raises(TulaError, match="named by the leader, cannot be read"):
-        follower.follow()
+        follower.follow_leader()
 
 
 def test_a_follower_sees_later_on_nfs_what_was_written_before_its_command(
@@ -753,7 +753,7 @@ def test_a_follower_sees_later_on_nfs_what_was_written_before_its_command(
     monkeypatch.setattr(RunDir, "read_attempt", appear_late)
     for number, task in enumerate((chain.task.id, None)):
         chain.run.write_leader_command("11.0", number, LeaderCommand(task=task, attempt=1, ranks=1))
-    Supervisor(chain.run, Allocation(1, 2, 0, "11")).follow()
+    Supervisor(chain.run, Allocation(1, 2, 0, "11")).follow_leader()
     assert reads == [1, 1, 1]
 
 
@@ -1205,7 +1205,7 @@ def after_two(chain: Chain, one: Attempt, two: Attempt | None, progress: int) ->
     """Return what the end of the second of two attempts is said to lead to, if no third follows; else empty."""
     last = one if two is None else two
     known = History(last, [] if two is None else [one], progress=progress, reached=last.reached)
-    decision = decide(chain.task, last.failure, known)
+    decision = decide_next_action(chain.task, last.failure, known)
     return decision.consequence if isinstance(decision, Stop) else ""
 
 

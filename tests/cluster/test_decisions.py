@@ -17,8 +17,8 @@ from tula_cli.cluster.decisions import (
     History,
     Rule,
     attribute_failure,
-    decide,
-    find_rule,
+    decide_next_action,
+    find_decision_rule,
     is_resumed_by_next_job,
 )
 from tula_cli.run.records.base import OutcomeClass
@@ -245,8 +245,8 @@ def name_of(row: Row) -> str:
 @pytest.mark.parametrize("row", CASES, ids=name_of)
 def test_each_row_decides_as_it_says(row: Row) -> None:
     kind, situation, task, failure, known, expected = row
-    assert find_rule(task, failure, known)[:2] == (kind, situation)
-    assert decide(task, failure, known) == expected
+    assert find_decision_rule(task, failure, known)[:2] == (kind, situation)
+    assert decide_next_action(task, failure, known) == expected
 
 
 @pytest.mark.parametrize(("rules", "rows"), TABLES, ids=["train", "probe", "rehearse", "evaluate", "rates", "check"])
@@ -259,8 +259,8 @@ def test_every_row_of_the_tables_has_a_case(rules: tuple[Rule, ...], rows: list[
 )
 def test_every_failure_of_every_task_is_decided(task: Task) -> None:
     for outcome in FAILURES:
-        assert isinstance(decide(task, f(outcome), history()), Relaunch | Requeue | Stop)
-    assert isinstance(decide(task, None, history()), Relaunch | Stop)
+        assert isinstance(decide_next_action(task, f(outcome), history()), Relaunch | Requeue | Stop)
+    assert isinstance(decide_next_action(task, None, history()), Relaunch | Stop)
 
 
 def test_every_situation_and_action_is_used() -> None:
@@ -296,7 +296,7 @@ def test_what_looks_like_a_fault_of_a_device_may_be_the_programs(
 )
 def test_loader_processes_are_halved_once_or_down_from_auto(workers: Any, configured: Any, fewer: int | None) -> None:
     task = training(workers=workers, spec=spec_of(workers=configured))
-    decision = decide(task, f("host_oom"), history())
+    decision = decide_next_action(task, f("host_oom"), history())
     assert decision == (Stop() if fewer is None else Relaunch(workers=fewer, workers_before=workers))
 
 

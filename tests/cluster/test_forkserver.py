@@ -54,7 +54,7 @@ class Server:
 
     def run(self, script: str, **environment: str) -> int:
         """Return the exit code of a rank."""
-        return self.server.fork(self.start(script, **environment), give_up=lambda: False).wait()
+        return self.server.fork_rank(self.start(script, **environment), give_up=lambda: False).wait()
 
     def told(self) -> list[str]:
         return self.log.read_text().splitlines()
@@ -97,12 +97,12 @@ def test_a_rank_has_its_own_environment_folder_path_arguments_and_log(server: Se
     elsewhere = RankCommand(
         server.start("print('here')").command, dict(os.environ), str(tmp_path), str(tmp_path / "other")
     )
-    assert server.server.fork(elsewhere, give_up=lambda: False).wait() == 0
+    assert server.server.fork_rank(elsewhere, give_up=lambda: False).wait() == 0
     assert (tmp_path / "other").read_text() == "here\n"
 
 
 def test_a_rank_is_found_by_the_command_that_it_stands_for(server: Server) -> None:
-    rank = server.server.fork(server.start("import time; time.sleep(60)"), give_up=lambda: False)
+    rank = server.server.fork_rank(server.start("import time; time.sleep(60)"), give_up=lambda: False)
     command = Path(f"/proc/{rank.pid}/cmdline")
     until(lambda: b"sleep" in command.read_bytes(), "the command line was not written")
     words = command.read_text().split("\0")
@@ -136,7 +136,7 @@ def test_ranks_outlive_the_server_and_die_with_the_supervisor(tmp_path: Path) ->
         from test_forkserver import Server
         (folder := Path({str(tmp_path)!r}) / "server").mkdir()
         server = Server(folder)
-        rank = server.server.fork(server.start("import time; time.sleep(300)"), give_up=lambda: False)
+        rank = server.server.fork_rank(server.start("import time; time.sleep(300)"), give_up=lambda: False)
         server.server.close()
         print(rank.pid, rank.poll(), flush=True)
         time.sleep(300)
@@ -173,7 +173,7 @@ def test_why_nothing_can_be_forked_is_reported(tmp_path: Path, program: str, wor
 def test_the_import_is_not_waited_for_when_it_is_given_up(tmp_path: Path) -> None:
     server = Server(tmp_path, "import time; time.sleep(300)")
     with pytest.raises(ForkUnavailable, match="given up"):
-        server.server.fork(server.start("pass"), give_up=lambda: True)
+        server.server.fork_rank(server.start("pass"), give_up=lambda: True)
     server.server.close()
 
 
@@ -202,7 +202,7 @@ def test_where_nothing_can_be_forked_ranks_are_executed_with_their_true_error(
     spawner, log = RankSpawner(), tmp_path / "log"
     start = RankCommand(command, environment, str(tmp_path), str(log))
     with open(log, "ab") as output:
-        group = spawner.spawn([start, start], output, give_up=lambda: False)
+        group = spawner.spawn_ranks([start, start], output, give_up=lambda: False)
         until(lambda: not group.is_running(), "the ranks do not end")
     assert spawner.executes
     assert group.find_first_failure() == (0, 1)
@@ -226,7 +226,7 @@ def test_one_command_that_is_not_there_leaves_none_running(tmp_path: Path) -> No
     )
     missing = RankCommand(("no-such-wrapper",), dict(os.environ), "/", str(log))
     with open(log, "ab") as output, pytest.raises(FileNotFoundError):
-        RankSpawner().spawn([sleep, missing], output, give_up=lambda: False)
+        RankSpawner().spawn_ranks([sleep, missing], output, give_up=lambda: False)
     words = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout.split()
     assert [pid for pid in words if read_start_time(int(pid)) is not None] == []
 
@@ -240,7 +240,7 @@ def test_the_worker_is_forked_and_imports_nothing_again(tmp_path: Path) -> None:
     command = (sys.executable, *WORKER_ARGUMENTS, str(tmp_path / "norun"), "task", "1")
     start = RankCommand(command, dict(os.environ), str(tmp_path), str(log))
     with open(log, "ab") as output:
-        group = spawner.spawn([start, start], output, give_up=lambda: False)
+        group = spawner.spawn_ranks([start, start], output, give_up=lambda: False)
         until(lambda: not group.is_running(), "the ranks do not end")
     spawner.close()
     assert not spawner.executes

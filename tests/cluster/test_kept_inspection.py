@@ -11,8 +11,8 @@ from tula_cli.cluster.inspection import (
     BUILDING,
     CACHE_FOLDER,
     CachedInspection,
-    describe_inspection_dependencies,
     find_newest_change,
+    list_inspection_dependencies,
 )
 from tula_cli.errors import JobFailed
 
@@ -31,7 +31,7 @@ class Built:
         self.count += 1
         return inspection()
 
-    def inspect(self, spec=None, *, facts=describe_inspection_dependencies, **options):
+    def inspect(self, spec=None, *, facts=list_inspection_dependencies, **options):
         kept = CachedInspection(self.root, self.build, note=self.said.append, facts=facts, **options)
         return kept(spec or make.spec())
 
@@ -52,10 +52,10 @@ def test_a_second_inspection_builds_nothing_and_says_so(built):
     assert built.said[0] == BUILDING and "sizes measured" in built.said[1] and "--fresh" in built.said[1]
 
 
-@pytest.mark.parametrize("part", [name for name in describe_inspection_dependencies(make.spec()) if name != "dataset"])
+@pytest.mark.parametrize("part", [name for name in list_inspection_dependencies(make.spec()) if name != "dataset"])
 def test_whatever_part_of_the_key_changes_builds_anew(built, part):
     built.inspect()
-    built.inspect(facts=lambda spec: {**describe_inspection_dependencies(spec), part: "another"})
+    built.inspect(facts=lambda spec: {**list_inspection_dependencies(spec), part: "another"})
     assert built.count == 2
 
 
@@ -204,7 +204,7 @@ def test_what_failed_is_not_kept(built, monkeypatch):
 
 def test_nothing_is_written_where_nothing_may_be_and_its_key_is_found_once(built):
     requests = []
-    built.inspect(keep=False, facts=lambda spec: requests.append(spec) or describe_inspection_dependencies(spec))
+    built.inspect(keep=False, facts=lambda spec: requests.append(spec) or list_inspection_dependencies(spec))
     assert not built.root.exists()
     assert len(requests) == 1
 

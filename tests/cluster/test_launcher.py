@@ -423,7 +423,7 @@ def test_every_command_of_slurm_is_called_with_the_same_environment(slurm, run, 
     site.query_site()
     site.list_allocated_hosts(job.scheduler_id)
     scheduler.query_states([job.scheduler_id, "4711"])
-    scheduler.find_outcome(job.scheduler_id)
+    scheduler.find_job_outcome(job.scheduler_id)
     scheduler.cancel_jobs([job.scheduler_id])
     for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo"):
         environs = [call.environ for call in slurm.calls(name)]
@@ -763,6 +763,6 @@ def test_a_job_that_is_still_being_cancelled_is_not_attached_to(tmp_path: Path) 
     run, fake = RunDir.create(tmp_path, make.spec()), make.FakeLauncher(says={"evaluate-1": "running"})
     run.write_job(make.scheduler_job("evaluate-1"))
     assert cluster_launcher.list_jobs_to_wait_for(run, fake, ["evaluate-1"]) == ["evaluate-1"]
-    run.cancel("evaluate-1")
+    run.mark_job_cancelled("evaluate-1")
     with pytest.raises(SchedulerError, match="evaluate-1 is still being cancelled"):
         cluster_launcher.list_jobs_to_wait_for(run, fake, ["evaluate-1"])

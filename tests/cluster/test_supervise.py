@@ -495,7 +495,7 @@ def test_a_summary_that_a_killed_supervisor_still_owed_is_written(
 
 
 def test_a_cancelled_job_is_not_started(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
-    run.cancel(training.job)
+    run.mark_job_cancelled(training.job)
     ranks.will(ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == []
@@ -559,7 +559,7 @@ _HOLD = """
     from tula_cli.run.directory import RunDir
     run, name, seconds = RunDir(pathlib.Path(sys.argv[2])), sys.argv[3], float(sys.argv[4])
     task = run.read_task(name)
-    with local.register_on_machine(run, task) as ticket, open(run.path / "times", "a") as times:
+    with local.register_job_on_machine(run, task) as ticket, open(run.path / "times", "a") as times:
         print(name, "begin", time.monotonic(), file=times, flush=True)
         time.sleep(seconds)
         print(name, "end", time.monotonic(), [one.holder for one in ticket.list_conflicting_trainings()], file=times, flush=True)
@@ -741,7 +741,7 @@ def test_ranks_beyond_a_smaller_number_of_nodes_sit_it_out(
 ) -> None:
     started: list[str] = []
     monkeypatch.setattr(
-        RunningAttempt, "run_to_exit", lambda value: started.append(f"{value.task.id}.{value.attempt.number}")
+        RunningAttempt, "run_ranks_to_exit", lambda value: started.append(f"{value.task.id}.{value.attempt.number}")
     )
     run.write_attempt(make_runs.attempt(probe.id, start=1.0))
     commands = [*(LeaderCommand(task=probe.id, attempt=1, ranks=ranks) for ranks in (4, 2)), LeaderCommand(task=None)]
@@ -749,7 +749,7 @@ def test_ranks_beyond_a_smaller_number_of_nodes_sit_it_out(
         follower = Supervisor(run, allocation(index, 4))
         for number, command in enumerate(commands):
             run.write_leader_command("7.0", number, command)
-        follower.follow()
+        follower.follow_leader()
     assert len(started) == 3, "the second command is for ranks 0 and 1"
 
 

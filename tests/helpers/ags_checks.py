@@ -448,7 +448,7 @@ def reduce_bucket(package: Any, listener: Any, params: list[Tensor], own: list[T
     views = [v.view(p.shape) for v, p in zip(buffer.split([p.numel() for p in params]), params, strict=True)]
     bucket = SimpleNamespace(buffer=lambda: buffer, gradients=lambda: views, parameters=lambda: params, index=lambda: 0)
     group = SimpleNamespace(size=lambda: world)
-    package.ddp_hook._reduce(package.ddp_hook.ReductionHook(group, listeners=[listener]), bucket).wait()
+    package.ddp_hook._reduce_bucket(package.ddp_hook.ReductionHook(group, listeners=[listener]), bucket).wait()
     return views
 
 

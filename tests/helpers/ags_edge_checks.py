@@ -117,7 +117,7 @@ def listeners_hear_of_gradients_while_the_replicas_are_apart(package: Any) -> No
 
     state = reduction.ReductionHook(group=None, local=True, listeners=[listener])
     gradient = torch.ones(3)
-    value = reduction._reduce(state, SimpleNamespace(buffer=lambda: gradient)).wait()
+    value = reduction._reduce_bucket(state, SimpleNamespace(buffer=lambda: gradient)).wait()
     assert heard == ["before", "after"]
     assert value is gradient and value.tolist() == [1.0] * 3
 

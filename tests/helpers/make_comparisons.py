@@ -14,7 +14,7 @@ from make_results import make_inspection
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
-from tula_cli.cluster.scripts.start import get_learning_rate
+from tula_cli.cluster.scripts.start import compute_script_learning_rate
 from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.inspections import Inspection
@@ -168,7 +168,7 @@ class ImmediateScripts(make.FakeLauncher):
     def submit(self, run, task):
         job = super().submit(run, task)
         self.says[task.job] = "ended"
-        lr = get_learning_rate(task.spec, task.batch)
+        lr = compute_script_learning_rate(task.spec, task.batch)
         self.lrs.append((task.batch, lr))
         acc = 0.9 - 0.1 * math.log2(task.batch / 32) + 0.1 * math.log2(lr / 0.1) + 0.01 * task.spec.train.seed
         metrics = {"acc": acc, "best_acc": acc + 0.05, "loss": 1 - acc, "best_loss": 0.9 - acc} if self.told else {}

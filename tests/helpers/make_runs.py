@@ -8,7 +8,7 @@ from typing import Any
 
 from make_results import Truth, make_probe
 
-from tula_cli.cluster.decisions import decide
+from tula_cli.cluster.decisions import decide_next_action
 from tula_cli.cluster.relaunch import apply_decision, read_history
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.run import job_runs
@@ -108,7 +108,7 @@ def execute_reaction(
     last = attempt(task.id, end=START + 60)
     earlier = [last.model_copy(update={"failure": failure, "number": -number}) for number in range(before)]
     known = read_history(run, task, failure, last, earlier=earlier, reached=reached)
-    return apply_decision(run, task, failure, decide(task, failure, known))
+    return apply_decision(run, task, failure, decide_next_action(task, failure, known))
 
 
 def evaluation(task: EvaluateTask, **changes: Any) -> EvaluationRecord:

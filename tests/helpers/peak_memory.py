@@ -58,7 +58,7 @@ def run_case(request: dict) -> dict[str, int]:
     """Return the estimated and the measured peak of one spec, batch and input shape."""
     spec, size = JobSpec.model_validate(request["spec"]), request["batch"]
     batch, item = _make_text(size, request["length"]) if "length" in request else _make_images(size, request["shape"])
-    estimate = fake_tensor_step.build_fake_step(spec, item, classes=CLASSES).measure(size)
+    estimate = fake_tensor_step.build_fake_step(spec, item, classes=CLASSES).measure_memory(size)
     measure_growth(spec, slice_batch(batch, samples=size, stop=8), 8)  # once before, for the memory of the libraries
     return {"estimated": estimate.peak, "measured": measure_growth(spec, batch, size)}
 

@@ -169,7 +169,7 @@ def leave_and_resume(folder: Path, ranks: Ranks) -> list[str]:
             between = sorted(path.name for path in run.get_training(TRAIN.signature).list_checkpoints())
             run_training(TRAIN, run, ranks, data, preemption=LeavesAt(ranks, 10**9))
         subject = make_trainer(TRAIN.spec, ranks)
-        result = checkpoint.load_newest_on_all_ranks(run, TRAIN.signature, ranks)
+        result = checkpoint.load_newest_checkpoint_on_all_ranks(run, TRAIN.signature, ranks)
         assert result is not None
         checkpoint.restore_checkpoint(subject, result)
         state = gather_weights(subject)
@@ -189,7 +189,7 @@ def damage_checkpoint(folder: Path, ranks: Ranks) -> list[Any]:
         share.write_bytes(content)
     ranks.broadcast(0)
     message: list[str] = []
-    result = checkpoint.load_newest_on_all_ranks(run, TRAIN.signature, ranks, message.append)
+    result = checkpoint.load_newest_checkpoint_on_all_ranks(run, TRAIN.signature, ranks, message.append)
     words = f"the checkpoint {newest.name} ({int(newest.stem)} samples) is damaged, skipped and kept as checkpoints/damaged-{newest.name}"
     assert message == ([words] if ranks.is_first else [])
     return [result and result["folder"].name, before.name]
@@ -206,7 +206,7 @@ def save_without_access(folder: Path, ranks: Ranks) -> list[str]:
     ranks.broadcast(0)
     for path in (file / "0.dcp", taken):
         try:
-            checkpoint.write_sharded(path, subject, best={})
+            checkpoint.write_sharded_checkpoint(path, subject, best={})
         except CannotWrite as error:
             result.append(str(error).splitlines()[0])
     return result
@@ -218,10 +218,10 @@ def save_statistics(folder: Path, ranks: Ranks) -> list[float]:
     model, path = subject.parallel.module, folder / "statistics" / "1.dcp"
     for name in ("mean", "variance", "more"):
         model.register_buffer(name, torch.full((4,), float(ranks.rank)))
-    checkpoint.write_sharded(path, subject, best={})
+    checkpoint.write_sharded_checkpoint(path, subject, best={})
     for buffer in model.buffers():
         buffer.fill_(-1)
-    sharded_checkpoint.load_sharded(path, model, subject.base)
+    sharded_checkpoint.load_sharded_checkpoint(path, model, subject.base)
     return [float(value) for buffer in model.buffers() for value in buffer]
 
 

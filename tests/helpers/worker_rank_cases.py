@@ -102,7 +102,7 @@ def leave_on_signal(folder: Path, ranks: Ranks) -> dict[str, Any]:
         while requested < 10_000:
             requested += 1
             if ranks.rank == 1 and requested == 7:
-                subject._on_signal()
+                subject._handle_signal()
             time.sleep(0.001)
             subject.check(reserve=0.0)
     except Preempted as reason:
@@ -258,7 +258,7 @@ def record_norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
     subject.after_backward = lambda: None
     list(islice(worker_train_loop.run_steps(subject), 1))  # DDP has reduced the gradients already
     spy = GradientNormRecorder.attach(subject)
-    list(spy.watch(islice(worker_train_loop.run_steps(subject), 3), subject.scaler))
+    list(spy.watch_steps(islice(worker_train_loop.run_steps(subject), 3), subject.scaler))
     list(islice(worker_train_loop.run_steps(subject), 1))  # not recorded
     plain, expected = make_trainer(job, ranks), []
 
@@ -280,7 +280,7 @@ def train_watched(folder: Path, ranks: Ranks) -> bool:
         subject = make_trainer(make_spec(**NETWORK), ranks)
         spy = GradientNormRecorder.attach(subject) if watched else None
         steps = islice(worker_train_loop.run_steps(subject), 5)
-        list(spy.watch(steps, subject.scaler) if spy else steps)
+        list(spy.watch_steps(steps, subject.scaler) if spy else steps)
         ends.append(copy_weights(subject))
     return are_equal(*ends)
 
@@ -324,7 +324,7 @@ def train_self_tuned(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Run a self-tuned training; return the choice of the rank, its position, and whether it has rank 0's final weights."""
     run, data = RunDir(folder / "tuned"), build_datasets(TUNED.spec)
     run_training(TUNED, run, ranks, data)
-    choice = auto_tune.load_choice(TUNED, run, ranks)
+    choice = auto_tune.load_arm_choice(TUNED, run, ranks)
     assert choice is not None
     saved = torch.load(run.get_training(TUNED.signature).path / "last", weights_only=True)
     return {"arm": choice.arm.model_dump(mode="json"), "epoch": choice.epoch, "steps": saved["position"]["steps"]}

@@ -72,7 +72,7 @@ def test_who_holds_a_device_is_seen_by_its_files(stand_in: Path) -> None:
     assert os.getpid() not in devices.find_device_holders()
     with stand_in.open():
         assert os.getpid() in devices.find_device_holders()
-        assert any(holder.startswith(f"pid {os.getpid()} (") for holder in devices.describe_holders())
+        assert any(holder.startswith(f"pid {os.getpid()} (") for holder in devices.describe_gpu_holders())
 
 
 def test_the_memory_of_a_gpu_is_waited_for(nvidia_smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tula_cli.host import devices, machine_lock
 from tula_cli.host.machine_lock import (
     TicketHolder,
     UntrustedFolder,
-    describe_waiting,
+    describe_queue_position,
     list_living_tickets,
     make_ticket_folder,
 )
@@ -39,17 +39,18 @@ def probe(name: str, *names: str) -> TicketHolder:
 
 def test_a_waiting_probe_says_for_whom_it_waits_and_its_place() -> None:
     first, second, third = probe("a", "gpu 0"), probe("b", "gpu 0", "gpu 1"), probe("c", "gpu 1")
-    assert first.list_probes_to_wait_for() == [] and describe_waiting("a of /runs/one") == ""
+    assert first.list_probes_to_wait_for() == [] and describe_queue_position("a of /runs/one") == ""
     assert second.list_probes_to_wait_for() == [first.ticket]
     assert third.list_probes_to_wait_for() == [second.ticket], "it shares no device with the first"
     assert (
-        describe_waiting("b of /runs/one")
+        describe_queue_position("b of /runs/one")
         == f"waiting for a of /runs/one (process {os.getpid()}, GPU 0) to finish measuring; position 1 in the queue of this machine"
     )
     fourth = probe("d", "gpu 0")
-    assert fourth.list_probes_to_wait_for() == [first.ticket, second.ticket] and "position 2 " in describe_waiting(
-        "d of /runs/one"
-    )
+    assert fourth.list_probes_to_wait_for() == [
+        first.ticket,
+        second.ticket,
+    ] and "position 2 " in describe_queue_position("d of /runs/one")
     first.close()
     assert second.list_probes_to_wait_for() == [] and fourth.list_probes_to_wait_for() == [second.ticket]
     second.close()
@@ -166,7 +167,7 @@ def test_what_another_user_has_put_into_tmp_is_not_used(
         place.touch() if kind == "a file" else os.mkfifo(place)
     with pytest.raises(UntrustedFolder, match="not a private folder of this user"):
         probe("a", "gpu 0")
-    assert list_living_tickets() == [] and describe_waiting("a of /runs/one") == ""
+    assert list_living_tickets() == [] and describe_queue_position("a of /runs/one") == ""
 
 
 def test_a_session_folder_that_is_removed_at_logout_is_made_anew(places: Path) -> None:
@@ -242,13 +243,13 @@ def test_gpus_are_named_alike_in_all_processes(
     monkeypatch.setattr(devices, "DEVICE_FOLDER", tmp_path)
     rows = [[str(number), f"GPU-{'ABCD'[number]}", "H100"] for number in range(4)]
     monkeypatch.setattr(devices, "_run_nvidia_smi", lambda *_: rows)
-    assert devices.list_lock_names(ranks) == expected
+    assert devices.list_gpu_lock_names(ranks) == expected
     monkeypatch.setattr(devices, "_run_nvidia_smi", lambda *_: [])
-    assert len(devices.list_lock_names(ranks)) == len(expected)
+    assert len(devices.list_gpu_lock_names(ranks)) == len(expected)
     if visible == "2":
         rows[3][2] = "T4"
         monkeypatch.setattr(devices, "_run_nvidia_smi", lambda *_: rows)
-        assert len(devices.list_lock_names(ranks)) == 4, "CUDA may number them otherwise"
+        assert len(devices.list_gpu_lock_names(ranks)) == 4, "CUDA may number them otherwise"
 
 
 def test_processors_of_one_core_are_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_interface_of_loopback_is_found() -> None:
     assert network.find_interface("127.0.0.1") == "lo"
-    assert network.find_own_address("lo") == "127.0.0.1"
+    assert network.find_node_address("lo") == "127.0.0.1"
 
 
 @pytest.mark.parametrize("address", ["203.0.113.77", "2001:db8::77", "no address", ""])
@@ -42,11 +42,11 @@ def test_address_of_no_interface_here(address: str) -> None:
 
 def test_unknown_interface_is_reported_with_those_there_are() -> None:
     with pytest.raises(JobFailed, match="no network interface 'ib77'") as caught:
-        network.find_own_address("ib77")
+        network.find_node_address("ib77")
     assert socket.gethostname() in caught.value.message
     assert "lo" in caught.value.hint
     with pytest.raises(JobFailed, match="ib77"):
-        network.find_own_address("lo,ib77")
+        network.find_node_address("lo,ib77")
 
 
 def test_name_that_stands_for_loopback_is_no_way_here(named: Callable[..., None]) -> None:
@@ -117,9 +117,10 @@ def own_network() -> None:
 @pytest.mark.usefixtures("own_network")
 def test_name_leads_to_its_own_address() -> None:
     assert (
-        tells("network.find_own_address(), network.find_named_address()", name="10.2.0.1") == "('10.2.0.1', '10.2.0.1')"
+        tells("network.find_node_address(), network.find_named_address()", name="10.2.0.1")
+        == "('10.2.0.1', '10.2.0.1')"
     )
-    assert tells("network.find_own_address()", name="fd77::1") == "fd77::1"
+    assert tells("network.find_node_address()", name="fd77::1") == "fd77::1"
 
 
 @pytest.mark.usefixtures("own_network")
@@ -127,40 +128,40 @@ def test_name_leads_to_its_own_address() -> None:
 def test_name_that_leads_nowhere_is_passed_over(name: str) -> None:
     """Loopback, a bridge of containers, another machine: the first interface that leads outside is taken."""
     question = (
-        "network.find_named_address(), network.find_own_address(), network.find_interface(network.find_own_address())"
+        "network.find_named_address(), network.find_node_address(), network.find_interface(network.find_node_address())"
     )
     assert tells(question, name=name) == "(None, '10.2.0.1', 'eth5')"
 
 
 @pytest.mark.usefixtures("own_network")
 def test_the_default_routes_interface_comes_first() -> None:
-    assert tells("network.find_own_address()", before=IB) == "10.2.0.1"
-    assert tells("network.find_own_address()", before=IB + ROUTE) == "10.3.0.1"
+    assert tells("network.find_node_address()", before=IB) == "10.2.0.1"
+    assert tells("network.find_node_address()", before=IB + ROUTE) == "10.3.0.1"
 
 
 @pytest.mark.usefixtures("own_network")
 def test_interface_that_is_asked_for_wins_over_the_name() -> None:
-    assert tells("network.find_own_address('docker0')", name="10.2.0.1") == "172.17.0.1"
-    assert tells("network.find_own_address('eth5,docker0')", name="172.17.0.1") == "10.2.0.1"
+    assert tells("network.find_node_address('docker0')", name="10.2.0.1") == "172.17.0.1"
+    assert tells("network.find_node_address('eth5,docker0')", name="172.17.0.1") == "10.2.0.1"
 
 
 @pytest.mark.usefixtures("own_network")
 def test_ipv6_is_used_where_there_is_nothing_else() -> None:
-    assert tells("network.find_own_address('six0'), network.find_interface('fd77:0:0:0::1')") == "('fd77::1', 'six0')"
+    assert tells("network.find_node_address('six0'), network.find_interface('fd77:0:0:0::1')") == "('fd77::1', 'six0')"
     both = "ip addr add fd88::1/64 dev eth5 nodad\n"
     assert (
-        tells("network.find_own_address('eth5'), network.find_interface('fd88::1')", before=both)
+        tells("network.find_node_address('eth5'), network.find_interface('fd88::1')", before=both)
         == "('10.2.0.1', 'eth5')"
     )
 
 
 @pytest.mark.usefixtures("own_network")
 def test_machine_without_a_network_has_its_name() -> None:
-    assert tells("network.find_own_address()", interfaces="hostname made-here; ip link set lo up\n") == "made-here"
+    assert tells("network.find_node_address()", interfaces="hostname made-here; ip link set lo up\n") == "made-here"
 
 
 @pytest.mark.usefixtures("own_network")
 def test_interface_without_an_address_is_reported_with_those_that_have_one() -> None:
-    text = tells("network.find_own_address('veth-eth5')")
+    text = tells("network.find_node_address('veth-eth5')")
     assert text.startswith("network interface 'veth-eth5' on made-here has no address")
     assert "eth5, six0" in text

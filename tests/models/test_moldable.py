@@ -150,6 +150,6 @@ def test_a_task_takes_the_largest_size_that_it_is_granted_and_keeps_its_batch() 
     shrunk = task.with_granted_nodes(2).model_copy(update={"max_micro_batch": 32})  # after an out-of-memory
     assert [shrunk.with_granted_nodes(nodes).splits for nodes in (4, 8)] == [4, 2]
     stages = (Stage(begin=0, batch=4), Stage(begin=100, batch=512))
-    assert task.model_copy(update={"stages": stages}).with_usable_sizes().node_counts == (2, 4)
+    assert task.model_copy(update={"stages": stages}).with_divisible_sizes().node_counts == (2, 4)
     smaller = task.model_copy(update={"ladder": task.ladder[1:]})
     assert smaller.with_granted_nodes(4).batch == 256

@@ -143,7 +143,7 @@ class Memory:
         gc.collect()
         params = list(self.model.parameters())
         with LiveStorages() as storages:
-            storages.track([*params, *(p.grad for p in params), *self.opt.factors.values])
+            storages.track_storages([*params, *(p.grad for p in params), *self.opt.factors.values])
             storages.restart()
             before = storages.live_bytes
             stage_small_batch_gradients(self.model, self.opt, x, y)

@@ -160,7 +160,7 @@ MUTANTS = {
     ),
     "a staged gradient outlives zero_grad": (
         "wrapper",
-        "        self._discard_pending()\n        self.base.zero_grad(set_to_none)",
+        "        self._discard_pending_gradients()\n        self.base.zero_grad(set_to_none)",
         "        self.base.zero_grad(set_to_none)",
     ),
     "GradScaler takes the wrapper for a fused optimizer": (

@@ -17,11 +17,11 @@ from tula_cli.errors import CannotWrite, RunGone, SpecError, TulaError
 from tula_cli.query import Query
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import write_file_atomically
 from tula_cli.run.records.recommendations import QueryLimits
 from tula_cli.run.records.results import ScriptCheckpointSave, ScriptSaves
 from tula_cli.run.records.tasks import make_probe_id
-from tula_cli.run.snapshot import is_moved, is_of_another_run
+from tula_cli.run.snapshot import has_run_moved, is_of_another_run
 
 
 @pytest.fixture
@@ -44,17 +44,17 @@ def full_disk():
 
 
 def test_replaces_the_file_whole(tmp_path):
-    write_atomic(tmp_path / "a" / "file", "first, and longer")
-    write_atomic(tmp_path / "a" / "file", "second")
+    write_file_atomically(tmp_path / "a" / "file", "first, and longer")
+    write_file_atomically(tmp_path / "a" / "file", "second")
     assert (tmp_path / "a" / "file").read_text() == "second"
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
 
 
 @pytest.mark.promise("the file system", "the disk is full while a file is replaced", "the old file remains unchanged")
 def test_a_full_disk_leaves_the_old_file(full_disk):
-    write_atomic(full_disk / "file", "old")
+    write_file_atomically(full_disk / "file", "old")
     with pytest.raises(TulaError, match="No space left") as caught:
-        write_atomic(full_disk / "file", b"x" * 100_000)
+        write_file_atomically(full_disk / "file", b"x" * 100_000)
     assert "free some space" in caught.value.hint
     assert (full_disk / "file").read_text() == "old"
     assert [path.name for path in full_disk.iterdir()] == ["file"]
@@ -62,14 +62,14 @@ def test_a_full_disk_leaves_the_old_file(full_disk):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_failing_fsync_leaves_the_old_file(tmp_path, monkeypatch, number):
-    write_atomic(tmp_path / "file", "old")
+    write_file_atomically(tmp_path / "file", "old")
 
     def fail(_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(TulaError, match=os.strerror(number)) as caught:
-        write_atomic(tmp_path / "file", "new")
+        write_file_atomically(tmp_path / "file", "new")
     assert caught.value.exit_code == (14 if number == errno.EIO else 13)
     assert ("free some space" in caught.value.hint) == (number != errno.EIO)
     assert (tmp_path / "file").read_text() == "old"
@@ -293,7 +293,7 @@ def test_a_row_that_is_still_being_written_is_left_out(run):
 
 def test_newest_checkpoint_first(run):
     for samples in (500, 12_000, 3_000):
-        write_atomic(run.get_training("ab12cd34").get_checkpoint_path(samples), b"")
+        write_file_atomically(run.get_training("ab12cd34").get_checkpoint_path(samples), b"")
     assert [int(path.stem) for path in run.get_training("ab12cd34").list_checkpoints()] == [12_000, 3_000, 500]
 
 
@@ -303,18 +303,18 @@ def test_newest_checkpoint_first(run):
 def test_a_file_that_tula_did_not_name_is_no_checkpoint(run, name):
     path = run.get_training("ab12cd34").get_checkpoint_path(500)
     for file in (path, path.with_name(name)):
-        write_atomic(file, b"")
+        write_file_atomically(file, b"")
     run.get_training("ab12cd34").drop_drafts()
     assert (
         run.get_training("ab12cd34").list_checkpoints() == [path]
-        and run.get_training("ab12cd34").find_newest_samples() == 500
+        and run.get_training("ab12cd34").find_newest_checkpoint_samples() == 500
     )
     assert path.with_name(name).exists()
 
 
 def test_a_draft_that_was_left_behind_is_dropped(run):
     draft = run.get_training("ab12cd34").get_checkpoint_path(500).with_name(".000000000500.pt.node1.example.org.4711")
-    write_atomic(draft, b"")
+    write_file_atomically(draft, b"")
     run.get_training("ab12cd34").drop_drafts()
     assert not draft.exists()
 
@@ -333,7 +333,7 @@ def test_a_training_has_diverged_if_its_newest_attempt_did(run):
 
 def test_a_mark_of_cancelling_comes_and_goes(run):
     assert not run.is_cancelled("probe-n001")
-    run.cancel("probe-n001")
+    run.mark_job_cancelled("probe-n001")
     assert run.is_cancelled("probe-n001")
     assert run.read_jobs() == []
     run.remove_cancellation("probe-n001")
@@ -360,12 +360,12 @@ def test_nothing_is_written_through_a_planted_link(tmp_path: Path, plant: Callab
     value = tmp_path / "own.txt"
     value.write_text("the user's\n")
     plant(tmp_path / "metrics.jsonl", value)
-    for add in (lambda path: files.append_json_line(path, {}), files.open_to_append):
+    for add in (lambda path: files.append_json_line(path, {}), files.open_file_to_append):
         with pytest.raises(CannotWrite, match=r"cannot append to .*metrics\.jsonl: it is a link"):
             add(tmp_path / "metrics.jsonl")
     draft = tmp_path / f".spec.yaml.{socket.gethostname()}.{os.getpid()}"
     plant(draft, value)
-    files.write_atomic(tmp_path / "spec.yaml", "name: x\n")
+    files.write_file_atomically(tmp_path / "spec.yaml", "name: x\n")
     assert value.read_text() == "the user's\n" and not draft.exists()
     assert not (tmp_path / "spec.yaml").is_symlink() and (tmp_path / "spec.yaml").read_text() == "name: x\n"
 
@@ -382,9 +382,9 @@ def held(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda path: files.write_atomic(path / "a" / "b.json", "{}"),
+        lambda path: files.write_file_atomically(path / "a" / "b.json", "{}"),
         lambda path: files.append_json_line(path / "a" / "metrics.jsonl", {}),
-        lambda path: files.open_to_append(path / "a" / "log"),
+        lambda path: files.open_file_to_append(path / "a" / "log"),
     ],
     ids=["whole", "a row", "a log"],
 )
@@ -441,7 +441,7 @@ def test_a_number_that_no_measurement_has_is_damage(run, energy):
 def test_a_job_in_a_folder_that_cannot_be_looked_into_counts_as_moved(run):
     long = "x" * 300
     job = make.scheduler_job(long).model_copy(update={"folder": f"/{long}"})
-    assert is_moved(job, run.path) and not is_of_another_run(job, run.path)
+    assert has_run_moved(job, run.path) and not is_of_another_run(job, run.path)
 
 
 @pytest.mark.parametrize(

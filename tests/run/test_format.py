@@ -18,7 +18,7 @@ from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.supervise import require_current_format, supervise
 from tula_cli.errors import BadMeasurements, OtherFormat
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import open_to_append
+from tula_cli.run.files import open_file_to_append
 from tula_cli.run.records.failures import Recovery
 from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.tasks import ProbeTask
@@ -235,7 +235,7 @@ def elsewhere(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         run.write_job(job)
         if silent is not None:
             run.write_attempt(make.attempt(name, **attempt))  # type: ignore[arg-type]
-            with open_to_append(run.get_log_path(name, 1)):
+            with open_file_to_append(run.get_log_path(name, 1)):
                 pass
             monkeypatch.setattr(local.time, "time", lambda: run.get_log_path(name, 1).stat().st_mtime + silent)
         state = local.LocalLauncher().query_states(run.read_snapshot(), [job])[name]

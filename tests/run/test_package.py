@@ -28,7 +28,7 @@ def python(program: str, place: Path | None, folder: Path, *arguments: object) -
     (folder / "installed/tula_cli").mkdir(parents=True, exist_ok=True)
     (folder / "installed/tula_cli/__init__.py").write_text("")
     (folder / "installed/tula_cli/version.py").write_text('__version__ = "9.9"\n')
-    environ = {**os.environ, "PYTHONPATH": package.prepend_to_path(place, str(folder / "installed"))}
+    environ = {**os.environ, "PYTHONPATH": package.prepend_archive_to_path(place, str(folder / "installed"))}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, env=environ, cwd=folder, text=True, capture_output=True, check=True).stdout.strip()
 

@@ -65,7 +65,7 @@ def test_what_failed_and_what_was_warned_of_is_recorded_without_secrets(tmp_path
     add_out_of_memory(run, 4, 8, assumed=True)
     task = make_train_task(spec())
     with MetricsFile(run, task, is_first=True, samples=0) as metrics:
-        metrics.add("warning", TrainingPosition(), 0.0, message=QUOTED, nested={"causes": [QUOTED]})
+        metrics.add_row("warning", TrainingPosition(), 0.0, message=QUOTED, nested={"causes": [QUOTED]})
     scripted = task.model_copy(update={"spec": script_spec(epochs=2)})
     ScriptTraining(run, scripted)._add_row("warning", 0, message=QUOTED)
     rows = list(run.get_training(task.signature).read_metrics())

@@ -19,14 +19,14 @@ FULL_DISK = """
 import json, os, sys
 from pathlib import Path
 from tula_cli.errors import DiskFull
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import write_file_atomically
 from tula_cli.run import disk_space, shortages
 
 run = Path(sys.argv[1])
-told = {"empty": disk_space.choose_full_disk_errno(run)}
+told = {"empty": disk_space.find_full_disk_errno(run)}
 shortages.create_reserve_file(run)
 try:
-    write_atomic(run / "large", bytes(2**20))
+    write_file_atomically(run / "large", bytes(2**20))
 except DiskFull as error:
     found = shortages.get_shortage(error)
     told |= {"words": found.description, "missing": found.missing, "total": found.total}
@@ -37,14 +37,14 @@ with open(run / "ballast", "ab", buffering=0) as ballast:
             ballast.write(bytes(4096))
     except OSError:
         pass
-told["full"] = disk_space.choose_full_disk_errno(run)
+told["full"] = disk_space.find_full_disk_errno(run)
 try:
-    write_atomic(run / "ending.json", b"x" * 5000)
+    write_file_atomically(run / "ending.json", b"x" * 5000)
     told["before"] = True
 except DiskFull:
     told["before"] = False
 shortages.release_reserve(run)
-write_atomic(run / "ending.json", b"x" * 5000)
+write_file_atomically(run / "ending.json", b"x" * 5000)
 told["after"] = (run / "ending.json").stat().st_size
 print(json.dumps(told))
 """
@@ -115,11 +115,11 @@ def test_a_quota_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def used_up(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    assert disk_space.choose_full_disk_errno(tmp_path, 2**16) == 0
+    assert disk_space.find_full_disk_errno(tmp_path, 2**16) == 0
     monkeypatch.setattr(os, "posix_fallocate", used_up)  # the kernel's answer, which no mount here gives
-    assert disk_space.choose_full_disk_errno(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
+    assert disk_space.find_full_disk_errno(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
     monkeypatch.undo()
-    assert disk_space.choose_full_disk_errno(tmp_path, 2**62) == errno.ENOSPC
+    assert disk_space.find_full_disk_errno(tmp_path, 2**62) == errno.ENOSPC
 
 
 def test_what_a_process_said_tells_the_folder() -> None:

@@ -322,7 +322,7 @@ def test_without_a_capacity_nothing_is_said_to_fit(found):
 
 def test_components_add_up_to_the_peak(found):
     for row in estimate_memory(spec()).rows:
-        parts = row.memory.static + row.memory.batch + row.memory.activations
+        parts = row.memory.static_bytes + row.memory.batch + row.memory.activations
         assert parts == pytest.approx(row.memory.peak, abs=2)
 
 
@@ -455,7 +455,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch) -> Nodes:
-    monkeypatch.setattr(scheduler, "find_outcome", lambda _: None)
+    monkeypatch.setattr(scheduler, "find_job_outcome", lambda _: None)
     monkeypatch.setattr(site, "list_allocated_hosts", lambda _: ("n1", "n2"))
     monkeypatch.setattr(site, "list_partitions", lambda: ())
     return Nodes(tmp_path, spec(cluster=SLURM))
@@ -550,7 +550,7 @@ def test_what_the_backend_says_of_a_broken_network_is_a_problem(nodes):
 
 
 def test_what_the_nodes_told_before_the_network_ended_the_ranks_is_not_lost(nodes):
-    nodes.run.checks.write_draft(make.cluster_report(nodes.run, nodes.task, {}, {"dataset": False}))
+    nodes.run.checks.write_draft_report(make.cluster_report(nodes.run, nodes.task, {}, {"dataset": False}))
     nodes.ends(outcome="signal", message="killed by SIGABRT")
     nodes.log(0, 1)
     result = nodes.conclude()
@@ -560,7 +560,7 @@ def test_what_the_nodes_told_before_the_network_ended_the_ranks_is_not_lost(node
 
 
 def test_ranks_on_cpus_that_the_kernel_killed_for_memory_are_to_request_more(nodes):
-    nodes.run.checks.write_draft(make.cluster_report(nodes.run, nodes.task, {"gpus": ()}, {"gpus": ()}))
+    nodes.run.checks.write_draft_report(make.cluster_report(nodes.run, nodes.task, {"gpus": ()}, {"gpus": ()}))
     nodes.ends(outcome="device_oom", message="the kernel killed a process because the memory was used up")
     nodes.log(0, 1)
     reason = values(nodes.conclude().problems, "ranks-cannot-communicate")["reason"]
@@ -764,13 +764,13 @@ def test_a_job_that_ends_before_its_ranks_is_reported_by_its_log(nodes):
     ("how", "words"), [("cancelled", "the job was cancelled"), ("node_failure", "a node was lost")]
 )
 def test_a_job_that_was_ended_is_no_story_of_folders(nodes, monkeypatch, how, words):
-    monkeypatch.setattr(scheduler, "find_outcome", lambda _: how)
+    monkeypatch.setattr(scheduler, "find_job_outcome", lambda _: how)
     with pytest.raises(JobFailed, match=f"ended before it could check the nodes: {words}"):
         nodes.conclude()
 
 
 def test_tula_cancel_ends_the_waiting(nodes):
-    nodes.run.cancel(nodes.task.job)
+    nodes.run.mark_job_cancelled(nodes.task.job)
     assert nodes.watch() == []
     with pytest.raises(JobFailed, match="was cancelled"):
         nodes.conclude()

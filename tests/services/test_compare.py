@@ -360,7 +360,7 @@ def test_a_cancelled_training_ends_the_grid(run: RunDir) -> None:
         def submit(self, run, task):
             job = make.FakeLauncher.submit(self, run, task)
             self.says[task.job] = "ended"
-            run.cancel(task.job)
+            run.mark_job_cancelled(task.job)
             return job
 
     launcher = Cancelled()

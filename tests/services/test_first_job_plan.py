@@ -57,7 +57,7 @@ class World(make.FakeLauncher):
         self.answer, self.here = True, False
         self.queue: dict[str, QueuedJob] = {}
         monkeypatch.setattr(first_job, "submit_script", self._submit_first_job)
-        monkeypatch.setattr(first_job, "find_queued", lambda *_: self.queue)
+        monkeypatch.setattr(first_job, "find_queued_jobs", lambda *_: self.queue)
         monkeypatch.setattr(first_job.slurm_queue, "query_states", lambda ids: {ids[0]: SchedulerState("ended")})
 
     def _submit_first_job(self, _: object, run: RunDir, *__: object) -> str:
@@ -172,8 +172,8 @@ def test_fresh_renews_what_the_first_job_told(world: World) -> None:
     write_record(first_job.get_inspection_path(world.run, spec()), old)
     world.here = True
     anew = dataclasses.replace(world.inspector(fresh=True), keep=True)
-    assert first_job.inspect_with_stored(anew, world.run)(spec()) == TOLD
-    assert first_job.inspect_with_stored(world.inspector(), world.run)(spec()) == TOLD, (
+    assert first_job.reuse_stored_inspection(anew, world.run)(spec()) == TOLD
+    assert first_job.reuse_stored_inspection(world.inspector(), world.run)(spec()) == TOLD, (
         "what is built here is not overruled by it"
     )
 
@@ -285,7 +285,7 @@ def wait(world: World, monkeypatch: pytest.MonkeyPatch, *states: SchedulerState 
     cancelled: list[str] = []
     monkeypatch.setattr(first_job.slurm_queue, "cancel_jobs", cancelled.extend)
     try:
-        first_job.inspect_on_node(world.run, spec(), sleep=clock.sleep, **options)
+        first_job.inspect_job_on_node(world.run, spec(), sleep=clock.sleep, **options)
     except (Pending, Interruption) as error:
         cancelled.append(type(error).__name__)
     return cancelled
@@ -352,9 +352,9 @@ def test_ctrl_c_before_a_first_job_is_submitted_starts_nothing(world: World, mon
     def pressed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(first_job, "find_queued", pressed)
+    monkeypatch.setattr(first_job, "find_queued_jobs", pressed)
     with pytest.raises(Interruption, match="run the same command again to submit the first job"):
-        first_job.inspect_on_node(world.run, spec())
+        first_job.inspect_job_on_node(world.run, spec())
     assert world.first_jobs == 0 and not (world.run.path / "first_job.json").exists()
 
 
@@ -410,4 +410,4 @@ def test_a_job_that_tells_nothing_is_an_error_with_its_words(world: World, monke
     monkeypatch.setattr(first_job, "submit_script", silent)
     monkeypatch.setattr(first_job, "LOG_LAG_SECONDS", 0.0)
     with pytest.raises(JobFailed, match="No module named 'torch'"):
-        first_job.inspect_on_node(world.run, spec(), sleep=lambda _: None)
+        first_job.inspect_job_on_node(world.run, spec(), sleep=lambda _: None)

@@ -110,7 +110,7 @@ def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
 
 
 def test_profiling_again_takes_a_cancellation_back(run: RunDir) -> None:
-    run.cancel("probe-n001")
+    run.mark_job_cancelled("probe-n001")
     profile.submit_probes(run, profile_plan.plan_probes(Run(run.path, run.read_spec()), inspection()), FakeLauncher())
     assert not run.is_cancelled("probe-n001")
 

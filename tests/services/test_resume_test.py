@@ -11,7 +11,7 @@ from make_results import make_inspection
 from make_runs import FakeLauncher
 
 import tula_cli as tula
-from tula_cli.cluster.scripts.resume_test import require_resumable
+from tula_cli.cluster.scripts.resume_test import require_resumable_script
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.errors import CannotResume, JobFailed, OverBudget, ResumeUntested, SpecError
 from tula_cli.run.directory import Run, RunDir
@@ -64,7 +64,7 @@ def keep(
         task=f"rehearse-{key}-{number}", key=key, began_at=float(number), over_at=number + 1.0, verdict=verdict, told=(why,),
         faults=(why,) if verdict == "none" or found.get("other_nodes") is False else (), **found,
     )  # fmt: skip
-    ResumeTestRecords(run.path).write(rehearsal)
+    ResumeTestRecords(run.path).write_result(rehearsal)
 
 
 def train_task(job: JobSpec, **changes: Any) -> TrainTask:
@@ -193,14 +193,14 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     keep(run, None, why="not tested: no checkpoint within 30 s")
     nothing = resume_test.ResumeTestFinding(
-        ResumeTestRecords(run.path).read_records(compute_resume_test_signature(run.read_spec(), ""))[0],
+        ResumeTestRecords(run.path).read_results_of_script(compute_resume_test_signature(run.read_spec(), ""))[0],
         "rehearse",
         kept=False,
     )
     with pytest.raises(ResumeUntested, match="was inconclusive: not tested: no checkpoint within 30 s") as error:
         nothing.require_found("job.yaml")
     assert error.value.exit_code == 12
-    nothing.require_resumable("job.yaml", "")
+    nothing.require_resumable_script("job.yaml", "")
     keep(run, "same", number=2)
     resume_test.load_finding(open_run(run), code()).require_found("job.yaml")  # type: ignore[union-attr]
 
@@ -262,8 +262,8 @@ def test_a_training_that_nobody_waits_for_is_submitted_behind_its_rehearsal(run:
     assert isinstance(text[-1], Note) and f"starts after {job}" in text[-1].text
     keep(run, "none")
     with pytest.raises(JobFailed, match="cannot resume after an interruption: KeyError"):
-        require_resumable(run, train_task(run.read_spec(), after=job))
-    require_resumable(run, train_task(run.read_spec()))
+        require_resumable_script(run, train_task(run.read_spec(), after=job))
+    require_resumable_script(run, train_task(run.read_spec()))
 
 
 def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is_wished(run: RunDir) -> None:
@@ -350,9 +350,9 @@ def test_a_relaunch_goes_on_as_was_found(run: RunDir, setting: Any, verdict: Any
 def test_records_go_through_their_files(run: RunDir) -> None:
     start = ObservedStart(phase="begin", batch=8, length=Length(epochs=3), whole=None, ended="killed", seconds=1.0)
     rehearsal = ResumeTestResult(task="rehearse-k-1", key="k", began_at=0.0, starts=(start,))
-    ResumeTestRecords(run.path).write(rehearsal)
+    ResumeTestRecords(run.path).write_result(rehearsal)
     assert (
-        ResumeTestRecords(run.path).read("rehearse-k-1") == rehearsal
+        ResumeTestRecords(run.path).read_result("rehearse-k-1") == rehearsal
         and ResumeTestRecords(run.path).find_newest_verdict("k") is None
     )
     assert json.loads((run.path / "script" / "rehearse-k-1.json").read_text())["starts"][0]["length"]["epochs"] == 3

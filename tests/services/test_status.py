@@ -302,7 +302,7 @@ def test_a_silent_scheduler_does_not_end_a_chain_between_two_links(run, outcome,
 
 def test_a_cancelled_job(run):
     name = make.add_probes(run, 1, (32,))
-    run.cancel(name)
+    run.mark_job_cancelled(name)
     assert only_job(run).state == "cancelled"
     assert only_job(run, make.FakeLauncher({name: "running"})).state == "cancelled"
 

@@ -21,7 +21,7 @@ from tula_cli.errors import (
 from tula_cli.models.out_of_memory import list_splits
 from tula_cli.options import NodeRange, TrainRequest
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.files import append_json_line, write_atomic
+from tula_cli.run.files import append_json_line, write_file_atomically
 from tula_cli.run.job_runs import mark_chosen_run
 from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.inspections import Inspection
@@ -268,7 +268,7 @@ def test_how_a_run_ended_is_reported_by_its_class(
 
 def test_a_diverged_run_says_which_checkpoint_stays_and_what_to_do(run: RunDir) -> None:
     task = ended(run, "diverged", "Diverged: the loss is not finite at epoch 2.50, step 5, 320 samples")
-    write_atomic(run.get_training(task.signature).get_checkpoint_path(256), b"")
+    write_file_atomically(run.get_training(task.signature).get_checkpoint_path(256), b"")
     with pytest.raises(Diverged, match=r"step 5, 320 samples; the checkpoint at 256 samples is finite") as caught:
         train.load_summary(run, task.signature)
     assert caught.value.exit_code == 9 and "lower optimizer.lr" in caught.value.hint

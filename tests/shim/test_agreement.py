@@ -40,7 +40,7 @@ class Asked(HeartbeatWriter):
     asked = 0
 
     @property
-    def median(self) -> float:
+    def median_step_time(self) -> float:
         self.asked += 1
         return 0.5 if self.rank == 0 else 9.0
 
@@ -75,7 +75,7 @@ def test_a_request_is_seen_by_all_ranks_at_the_same_look(ranks: SimpleNamespace,
                 (tmp_path / "save.json").write_text('{"then": "stop"}')
             if step == 9:
                 (tmp_path / "save.json").unlink(missing_ok=True)
-            looks.append(requests.poll(step, pulse, 2))
+            looks.append(requests.poll_request(step, pulse, 2))
         seen.append(looks)
     assert seen[0] == seen[1]
     assert [(number, requested) for number, requested in enumerate(seen[0], 1) if requested] == [(8, "stop")]
@@ -100,5 +100,5 @@ def test_requests_are_off_where_ranks_cannot_agree(monkeypatch: pytest.MonkeyPat
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     pulse = Asked(read_plan(str(tmp_path / "plan.json")))
     requests = SaveRequestPoller(pulse.plan)
-    assert [requests.poll(step, pulse, 2) for step in (1, 2)] == ["", ""]
+    assert [requests.poll_request(step, pulse, 2) for step in (1, 2)] == ["", ""]
     assert "cannot be requested" in requests.note

@@ -221,7 +221,7 @@ class SGDW(torch.optim.SGD):
     ("kind", "gradients"), [(torch.optim.SGD, True), (SGDW, True), (torch.optim.AdamW, False), (Prodigy, False)]
 )
 def test_gradients_are_scaled_where_that_is_known_to_act_else_updates(kind: Any, gradients: bool) -> None:
-    assert ags_module.scales_gradients(kind.__new__(kind), NORMALISING_OPTIMIZERS) is gradients
+    assert ags_module.can_scale_gradients(kind.__new__(kind), NORMALISING_OPTIMIZERS) is gradients
 
 
 def test_gradients_of_adam_are_refused(around: Callable[..., AgsHooks]) -> None:
@@ -271,7 +271,7 @@ def test_a_communication_hook_of_the_scripts_own_is_refused_by_name(around: Call
     ags.split.hook = "fp16_compress_hook"
     ags.register_optimizer(loop.base)
     with pytest.raises(CannotScaleError, match=r"own communication hook \(fp16_compress_hook\).*source: small_batch"):
-        ags.bind_largest()
+        ags.bind_largest_model()
 
 
 def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsHooks]) -> None:
@@ -279,7 +279,7 @@ def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsHo
     model = Ddp(nn.Linear(2, 2))
     ags.split.modules.append(weakref.ref(model))
     ags.register_optimizer(loop.base)
-    ags.bind_largest()
+    ags.bind_largest_model()
     with pytest.raises(CannotScaleError, match="no optimizer updates parameters of the model"):
         for _ in range(ags_module.MAX_INITIAL_STEPS_WITHOUT_AGS):
             ags.after_step(loop.base)
@@ -293,7 +293,7 @@ def test_of_several_the_largest_model_and_optimizer_are_meant(around: Callable[.
     small = torch.optim.SGD(list(loop.net[0].parameters()), lr=0.1)  # type: ignore[arg-type]
     for optimizer in (torch.optim.SGD(other.parameters(), lr=0.1), small, loop.base):
         ags.register_optimizer(optimizer)
-    ags.bind_largest()
+    ags.bind_largest_model()
     assert ags.tula is not None and ags.tula.base is loop.base and ags.tula.setup.model is models[1]
     assert not [text for text in ags.pop_notes() if "not scaled" in text], "its parameters are the same"
 
@@ -306,7 +306,7 @@ def test_what_smaller_optimizers_of_the_model_train_is_reported_to_be_unscaled(a
     critic = torch.optim.RMSprop(torch.nn.Linear(2, 2).parameters(), lr=0.1)  # of a smaller model, as a GAN's
     for optimizer in (head, body, critic):
         ags.register_optimizer(optimizer)
-    ags.bind_largest()
+    ags.bind_largest_model()
     assert ags.tula is not None and (ags.tula.base, ags.tula.setup.model) == (body, model)
     messages = [text for text in ags.pop_notes() if "not scaled" in text]
     assert (

@@ -11,7 +11,7 @@ from tula_cli.shim.tula_shim.batches import (
     DeliveredBatches,
     compute_content_digest,
     count_epoch_samples,
-    find_samples,
+    find_samples_path,
 )
 
 
@@ -45,34 +45,34 @@ IMAGES, LABELS = Tensor((8, 3, 4, 4)), Tensor((8,))
 def test_where_the_samples_of_a_batch_are_counted(
     batch: object, size: int | None, path: tuple[object, ...] | None
 ) -> None:
-    assert find_samples(batch, size) == path
+    assert find_samples_path(batch, size) == path
 
 
 def test_a_last_batch_is_counted_as_the_ones_before() -> None:
     delivered = DeliveredBatches()
     for samples in (8, 8, 5):
-        delivered.add(1, [Tensor((1, 3)), Tensor((samples,))], waited=0.5, size=8)
+        delivered.add_batch(1, [Tensor((1, 3)), Tensor((samples,))], waited=0.5, size=8)
         assert delivered.pop_batch_counts() == {1: [samples, 1, 0.5]}
     assert delivered.count_samples() == 21
 
 
 def test_a_mapping_that_is_no_dict_is_counted() -> None:
     batch: Mapping[str, Tensor] = UserDict({"ids": LABELS})
-    assert find_samples(batch, None) == ("ids",)
+    assert find_samples_path(batch, None) == ("ids",)
 
 
 def test_a_batch_of_another_shape_is_looked_at_anew() -> None:
     delivered = DeliveredBatches()
     for batch in ((IMAGES, LABELS), {"image": Tensor((4, 3))}, IMAGES):
-        delivered.add(1, batch, waited=0.0, size=None)
+        delivered.add_batch(1, batch, waited=0.0, size=None)
     assert delivered.pop_batch_counts()[1][:2] == [8 + 4 + 8, 3]
 
 
 def test_the_dataset_of_most_steps_is_what_is_find_trained_dataset() -> None:
     delivered = DeliveredBatches()
-    delivered.add(2, IMAGES, waited=0.0, size=8)  # a check before the first step
+    delivered.add_batch(2, IMAGES, waited=0.0, size=8)  # a check before the first step
     for _ in range(3):
-        delivered.add(1, LABELS, waited=0.0, size=8)
+        delivered.add_batch(1, LABELS, waited=0.0, size=8)
         delivered.pop_batch_counts()
     assert (delivered.training, delivered.count_samples()) == (1, 24)
 
@@ -82,7 +82,7 @@ def test_a_dataset_that_is_made_anew_for_each_epoch_is_trained_on_too() -> None:
     taken = []
     for epoch in (1, 2, 3):
         for _ in range(2):
-            delivered.add(epoch, IMAGES, waited=0.0, size=8)
+            delivered.add_batch(epoch, IMAGES, waited=0.0, size=8)
             taken.append(delivered.pop_batch_counts())
     assert [delivered.find_trained_dataset(counts) for counts in taken] == [1, 1, 2, 2, 3, 3]
     assert delivered.find_trained_dataset({}) == 1 and delivered.count_samples() == 48
@@ -90,7 +90,7 @@ def test_a_dataset_that_is_made_anew_for_each_epoch_is_trained_on_too() -> None:
 
 def test_what_cannot_be_counted_is_unknown_and_not_zero() -> None:
     delivered = DeliveredBatches()
-    delivered.add(1, "text", waited=0.0, size=None)
+    delivered.add_batch(1, "text", waited=0.0, size=None)
     assert delivered.pop_batch_counts() == {1: [0, 1, 0.0]}
     assert delivered.count_samples() is None and not delivered.can_count_samples(1)
 
@@ -106,7 +106,7 @@ class Ragged:
 def test_a_type_that_cannot_be_asked_is_not_counted_and_does_no_harm() -> None:
     delivered = DeliveredBatches()
     for batch in (Ragged(), IMAGES):
-        delivered.add(1, (batch, LABELS), waited=0.0, size=8)
+        delivered.add_batch(1, (batch, LABELS), waited=0.0, size=8)
     assert delivered.pop_batch_counts() == {1: [0, 2, 0.0]}
     assert delivered.count_samples() is None
 
@@ -130,7 +130,7 @@ def play(events: str) -> list[list[float]]:
         elif event == ".":
             steps.append(delivered.pop_batch_counts().get(1, [0, 0])[0] / 8)
         else:
-            delivered.add(1, IMAGES, waited=0.0, size=8, iterator=iterators[event])
+            delivered.add_batch(1, IMAGES, waited=0.0, size=8, iterator=iterators[event])
     return steps
 
 

@@ -158,7 +158,7 @@ class Soak:
 
     def samples(self) -> int:
         names = self.tula.run().list_train_signatures()
-        return self.tula.run().get_training(names[0]).find_newest_samples() if names else 0
+        return self.tula.run().get_training(names[0]).find_newest_checkpoint_samples() if names else 0
 
     def finished(self) -> bool:
         names = self.tula.run().list_train_signatures()

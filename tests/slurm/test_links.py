@@ -145,7 +145,7 @@ def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     tula.wait_until(
         lambda: not queue()
     )  # a loaded machine may not have saved in SLURM's few seconds: it goes on all the same
-    saved = training.find_newest_samples()
+    saved = training.find_newest_checkpoint_samples()
     tula("train", "--nodes", "1-1", "--batch", "64")
     later = tula.wait_until(
         lambda: [row for row in training.read_metrics() if row["kind"] == "epoch" and row["samples"] > saved]

@@ -12,7 +12,7 @@ from cluster import SlurmCluster
 
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
-from tula_cli.cluster.slurm.submit import SlurmLauncher, estimate_start
+from tula_cli.cluster.slurm.submit import SlurmLauncher, estimate_job_start
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Rung, TrainTask
@@ -66,9 +66,9 @@ def until(true: Callable[[], Any], seconds: float = 30) -> Any:
 def test_the_scheduler_estimates_a_start(run: RunDir, on_slurm: SlurmCluster) -> None:
     """--test-only gives a start, or says why not, and submits nothing."""
     spec = make.spec(cluster=cluster("main"))
-    estimate = estimate_start(Run(run.path, spec), nodes=2, batch=64, now=time.time())
+    estimate = estimate_job_start(Run(run.path, spec), nodes=2, batch=64, now=time.time())
     assert estimate is not None and estimate.wait is not None and estimate.wait < 60, estimate
-    refused = estimate_start(Run(run.path, spec), nodes=400, batch=12800, now=time.time())
+    refused = estimate_job_start(Run(run.path, spec), nodes=400, batch=12800, now=time.time())
     assert refused is not None and refused.wait is None and refused.reason
     assert scheduler.list_live_jobs([f"tula-{run.id}-start-estimate"]) == []
 
@@ -121,11 +121,11 @@ def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
     assert expected == scheduler.find_end_time(long, {})
     assert 200 < expected - time.time() < 400
     assert [job.id for job in scheduler.list_live_jobs(["tula-long"])] == [long]
-    assert [scheduler.find_outcome(id_) for id_ in (done, failed, long, "999999")] == [None] * 4
+    assert [scheduler.find_job_outcome(id_) for id_ in (done, failed, long, "999999")] == [None] * 4
     if on_slurm.settings.cgroups:
-        assert scheduler.find_outcome(killed) == "host_oom"
+        assert scheduler.find_job_outcome(killed) == "host_oom"
     scheduler.cancel_jobs([waiting, long])
-    until(lambda: scheduler.find_outcome(long) == "cancelled")
+    until(lambda: scheduler.find_job_outcome(long) == "cancelled")
     assert [job.id for job in scheduler.list_live_jobs(["tula-long"])] == []
     until(lambda: scheduler.query_states(["999999", long])[long].reason.startswith("CANCELLED"))
 
@@ -159,7 +159,7 @@ def test_waiting_jobs_are_held_and_released(on_slurm: SlurmCluster) -> None:
     until(lambda: scheduler.query_states([first])[first].state == "running")
     assert SlurmScheduler().hold([second, third]) == ""
     scheduler.cancel_jobs([first])
-    until(lambda: scheduler.find_outcome(first) == "cancelled")
+    until(lambda: scheduler.find_job_outcome(first) == "cancelled")
     until(lambda: all(state.on_hold for state in scheduler.query_states([second, third]).values()))
     assert SlurmScheduler().release([second, third]) == ""
     until(lambda: scheduler.query_states([third])[third].state == "ended")
@@ -172,8 +172,8 @@ def test_a_requeued_job_lives_and_its_earlier_run_was_taken_away(on_slurm: Slurm
     time.sleep(1)  # accounting does not know the start before
     subprocess.run(["scontrol", "requeue", job], check=True)
     until(lambda: scheduler.query_states([job])[job].state == "pending")
-    assert scheduler.find_outcome(job) is None
-    assert scheduler.find_outcome(job, restart=0) == "preempted"
+    assert scheduler.find_job_outcome(job) is None
+    assert scheduler.find_job_outcome(job, restart=0) == "preempted"
 
 
 def test_without_accounting_the_controller_has_to_do(needs_slurm: None, own_prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
@@ -182,7 +182,7 @@ def test_without_accounting_the_controller_has_to_do(needs_slurm: None, own_pref
             monkeypatch.setenv(name, value)
         done, long = sbatch("--wrap=true"), sbatch("--wrap=sleep 60")
         until(lambda: scheduler.query_states([done, long])[done].state == "ended")
-        assert scheduler.find_outcome(done) is None
+        assert scheduler.find_job_outcome(done) is None
         scheduler.cancel_jobs([long])
-        until(lambda: scheduler.find_outcome(long) == "cancelled")
+        until(lambda: scheduler.find_job_outcome(long) == "cancelled")
         assert scheduler.query_states(["999999"]) == {}

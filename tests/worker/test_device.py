@@ -292,7 +292,7 @@ def test_a_batch_is_copied_while_the_one_before_it_is_trained(computing: Stream)
 
     for count in range(1, 6):
         computing.work()  # more of the step before: an optimizer's update
-        uploads.upload((count, count), move)
+        uploads.upload_batch((count, count), move)
         copied, waited = uploads.stream.seen[uploads.stream], uploads.stream.waits_for(computing)
         assert computing.waits_for(uploads.stream) == copied == count, "nothing is computed on half a batch"
         if count > 2:
@@ -305,12 +305,12 @@ def test_a_batch_is_copied_while_the_one_before_it_is_trained(computing: Stream)
 def test_after_a_batch_is_let_go_the_next_copy_waits_for_all(computing: Stream) -> None:
     uploads = device.UploadStream(GPU)
     for _ in range(3):
-        uploads.upload((1, 1), lambda pair: pair)
+        uploads.upload_batch((1, 1), lambda pair: pair)
         computing.work()
-    uploads.release()
+    uploads.release_batch()
     assert uploads.pending is None
     given = computing.work()
-    uploads.upload((2, 2), lambda pair: pair)
+    uploads.upload_batch((2, 2), lambda pair: pair)
     assert uploads.stream.waits_for(computing) == given
 
 
@@ -323,7 +323,7 @@ def test_on_the_processor_a_batch_is_where_it_is(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gpu_has_one_stream_for_all_its_loaders(computing: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     device._get_upload_stream.cache_clear()
-    monkeypatch.setattr(device, "_move_batch", lambda pair, **_: pair)
+    monkeypatch.setattr(device, "_move_batch_tensors", lambda pair, **_: pair)
     device.move_to_device((1, 1), GPU, channels_last=False)
     first = device._get_upload_stream(GPU)
     device.move_to_device((2, 2), GPU, channels_last=True)

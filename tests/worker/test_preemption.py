@@ -52,7 +52,7 @@ def test_an_evaluation_left_before_its_end_is_made_up_for(alone: Ranks, run: Run
     task = make_train_task(make_spec())
     data = build_datasets(task.spec)
     run_training(task, run, alone, data, preemption=LeavesAt(alone, 6))
-    assert run.get_training(task.signature).find_newest_samples() == 96
+    assert run.get_training(task.signature).find_newest_checkpoint_samples() == 96
     assert not list(read_rows(run, task, "epoch"))
     run_training(task, run, alone, data, preemption=LeavesAt(alone, 2))
     assert [row["samples"] for row in read_rows(run, task, "epoch")] == [96]
@@ -87,7 +87,7 @@ def test_the_clock_says_when_saving_would_come_too_late(
 
 def test_quick_steps_are_not_slowed_by_a_question_each(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
-    monkeypatch.setattr(Ranks, "elementwise_max", lambda _, values: requests.append(values) or values)
+    monkeypatch.setattr(Ranks, "compute_elementwise_max", lambda _, values: requests.append(values) or values)
     subject = PreemptionHandler(alone, environ={})
     communicated = 0
     for _ in range(200):

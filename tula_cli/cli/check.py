@@ -69,7 +69,7 @@ def init(
     refuse_option(command is not None and script is not None, "--from-command", "and --from-sbatch cannot be combined")
     from tula_cli.cluster.slurm import site
     from tula_cli.host import devices
-    from tula_cli.run.files import MODE_FOR_ALL, write_atomic
+    from tula_cli.run.files import MODE_FOR_ALL, write_file_atomically
     from tula_cli.services.init import (
         make_job_from_command,
         make_job_from_template,
@@ -120,7 +120,7 @@ def init(
         method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
         screen.print_warnings((*draft.warnings, *warn_missing_file(draft.recognised.script["command"])))
     text = name_file_in_comments(text if full else shorten_job_file(text), output)
-    write_atomic(output, write_schemas_and_add_reference(text, output), mode=MODE_FOR_ALL)
+    write_file_atomically(output, write_schemas_and_add_reference(text, output), mode=MODE_FOR_ALL)
     if kind == "slurm" and script is None:
         screen.print_note(show_check.describe_site(offered))
     screen.print_note(f"train.method is {method}: {get_training_method(method).summary.partition(';')[0]}.")
@@ -174,12 +174,12 @@ def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
         "cannot be combined with --from-command or --from-sbatch; run tula init once for each",
     )
     from tula_cli.assets import find_asset
-    from tula_cli.run.files import MODE_FOR_ALL, write_atomic
+    from tula_cli.run.files import MODE_FOR_ALL, write_file_atomically
 
     path = Path("tula_hooks.py")
     if path.exists() and not force:
         raise SpecError(f"{path} already exists", "overwrite it with --force")
-    write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"), mode=MODE_FOR_ALL)
+    write_file_atomically(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"), mode=MODE_FOR_ALL)
     screen.print_answer({"path": path}, show_check.render_hooks(path))
 
 
@@ -347,7 +347,7 @@ def _test_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
         screen.print_warning(finding.contradiction)
     screen.print_answer(show_check.make_resume_test_data(finding), show_check.render_resume_test(finding))
     finding.require_found(str(job))
-    finding.require_resumable(
+    finding.require_resumable_script(
         str(job), f"correct how the script resumes, and run tula check --rehearse {shlex.quote(str(job))} again"
     )
 

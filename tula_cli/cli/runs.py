@@ -158,7 +158,7 @@ def _find_run_directories(
 ) -> "list[RunDir]":
     from tula_cli.run import messages
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.job_runs import list_distinct_runs, list_siblings
+    from tula_cli.run.job_runs import list_distinct_runs, list_runs_of_job
 
     root, why = Path(root).absolute(), ""
     if named:
@@ -166,7 +166,7 @@ def _find_run_directories(
     elif os.environ.get("TULA_RUN"):
         runs, why = [RunDir.open(Path(os.environ["TULA_RUN"]).absolute())], "(from TULA_RUN)"
     else:
-        runs, why = list_siblings(RunDir.find_newest(root)), "(the newest)"
+        runs, why = list_runs_of_job(RunDir.find_newest(root)), "(the newest)"
     runs = list_distinct_runs(runs)
     screen.run_id = format_run_ids(runs)
     files = [run.read_job_file() for run in runs]
@@ -259,7 +259,7 @@ def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
     """Return the runs of a job file in its current state, otherwise those of the newest run created from the file."""
     from tula_cli.run.code import make_runs_of_job
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.job_runs import list_siblings
+    from tula_cli.run.job_runs import list_runs_of_job
     from tula_cli.spec.load import load_spec
 
     if runs := [run for run in make_runs_of_job(root, load_spec(job)) if run.exists]:
@@ -267,7 +267,7 @@ def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
     for other in RunDir.list_all(root):
         file = other.read_job_file()
         if file is not None and Path(file.path) == job.absolute():
-            return list_siblings(other)
+            return list_runs_of_job(other)
     raise SpecError(
         f"{job} has no run under {words.make_relative_path(root)}", f"tula profile {shlex.quote(str(job))} starts one"
     )

@@ -54,9 +54,9 @@ def list_(screen: Screen, root: Root = DEFAULT_RUNS_FOLDER) -> None:
     if run_summaries:
         screen.print_answer(run_summaries, show_status.render_runs(run_summaries, width=screen.width))
         return
-    from tula_cli.run.observed import hint_at_observed_jobs
+    from tula_cli.run.observed import make_observed_jobs_hint
 
-    screen.print_answer([], [f"there are no runs in {root}; tula profile creates one{hint_at_observed_jobs()}"])
+    screen.print_answer([], [f"there are no runs in {root}; tula profile creates one{make_observed_jobs_hint()}"])
 
 
 def logs(

@@ -32,11 +32,11 @@ class TerminationSignal:
     def install_handlers(self) -> None:
         """Install signal handlers; those of submitit would end this process on the time-limit warning."""
         for number in END_SIGNALS:
-            signal.signal(number, self._receive)
+            signal.signal(number, self._handle_signal)
         for number in WARNING_SIGNALS:
             signal.signal(number, _ignore_signal)
 
-    def _receive(self, *_: object) -> None:
+    def _handle_signal(self, *_: object) -> None:
         self.is_received = True
 
 
@@ -137,7 +137,7 @@ class Allocation:
         """Return the configured words before the command of a rank; none on this machine."""
         return [] if self.is_local else sbatch.get_wrapper_arguments(spec, environ=self.environ)
 
-    def has_nodes(self, nodes: int) -> bool:
+    def has_enough_nodes(self, nodes: int) -> bool:
         """Return whether the allocation has at least `nodes` nodes; always true on this machine."""
         return self.nodes is None or nodes <= self.nodes
 
@@ -150,7 +150,7 @@ class Allocation:
         """Return TULA_LEAVE_AT, the Unix time at which ranks save and exit; empty without a time limit."""
         return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.compute_exit_deadline(self.ends_at):.1f}"}
 
-    def find_termination(self, allocation_id: str = "") -> Failure:
+    def find_termination_reason(self, allocation_id: str = "") -> Failure:
         """Return why the scheduler ended an allocation (`allocation_id`; default: this allocation)."""
         job_id, _, restarts = (allocation_id or self.id).rpartition(".")
         deadline = time.monotonic() + ACCOUNTING_LAG

@@ -31,7 +31,7 @@ from tula_cli.host.failures import has_cause
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import is_pinned_run_gone, open_to_append, read_last_bytes
+from tula_cli.run.files import is_pinned_run_gone, open_file_to_append, read_last_bytes
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import Task
@@ -63,7 +63,7 @@ def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
         hosts=allocation.hosts,
         idle_nodes=max(0, (allocation.nodes or 0) - task.nodes) if len(task.node_counts) > 1 else 0,
         cluster=compute_cluster_signature(task.spec.cluster),
-        samples=training.find_newest_samples() if training else None,
+        samples=training.find_newest_checkpoint_samples() if training else None,
         tuned=training.count_tuned_samples() if training else 0,
         tula=__version__,
     )
@@ -111,19 +111,19 @@ class RunningAttempt:
     _last_heartbeat: float = 0.0  # monotonic time of the last heartbeat in the log
     _log_truncated_at: float = 0.0
 
-    def run_to_exit(self) -> Failure | None:
+    def run_ranks_to_exit(self) -> Failure | None:
         """Start the ranks of this supervisor, wait until they exit, and return why they failed; None after a success."""
         log = self._log
         kills = failures.count_oom_kills()
         try:
-            starts = self._program.start(self.allocation, self.command).make_rank_commands(log)
+            starts = self._program.make_starter(self.allocation, self.command).make_rank_commands(log)
         except JobFailed as error:  # raised for a script if this node lacks the network interface
             return self._report_not_started(f"{error.message}; {error.hint}")
-        with open_to_append(log) as output:
+        with open_file_to_append(log) as output:
             output.write("".join(f"tula: {line}\n" for line in self._clean_up_earlier_attempts(starts)).encode())
             output.flush()
             try:
-                group = self.spawner.spawn(starts, output, give_up=self._has_reason_not_to_start)
+                group = self.spawner.spawn_ranks(starts, output, give_up=self._has_reason_not_to_start)
             except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
                 output_text = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
                 return self._report_not_started(output_text)
@@ -148,7 +148,7 @@ class RunningAttempt:
 
     @cached_property
     def _monitor(self) -> RankMonitor:
-        return self._program.monitor(self.allocation, self.command)
+        return self._program.make_monitor(self.allocation, self.command)
 
     def _report_not_started(self, message: str) -> Failure:
         failure = Failure(outcome="user", message=message, host=get_node_name())
@@ -180,9 +180,9 @@ class RunningAttempt:
         if self.allocation.termination.is_received and not self.run.is_finished(self.task):
             if self.run.is_cancelled(self.task.job):
                 return Failure(outcome="cancelled", message="cancelled by the user")
-            termination = self.allocation.find_termination()
+            termination = self.allocation.find_termination_reason()
             if termination.outcome == "cancelled":
-                self.run.cancel(self.task.job, by=self.allocation.scheduler.cancel_command)
+                self.run.mark_job_cancelled(self.task.job, by=self.allocation.scheduler.cancel_command)
             # If a follower fails, the scheduler terminates the leader too.
             reported = find_supervisor_failure(self.run, self.attempt) if termination.outcome == "signal" else None
             return reported or termination
@@ -219,7 +219,7 @@ class RunningAttempt:
             self._touch_log()
             self._truncate_log()
             if (unwanted := self._find_reason_to_stop(is_due)) is not None:
-                group.end(SIGKILL_DELAY_SECONDS)
+                group.end_ranks(SIGKILL_DELAY_SECONDS)
                 return unwanted
             if self.allocation.termination.is_received:
                 self._end_ranks(group, deadline=time.monotonic() + TERMINATION_SIGKILL_DELAY_SECONDS)
@@ -241,7 +241,7 @@ class RunningAttempt:
             if is_due and not self.allocation.is_local and self.run.is_superseded(self.task):
                 group.kill()  # this node was considered lost: two allocations would write to one run
                 return Failure(outcome="node_failure", message="another allocation has taken over this job")
-            self.change_watcher.pause(self._monitor.poll_interval(self.allocation))
+            self.change_watcher.pause(self._monitor.get_poll_interval(self.allocation))
         return None
 
     def _touch_log(self) -> None:
@@ -294,7 +294,7 @@ class RunningAttempt:
                 time.sleep(POLL_SECONDS)
                 self._monitor.record_progress()
             deadline = max(deadline, time.monotonic() + 1.0)
-        group.end(deadline - time.monotonic())
+        group.end_ranks(deadline - time.monotonic())
 
     def _end_waiting_ranks(self, group: RankGroup) -> Failure | None:
         """Kill ranks that wait in a collective for a failed rank; None if the failed rank is one of this supervisor."""

@@ -16,10 +16,10 @@ from tula_cli.cluster.scheduler import JobRequest, QueuedJob, Scheduler, Schedul
 from tula_cli.errors import SchedulerError
 from tula_cli.run import files, package
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import get_change_time, read_last_bytes
+from tula_cli.run.files import read_change_time, read_last_bytes
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task
-from tula_cli.run.snapshot import Snapshot, is_moved
+from tula_cli.run.snapshot import Snapshot, has_run_moved
 from tula_cli.version import __version__
 
 PROGRAM = "tula_cli.cluster.job_main"
@@ -50,7 +50,7 @@ class BatchLauncher:
             SchedulerError: the job was refused (with the scheduler's message), or the scheduler does not answer.
         """
         earlier, names, nodes = run.find_job(task.job), self._list_job_names(run, task), list_nodes_of_chain_jobs(task)
-        if earlier is not None and is_moved(earlier, run.path.resolve()):
+        if earlier is not None and has_run_moved(earlier, run.path.resolve()):
             self.scheduler.cancel(earlier.ids[::-1])  # pending jobs would find no run directory
         queued = self.list_queued_jobs(run, task, names)
         if earlier and any(job.id in earlier.ids for job in queued.values()):
@@ -59,7 +59,7 @@ class BatchLauncher:
         for id_ in ids:
             self.write_job_files(run, task, id_)  # the submitting command may have been killed before this
         written_at = [
-            get_change_time(Path(job.script)) for job in queued.values() if job.script
+            read_change_time(Path(job.script)) for job in queued.values() if job.script
         ]  # just before submission
         submitted_at = min((when or time.time() for when in written_at), default=time.time())
         files.prepare_folders(run.path, *task.folders)
@@ -94,7 +94,7 @@ class BatchLauncher:
     def _get_state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
         forgotten = f"{self.scheduler.name} no longer knows it"
         state = get_chain_state(job, states, forgotten=forgotten, released=snapshot.read_released_jobs(job.id))
-        if state.state == "pending" and is_moved(job, snapshot.resolved_path):
+        if state.state == "pending" and has_run_moved(job, snapshot.resolved_path):
             return SchedulerState("ended", f"the run was moved from {job.folder} after the job was submitted")
         if state.young and any(attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)):
             return SchedulerState("running", "the queue does not list the job")
@@ -106,7 +106,7 @@ class BatchLauncher:
         Raises:
             SchedulerError: the scheduler did not cancel the allocations.
         """
-        run.cancel(job.id)
+        run.mark_job_cancelled(job.id)
         # In reverse order, as the end of one job of the chain would start the next.
         if error_message := self.scheduler.cancel(job.ids[::-1]):
             raise SchedulerError(
@@ -130,7 +130,7 @@ class BatchLauncher:
             after=tuple(after),
             folder=Path(task.workdir),
             logs=run.submitit_dir.absolute(),
-            setup=(*(cluster.setup or ()), *package.make_shell_lines(run.path)),
+            setup=(*(cluster.setup or ()), *package.make_package_path_lines(run.path)),
             patience=task.folder_patience,
         )
 
@@ -146,7 +146,7 @@ class BatchLauncher:
 
     def list_queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, QueuedJob]:
         """Return the jobs of a task's chain that are in the queue, by the names that `_list_job_names` gives."""
-        return find_queued(self.scheduler, run, names)
+        return find_queued_jobs(self.scheduler, run, names)
 
     def select_awaited_jobs(self, ids: Sequence[str]) -> Sequence[str]:
         """Return those of the earlier jobs of a chain that the next job has to name in its dependency."""
@@ -209,7 +209,7 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     return id_
 
 
-def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict[str, QueuedJob]:
+def find_queued_jobs(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict[str, QueuedJob]:
     """Return this run's jobs in the queue, by their names.
 
     Jobs of the same names that belong to another run folder are recognised by the folder of their script.

@@ -1,4 +1,4 @@
-"""The decision after an attempt: `decide(task, failure, history) -> Relaunch | Requeue | Stop`, as one table for each kind of task.
+"""The decision after an attempt: `decide_next_action(task, failure, history) -> Relaunch | Requeue | Stop`, as one table for each kind of task.
 
 Nothing is read or written here. `relaunch.py` reads the history and carries out the decision.
 """
@@ -33,7 +33,7 @@ ALLOCATION_LOST: tuple[OutcomeClass, ...] = ("supervisor", *ALLOCATION_ENDED)
 
 @dataclass(frozen=True)
 class History:
-    """The state of a run that `decide` needs in addition to the task and its failure.
+    """The state of a run that `decide_next_action` needs in addition to the task and its failure.
 
     Args:
         earlier: earlier attempts of this job that count; of a training, those without a newer checkpoint since.
@@ -231,18 +231,18 @@ CHECK_RULES: tuple[Rule, ...] = (
 """A check of the nodes of a site."""
 
 
-def decide(task: Task, failure: Failure | None, history: History) -> Relaunch | Requeue | Stop:
+def decide_next_action(task: Task, failure: Failure | None, history: History) -> Relaunch | Requeue | Stop:
     """Return what follows an attempt.
 
     Args:
         failure: why the attempt ended, after `attribute_failure`; None after a success.
     """
-    _, situation, action = find_rule(task, failure, history)
+    _, situation, action = find_decision_rule(task, failure, history)
     return _ACTIONS[action](_FailureContext(task, failure, history), situation)
 
 
-def find_rule(task: Task, failure: Failure | None, history: History) -> Rule:
-    """Return the row that decides what follows an attempt; arguments as of `decide`."""
+def find_decision_rule(task: Task, failure: Failure | None, history: History) -> Rule:
+    """Return the row that decides what follows an attempt; arguments as of `decide_next_action`."""
     case = _FailureContext(task, failure, history)
     kinds = ("none",) if failure is None else (failure.outcome, "any")
     return next(rule for rule in RULES[task.kind] if rule[0] in kinds and _SITUATIONS[rule[1]](case))
@@ -336,7 +336,7 @@ class _FailureContext:
             return None
         return max(1.0, factor / 2)
 
-    def is_first_after_step(self) -> bool:
+    def is_first_failure_after_step(self) -> bool:
         """Return whether a failure of the program may be transient: the first since the newest checkpoint, after at least one step."""
         history = self.history
         stepped = history.reached is not None or history.progress != history.attempt.progress
@@ -406,8 +406,8 @@ _SITUATIONS: dict[Situation, Callable[[_FailureContext], bool]] = {
         not case.task.spec.cluster.backend.has_queue and case.has_attempts_left()
     ),
     "a later job waits": lambda case: case.history.later_jobs > 0,
-    _AFTER_STEP_AND_WAITS: lambda case: case.is_first_after_step() and case.history.later_jobs > 0,
-    _AFTER_STEP: _FailureContext.is_first_after_step,
+    _AFTER_STEP_AND_WAITS: lambda case: case.is_first_failure_after_step() and case.history.later_jobs > 0,
+    _AFTER_STEP: _FailureContext.is_first_failure_after_step,
     _SAME_FAILURE_TWICE: lambda case: case.find_repeated_failure() is not None,
     "the job saved nothing": _FailureContext.has_saved_nothing,
     "the supervisor has failed `train.max_attempts` times without a newer checkpoint": lambda case: (

@@ -27,8 +27,8 @@ from tula_cli.host.failures import find_root_failure
 from tula_cli.host.machine import CONTROL_GROUPS_FOLDER
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, choose_full_disk_errno
-from tula_cli.run.files import make_write_error, open_to_append
+from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, find_full_disk_errno
+from tula_cli.run.files import make_write_error, open_file_to_append
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt
@@ -120,7 +120,7 @@ def _make_failure(outcome: OutcomeClass, message: str, exited: RankExit, *, rank
 def _is_disk_full(run: RunDir, task: Task, exited: RankExit) -> bool:
     """Return whether ranks that wrote no failure record exited because the disk is full."""
     exited_by_worker = task.spec.script is None and exited.exit_code == DiskFull.exit_code
-    return exited_by_worker or bool(choose_full_disk_errno(run.path))
+    return exited_by_worker or bool(find_full_disk_errno(run.path))
 
 
 def add_shortage_to_failure(run: RunDir, task: Task, failure: Failure, text: str) -> Failure:
@@ -151,7 +151,7 @@ def find_device_type(run: RunDir, task: Task) -> str:
     requested = task.spec.cluster.device
     if requested != "auto":
         return requested
-    devices_seen = {probe.environment.device for probe in run.read_measured()}
+    devices_seen = {probe.environment.device for probe in run.read_measurements()}
     if devices_seen:
         return "cpu" if devices_seen == {"cpu"} else "cuda"
     return "cuda" if has_gpu() else "cpu"
@@ -275,7 +275,7 @@ def append_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception
     """Append the traceback of an error to the log that `tula logs` shows, if the log can be written."""
     with (
         contextlib.suppress(TulaError, OSError),
-        open_to_append(run.get_log_path(attempt.task, attempt.number, index)) as log,
+        open_file_to_append(run.get_log_path(attempt.task, attempt.number, index)) as log,
     ):
         log.write("".join(traceback.format_exception(error)).encode())
 

@@ -51,7 +51,7 @@ def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None
     saved = training.list_checkpoints() if script_progress is None else [Path(script_progress.checkpoint)]
     sizes = [measure_file_size(path) for path in saved]
     if not any(sizes):
-        probes = [probe.memory for probe in run.read_measured()]
+        probes = [probe.memory for probe in run.read_measurements()]
         sizes = [states.parameters + states.optimizer for states in probes if isinstance(states, ModelStates)]
     return max(sizes, default=0) or None
 

@@ -28,7 +28,7 @@ from tula_cli.host.machine import read_machine_memory, read_processor_name
 from tula_cli.host.processes import run_command
 from tula_cli.plugins import is_import_string
 from tula_cli.run.code import compute_code_digest
-from tula_cli.run.files import get_change_time, make_folder, read_record, write_record
+from tula_cli.run.files import make_folder, read_change_time, read_record, write_record
 from tula_cli.run.imports import list_import_strings
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec, get_beta2_half_life
@@ -333,7 +333,7 @@ class CachedInspection:
     fresh: bool = False
     keep: bool = True
     note: Callable[[str], object] = lambda _: None
-    facts: Callable[[JobSpec], Dependencies] = lambda spec: describe_inspection_dependencies(spec)
+    facts: Callable[[JobSpec], Dependencies] = lambda spec: list_inspection_dependencies(spec)
 
     def __call__(self, spec: JobSpec) -> Inspection:
         """Return the inspection of a job, from the cache if possible.
@@ -346,9 +346,9 @@ class CachedInspection:
             return self.build(spec)  # a script's job is inspected from its spec alone
         facts_before = self.facts(spec)
         path = self._make_path(facts_before)
-        cached = None if self.fresh else _read_cached(path)
+        cached = None if self.fresh else _read_cache_file(path)
         if cached is not None:
-            age = words.format_duration(max(0.0, time.time() - (get_change_time(path) or time.time())))
+            age = words.format_duration(max(0.0, time.time() - (read_change_time(path) or time.time())))
             self.note(f"using the model and dataset sizes measured {age} ago (--fresh measures them again)")
             return cached
         self.note(BUILDING)
@@ -356,23 +356,23 @@ class CachedInspection:
         if self.keep:
             after = self.facts(spec)  # computed again, as building may have downloaded the dataset
             if {**facts_before, "dataset": None} == {**after, "dataset": None}:
-                self._write_cached(self._make_path(after), inspection)
+                self._write_cache_file(self._make_path(after), inspection)
         return inspection
 
     def _make_path(self, facts: Dependencies) -> Path:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
         return self.root / CACHE_FOLDER / f"{digest[:16]}.json"
 
-    def _write_cached(self, path: Path, inspection: Inspection) -> None:
+    def _write_cache_file(self, path: Path, inspection: Inspection) -> None:
         # If the folder is not writable, the next command builds again; this command still has its result.
         with contextlib.suppress(TulaError, OSError):
             make_folder(path.parent)
             write_record(path, inspection)
-            for old in sorted(path.parent.glob("*.json"), key=get_change_time)[:-MAX_ENTRIES_KEPT]:
+            for old in sorted(path.parent.glob("*.json"), key=read_change_time)[:-MAX_ENTRIES_KEPT]:
                 old.unlink(missing_ok=True)  # another command may delete it at the same time
 
 
-def _read_cached(path: Path) -> Inspection | None:
+def _read_cache_file(path: Path) -> Inspection | None:
     try:
         return read_record(path, Inspection)
     except TulaError:  # a damaged file is replaced by a new inspection
@@ -382,7 +382,7 @@ def _read_cached(path: Path) -> Inspection | None:
 # --- The dependencies of an inspection
 
 
-def describe_inspection_dependencies(spec: JobSpec) -> Dependencies:
+def list_inspection_dependencies(spec: JobSpec) -> Dependencies:
     """Return everything that an inspection of a job depends on, as JSON.
 
     Raises:
@@ -397,7 +397,7 @@ def describe_inspection_dependencies(spec: JobSpec) -> Dependencies:
         "gpus": {name: os.environ.get(name) for name in devices.VISIBILITY_VARIABLES},
         "python": spec.cluster.python,
         "packages": _read_package_states(spec),
-        "tula": max(get_change_time(path) for path in Path(__file__).parents[1].rglob("*.py")),
+        "tula": max(read_change_time(path) for path in Path(__file__).parents[1].rglob("*.py")),
         "dataset": [find_newest_change(Path(path)) for path in (spec.dataset.root, *possible_paths)],
     }
 
@@ -450,8 +450,8 @@ def find_newest_change(root: Path) -> list[float]:
 
     A file that is rewritten in place, or is added more than two folders down, is not detected.
     """
-    if not get_change_time(root):
+    if not read_change_time(root):
         return []
     paths = itertools.islice(itertools.chain([root], root.glob("*"), root.glob("*/*")), MAX_FILES_SEEN)
-    changes = [get_change_time(path) for path in paths]
+    changes = [read_change_time(path) for path in paths]
     return [max(changes), len(changes)]

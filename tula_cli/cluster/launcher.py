@@ -136,7 +136,7 @@ def submit_task(run: RunDir, launcher: Launcher, task: Task) -> None:
     run.write_job(launcher.submit(run, task))
 
 
-def submit_missing(run: RunDir, launcher: Launcher, tasks: Sequence[Task], code: Source) -> list[str]:
+def submit_missing_tasks(run: RunDir, launcher: Launcher, tasks: Sequence[Task], code: Source) -> list[str]:
     """Submit the jobs of tasks that are not pending or running, with a copy of the user's code, under `lock_submission`.
 
     The code is copied first, so that later edits do not affect submitted jobs.

@@ -14,7 +14,7 @@ from tula_cli.cluster.allocation import POLL_SECONDS
 from tula_cli.cluster.scheduler import JobRequest, LocalScheduler, SchedulerState
 from tula_cli.errors import JobFailed
 from tula_cli.host import devices, machine_lock
-from tula_cli.host.processes import is_running
+from tula_cli.host.processes import is_process_running
 from tula_cli.run import package
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
@@ -82,19 +82,19 @@ class LocalLauncher:
     def _get_state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
         if job.host not in ("", socket.gethostname()):
             return _get_state_on_other_machine(snapshot, job)
-        if not is_running(int(job.scheduler_id), job.process_started):
+        if not is_process_running(int(job.scheduler_id), job.process_started):
             return SchedulerState("ended")
         if attempts := list_attempts_of_submission(snapshot, job):
             trainings = ", ".join(attempts[-1].disturbed_by)
             return SchedulerState("running", f"{trainings} may have disturbed the measured times" if trainings else "")
-        waiting_text = machine_lock.describe_waiting(_describe_holder(snapshot.resolved_path, job.id))
+        waiting_text = machine_lock.describe_queue_position(_describe_ticket_holder(snapshot.resolved_path, job.id))
         return SchedulerState("pending", waiting_text or "starting")
 
     def cancel(self, run: RunDir, job: Job) -> None:
         """Mark a job as cancelled and wait until its supervisor has exited; kill its processes after 30 s."""
-        run.cancel(job.id)
+        run.mark_job_cancelled(job.id)
         deadline = time.monotonic() + 30
-        while is_running(int(job.scheduler_id), job.process_started):
+        while is_process_running(int(job.scheduler_id), job.process_started):
             if time.monotonic() >= deadline:
                 self.scheduler.cancel([f"{job.scheduler_id}-{job.process_started:.0f}"])
                 return
@@ -129,7 +129,7 @@ def make_environment_with_package(run: Path | None = None) -> dict[str, str]:
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package_root, os.environ.get("PYTHONPATH", "")])
     archive = None if run is None else package.write_package_archive(run.resolve())
-    return {**os.environ, "PYTHONPATH": package.prepend_to_path(archive, path)}
+    return {**os.environ, "PYTHONPATH": package.prepend_archive_to_path(archive, path)}
 
 
 def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
@@ -139,7 +139,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
         return SchedulerState("running", f"waiting or ended on {job.host}; only commands on {job.host} see which")
     if attempts[-1].ended_at is not None:
         return SchedulerState("ended", f"on {job.host}, according to its files")
-    heard = snapshot.get_last_log_time(attempts[-1])
+    heard = snapshot.read_last_log_time(attempts[-1])
     if heard is not None and time.time() - heard > MAX_HEARTBEAT_AGE_SECONDS:
         return SchedulerState("ended", f"on {job.host}, without a heartbeat since {format_local_time(heard)}")
     return SchedulerState("running", f"on {job.host}, according to its files")
@@ -151,18 +151,20 @@ def list_attempts_of_submission(snapshot: Snapshot, job: Job) -> list[Attempt]:
 
 
 @contextlib.contextmanager
-def register_on_machine(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
+def register_job_on_machine(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
     """Yield the ticket of a job in the machine's measuring lock; a probe waits for its turn, other jobs only register.
 
     The kernel releases the ticket when this process exits. A probe that is cancelled while it waits proceeds without
     its turn, and then exits as cancelled. Yields None if no ticket can be drawn.
     """
     measures, ranks = task.is_timed, task.ranks
-    gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.list_lock_names(ranks)]
+    gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.list_gpu_lock_names(ranks)]
     # Loader processes of a training would disturb a probe on CPUs.
     cores = [] if gpus and measures else machine_lock.list_core_devices()
     try:
-        ticket = machine_lock.TicketHolder(_describe_holder(run.path, task.job), [*gpus, *cores], measures=measures)
+        ticket = machine_lock.TicketHolder(
+            _describe_ticket_holder(run.path, task.job), [*gpus, *cores], measures=measures
+        )
     except OSError as error:
         if measures:
             sys.stderr.write(
@@ -181,5 +183,5 @@ def register_on_machine(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
         ticket.close()
 
 
-def _describe_holder(run: Path, job: str) -> str:
+def _describe_ticket_holder(run: Path, job: str) -> str:
     return f"{job} of {run}"

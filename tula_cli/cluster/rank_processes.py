@@ -115,7 +115,7 @@ class ForkServer:
         """Return whether a rank can be forked from this server, i.e. has its folder and environment."""
         return (self.folder, self.environment) == (start.folder, start.shared_environment)
 
-    def fork(self, start: RankCommand, *, give_up: Callable[[], bool]) -> ForkedRank:
+    def fork_rank(self, start: RankCommand, *, give_up: Callable[[], bool]) -> ForkedRank:
         """Fork a rank; the first fork waits until all modules are imported.
 
         Args:
@@ -187,7 +187,7 @@ def find_rendezvous_address(task: Task) -> str:
     Raises:
         JobFailed: the configured network interface does not exist.
     """
-    return f"{network.find_own_address(task.spec.cluster.network_interface)}:{network.find_free_port()}"
+    return f"{network.find_node_address(task.spec.cluster.network_interface)}:{network.find_free_port()}"
 
 
 def uses_torchrun(task: Task) -> bool:
@@ -289,7 +289,7 @@ class RankGroup:
         failed = [(index, code) for index, child in enumerate(self.children) if (code := child.poll())]
         return min(failed, key=lambda each: (each[1] > 0, each[1] == -signal.SIGABRT, each[0]), default=None)
 
-    def end(self, grace: float) -> None:
+    def end_ranks(self, grace: float) -> None:
         """Ask the ranks to save and exit (SIGTERM); kill those that remain after `grace` seconds.
 
         Only the ranks themselves get SIGTERM: their data-loader processes must live until the ranks have saved.
@@ -324,7 +324,9 @@ class RankSpawner:
     server: ForkServer | None = None
     executes: bool = False  # whether ranks are executed from now on, because a fork has failed
 
-    def spawn(self, starts: Sequence[RankCommand], output: IO[bytes], *, give_up: Callable[[], bool]) -> RankGroup:
+    def spawn_ranks(
+        self, starts: Sequence[RankCommand], output: IO[bytes], *, give_up: Callable[[], bool]
+    ) -> RankGroup:
         """Start ranks, forked if possible and otherwise executed.
 
         Args:
@@ -337,20 +339,20 @@ class RankSpawner:
         group = RankGroup([])
         try:
             for start in starts:
-                group.children.append(self._fork(start, output, give_up) or _spawn_subprocess(start, output))
+                group.children.append(self._fork_rank(start, output, give_up) or _spawn_subprocess(start, output))
         except OSError:
             group.kill()
             raise
         return group
 
-    def _fork(self, start: RankCommand, output: IO[bytes], give_up: Callable[[], bool]) -> ForkedRank | None:
+    def _fork_rank(self, start: RankCommand, output: IO[bytes], give_up: Callable[[], bool]) -> ForkedRank | None:
         if self.executes or not start.is_forkable:
             return None
         if self.server is not None and not self.server.can_fork(start):
             self.close()
         try:
             self.server = self.server or ForkServer(start, output)
-            return self.server.fork(start, give_up=give_up)
+            return self.server.fork_rank(start, give_up=give_up)
         except ForkUnavailable as error:  # an executed rank meets the same problem and reports it
             sys.stderr.write(
                 f"tula: ranks cannot be forked, so each rank imports torch itself and starts more slowly: {error}\n"

@@ -60,7 +60,7 @@ class RankMonitor:
         """Describe that no step was seen; empty if one was, or if steps are not observed."""
         return ""
 
-    def poll_interval(self, allocation: Allocation) -> float:
+    def get_poll_interval(self, allocation: Allocation) -> float:
         """Return the seconds between two polls of the ranks."""
         return POLL_SECONDS
 
@@ -93,11 +93,11 @@ class RankProgram(ABC):
         return LeaderCommand(task=self.task.id, attempt=attempt, ranks=self.task.ranks, meeting=rendezvous)
 
     @abstractmethod
-    def start(self, allocation: Allocation, command: LeaderCommand) -> RankStarter:
+    def make_starter(self, allocation: Allocation, command: LeaderCommand) -> RankStarter:
         """Return how a supervisor starts its ranks."""
 
     @abstractmethod
-    def monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:
+    def make_monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:
         """Return the monitor of the ranks that a supervisor has started."""
 
     @abstractmethod
@@ -135,10 +135,10 @@ class WorkerProgram(RankProgram):
     def find_rank_rendezvous(self) -> str:
         return find_rendezvous_address(self.task) if uses_torchrun(self.task) else ""
 
-    def start(self, allocation: Allocation, command: LeaderCommand) -> RankLaunchPlan:
+    def make_starter(self, allocation: Allocation, command: LeaderCommand) -> RankLaunchPlan:
         return RankLaunchPlan(self.run, allocation, self.task, command)
 
-    def monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:
+    def make_monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:
         return RankMonitor()
 
     def find_clean_exit_failure(self) -> Failure | None:

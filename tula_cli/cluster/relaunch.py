@@ -28,12 +28,12 @@ def find_newest_task(run: RunDir, task_id: str) -> Task:
     return (None if training is None else training.read_newest_task()) or task
 
 
-def is_task_finished(run: RunDir, task: Task) -> bool:
+def is_finished_or_cancelled(run: RunDir, task: Task) -> bool:
     """Return whether a task is cancelled or finished, so that nothing is left to do."""
     return run.is_cancelled(task.job) or run.is_finished(task)
 
 
-# --- The input of decide()
+# --- The input of decide_next_action()
 
 
 def read_history(
@@ -49,7 +49,7 @@ def read_history(
     later_jobs: int = 0,
     allocation_ended: bool = False,
 ) -> History:
-    """Return the history that `decide` needs when an attempt has ended.
+    """Return the history that `decide_next_action` needs when an attempt has ended.
 
     Args:
         failure: why the attempt ended; None after a success.
@@ -82,7 +82,7 @@ def read_history(
                 history,
                 progress=training.count_trained_samples(),
                 fallback=_choose_fallback(run, task) if outcome == "device_oom" else None,
-                lr_factor=_find_lr_factor(training) if outcome == "diverged" else None,
+                lr_factor=_find_diverged_lr_factor(training) if outcome == "diverged" else None,
             )
         case ProbeTask():
             current_batch = run.find_current_probe(task)
@@ -112,7 +112,7 @@ def _find_next_trial(run: RunDir, task: ProbeTask, *, failed: int | None = None)
     return BatchBracket.from_results(task.spec, task.nodes, task.bounds, results).choose_next_trial()
 
 
-def _find_lr_factor(training: TrainingRun) -> float | None:
+def _find_diverged_lr_factor(training: TrainingRun) -> float | None:
     """Return the learning-rate factor at which the loss of a growing batch diverged; None if it was not recorded."""
     rows = (row for row in reversed(training.read_metrics()) if row["kind"] == "diverged")
     return next((row.get("lr_factor") for row in rows), None)
@@ -202,7 +202,7 @@ def make_next_attempt(task: TrainTask, failure: Failure, decision: Relaunch | Re
     return task.model_copy(update=update)
 
 
-def resize_to_allocation(run: RunDir, task: TrainTask, granted: int) -> TrainTask:
+def resize_task_to_allocation(run: RunDir, task: TrainTask, granted: int) -> TrainTask:
     """Return the task on the nodes that its job was granted, recorded as a new attempt if their number differs."""
     resized = task.with_granted_nodes(granted)
     if resized.nodes == task.nodes:
@@ -260,7 +260,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     tasks_by_id = {each.id: each for each in tasks}
     now = time.time()  # end of the newest attempt, in which this process still runs
     hours = sum(attempt.count_seconds(now) for attempt in attempts) / 3600
-    prediction, energy = _predict_epochs(tasks[0], result), training.read_energy()
+    prediction, energy = _predict_trained_epochs(tasks[0], result), training.read_energy()
     newest = tasks[-1].prediction  # for the final batch and nodes, like result.step_time
     run.write_summary(
         Summary(
@@ -303,7 +303,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     )
 
 
-def _predict_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | None:
+def _predict_trained_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | None:
     """Return the prediction for the epochs that were trained: all, or those up to early stopping."""
     prediction = first_task.ladder[0].prediction
     if prediction is None or not result.ended:

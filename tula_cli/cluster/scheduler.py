@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from tula_cli import plugins
 from tula_cli.errors import SchedulerError, SpecError
-from tula_cli.host.processes import is_running, read_start_time
+from tula_cli.host.processes import is_process_running, read_start_time
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.spec.backend import BACKENDS
 from tula_cli.spec.resources import Cluster
@@ -369,7 +369,7 @@ class LocalScheduler:
 
 def _is_running(id_: str) -> bool:
     pid, _, started = id_.partition("-")
-    return pid.isdigit() and started.isdigit() and is_running(int(pid), float(started))
+    return pid.isdigit() and started.isdigit() and is_process_running(int(pid), float(started))
 
 
 def _reap_children() -> None:

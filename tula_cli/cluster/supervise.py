@@ -18,7 +18,13 @@ from pathlib import Path
 from tula_cli.cluster.allocation import POLL_SECONDS, Allocation
 from tula_cli.cluster.attempt import RunningAttempt, close_attempt, open_attempt
 from tula_cli.cluster.chains import compute_start_delay
-from tula_cli.cluster.decisions import ALLOCATION_ENDED, MAX_STARTUP_SECONDS, History, attribute_failure, decide
+from tula_cli.cluster.decisions import (
+    ALLOCATION_ENDED,
+    MAX_STARTUP_SECONDS,
+    History,
+    attribute_failure,
+    decide_next_action,
+)
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.failures import (
     append_traceback,
@@ -28,25 +34,25 @@ from tula_cli.cluster.failures import (
     write_follower_failure,
 )
 from tula_cli.cluster.full_disk import require_disk_space
-from tula_cli.cluster.local import register_on_machine
+from tula_cli.cluster.local import register_job_on_machine
 from tula_cli.cluster.rank_processes import RankSpawner, get_first_rank
 from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.cluster.relaunch import (
     apply_decision,
     find_newest_task,
-    is_task_finished,
+    is_finished_or_cancelled,
     read_history,
-    resize_to_allocation,
+    resize_task_to_allocation,
     write_summary,
 )
 from tula_cli.cluster.scheduler import Scheduler, SupportsStartDelay, exclude_nodes
-from tula_cli.cluster.scripts.resume_test import require_resumable
+from tula_cli.cluster.scripts.resume_test import require_resumable_script
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, OtherFormat, TulaError
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_process_mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import get_node_name
-from tula_cli.host.processes import is_running
+from tula_cli.host.processes import is_process_running
 from tula_cli.run import format as run_format
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
@@ -164,7 +170,7 @@ class Supervisor:
         """
         if self.allocation.is_local:
             self._wait_for_resume_test(find_newest_task(self.run, task_id))
-            with register_on_machine(self.run, find_newest_task(self.run, task_id)) as self._machine_ticket:
+            with register_job_on_machine(self.run, find_newest_task(self.run, task_id)) as self._machine_ticket:
                 self._run_as_leader(task_id)
             return
         self.allocation.termination.install_handlers()
@@ -174,7 +180,7 @@ class Supervisor:
             )
             self._run_as_leader(task_id)
         else:
-            self.follow()
+            self.follow_leader()
 
     def record_supervisor_failure(self, error: Exception, task_id: str) -> None:
         """Record an error of this supervisor itself, so that it is not mistaken for a killed supervisor."""
@@ -193,7 +199,7 @@ class Supervisor:
         append_traceback(self.run, attempt, self.allocation.index, error)
         decision: Relaunch | Requeue | Stop = Stop(why="batch_failed")
         if task.has_checkpoints:
-            decided = decide(task, failure, self._read_history(task, attempt, failure))
+            decided = decide_next_action(task, failure, self._read_history(task, attempt, failure))
             decision = self._prepare_later_jobs(task, Requeue() if isinstance(decided, Relaunch) else decided, failure)
         else:
             apply_decision(self.run, task, failure, decision)
@@ -202,7 +208,7 @@ class Supervisor:
     def _wait_for_resume_test(self, task: Task) -> None:
         """Wait for the resume test that precedes a training on this machine; on a scheduler, job dependencies do so."""
         job = self.run.find_job(task.resume_test_job) if task.resume_test_job else None
-        while job is not None and is_running(int(job.scheduler_id), job.process_started):
+        while job is not None and is_process_running(int(job.scheduler_id), job.process_started):
             if self.run.is_cancelled(task.job):
                 return
             time.sleep(POLL_SECONDS)
@@ -226,21 +232,25 @@ class Supervisor:
         self._write_command(LeaderCommand(task=None))
 
     def _run_attempts_as_leader(self, first_task: Task) -> None:
-        self._end_delay(self._list_later_jobs_of_chain(first_task))
+        self._end_start_delay(self._list_later_jobs_of_chain(first_task))
         ends = time.monotonic() + first_task.timeout
         task = self._resume_from_earlier_jobs(first_task)
-        if isinstance(task, TrainTask) and self.allocation.nodes is not None and not is_task_finished(self.run, task):
-            task = resize_to_allocation(self.run, task, self.allocation.nodes)
-        while task is not None and not is_task_finished(self.run, task):
-            if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
-                self._cancel_small_jobs(task)
+        if (
+            isinstance(task, TrainTask)
+            and self.allocation.nodes is not None
+            and not is_finished_or_cancelled(self.run, task)
+        ):
+            task = resize_task_to_allocation(self.run, task, self.allocation.nodes)
+        while task is not None and not is_finished_or_cancelled(self.run, task):
+            if isinstance(task, TrainTask) and task.stages and not self.allocation.has_enough_nodes(task.nodes):
+                self._cancel_jobs_with_too_few_nodes(task)
                 return  # the next job with enough nodes resumes
             shortages.create_reserve_file(self.run.path)
             attempt = self._record_conflicting_trainings(open_attempt(self.run, self.allocation, task))
             self._current_attempt = (task, attempt)
             program = make_rank_program(self.run, task)
             try:
-                require_resumable(self.run, task)
+                require_resumable_script(self.run, task)
                 rendezvous = program.find_rank_rendezvous()
             except JobFailed as error:
                 refusal = Failure(outcome="user", message=f"{error.message}; {error.hint}", host=get_node_name())
@@ -251,7 +261,7 @@ class Supervisor:
             command = program.make_command(attempt=attempt.number, rendezvous=rendezvous)
             self._write_command(command)
             running = self._make_running_attempt(task, attempt, command, ends)
-            failure = running.apply_termination_reason(running.run_to_exit())
+            failure = running.apply_termination_reason(running.run_ranks_to_exit())
             reached = program.count_samples_reached(command, attempt)
             failure = program.record_attempt_results(command, failure)
             if failure is not None and failure.outcome == "disk":
@@ -260,7 +270,7 @@ class Supervisor:
                 task, attempt, failure, reached=reached, allocation_ended=self._has_allocation_ended(failure)
             )
             failure = attribute_failure(task, failure, history)
-            decision = self._prepare_later_jobs(task, decide(task, failure, history), failure)
+            decision = self._prepare_later_jobs(task, decide_next_action(task, failure, history), failure)
             # If the scheduler ends this job, the next job applies the decision.
             is_for_next_job = isinstance(decision, Requeue) and (history.allocation_ended or decision.first == "hold")
             next_task = None if is_for_next_job else apply_decision(self.run, task, failure, decision)
@@ -269,7 +279,7 @@ class Supervisor:
             self._current_attempt = None
             if isinstance(decision, Requeue):
                 # Again, as the submitting command may not have recorded the job's id at the start.
-                self._end_delay(self._list_later_jobs_of_chain(task))
+                self._end_start_delay(self._list_later_jobs_of_chain(task))
                 return
             if isinstance(decision, Relaunch) and decision.pause:
                 self._wait_before_relaunch(task, history.earlier, failure)
@@ -298,7 +308,7 @@ class Supervisor:
         reached: int | None = None,
         allocation_ended: bool = False,
     ) -> History:
-        """Return the history that `decide` needs when an attempt has ended, in this job or in an earlier one."""
+        """Return the history that `decide_next_action` needs when an attempt has ended, in this job or in an earlier one."""
         attempts = self._list_attempts_without_progress(task)
         return read_history(
             self.run,
@@ -325,7 +335,7 @@ class Supervisor:
             return decision
         waiting, done = self._list_later_jobs_of_chain(task), dict[str, object]()
         if decision.first == "exclude":
-            nodes = sbatch.list_excluded_nodes(self.run, task, also=failure.host)
+            nodes = sbatch.make_excluded_nodes_option(self.run, task, also=failure.host)
             done = {"nodes": nodes, "complaint": exclude_nodes(self.allocation.scheduler, waiting, nodes)}
         elif decision.first == "hold" and waiting:
             done = {"jobs": tuple(waiting), "complaint": self.allocation.scheduler.hold(waiting)}
@@ -343,18 +353,18 @@ class Supervisor:
                 return
             time.sleep(POLL_SECONDS)
 
-    def _cancel_small_jobs(self, task: Task) -> None:
+    def _cancel_jobs_with_too_few_nodes(self, task: Task) -> None:
         """Cancel later jobs with too few nodes for the rest of the training; one that still starts exits at once."""
         job = self._find_job(task)
         if job is not None:
             waiting = self._list_later_jobs_of_chain(task)
             large_enough = [chain_job for chain_job in waiting if job.get_nodes(chain_job) >= task.nodes]
             self._undelayed_job = ""  # another job of the chain is next after the cancellation
-            self._end_delay(large_enough)
+            self._end_start_delay(large_enough)
             too_small = [chain_job for chain_job in waiting if chain_job not in large_enough]
             self._cancel_jobs_of_chain(job, too_small, f"the training now needs {task.nodes} nodes")
 
-    def _end_delay(self, waiting: Sequence[str]) -> None:
+    def _end_start_delay(self, waiting: Sequence[str]) -> None:
         """Remove the start delay of the next job of the chain, which is needed only if this job cannot start tula."""
         scheduler = self.allocation.scheduler
         if self._undelayed_job or not waiting or not isinstance(scheduler, SupportsStartDelay):
@@ -404,7 +414,7 @@ class Supervisor:
 
     # --- a follower
 
-    def follow(self) -> None:
+    def follow_leader(self) -> None:
         """Execute the commands of the leader until its command to end the job.
 
         If the leader is killed, the scheduler ends this process too.
@@ -429,7 +439,7 @@ class Supervisor:
                 continue  # this node is not needed: fewer nodes are measured
             ends = deadlines.setdefault(task.id, time.monotonic() + task.timeout)
             self._current_attempt = (task, attempt)
-            self._make_running_attempt(task, attempt, command, ends).run_to_exit()
+            self._make_running_attempt(task, attempt, command, ends).run_ranks_to_exit()
             self._current_attempt = None
 
     def _read_task_and_attempt(self, task_id: str, number: int) -> tuple[Task, Attempt]:
@@ -458,17 +468,17 @@ class Supervisor:
             return task
         job = self._find_job(task)
         if job is not None and self._is_predecessor_cancelled(job, task):
-            self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
+            self.run.mark_job_cancelled(task.job, by=self.allocation.scheduler.cancel_command)
         earlier = self._list_attempts_of_submission(task)
         if not earlier or earlier[-1].task != task.id:
             return task  # first job of the submission, or the relaunch is already recorded
         last_attempt = self._correct_exit_reason(earlier[-1])
         if last_attempt.outcome == "cancelled" and not self.allocation.is_local:
-            self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
+            self.run.mark_job_cancelled(task.job, by=self.allocation.scheduler.cancel_command)
         if last_attempt.failure is None or isinstance(last_attempt.decision, Stop):
             return None
         history = self._read_history(task, last_attempt, last_attempt.failure)
-        decision = decide(task, last_attempt.failure, history)
+        decision = decide_next_action(task, last_attempt.failure, history)
         if isinstance(decision, Stop):
             self.run.write_attempt(last_attempt.model_copy(update={"decision": decision}))
         elif last_attempt.outcome == "disk":
@@ -479,7 +489,7 @@ class Supervisor:
         """Replace a bare signal as the exit reason by the scheduler's reason, if it reports one, and store the attempt."""
         if last_attempt.outcome != "signal" or last_attempt.allocation in ("", self.allocation.id):
             return last_attempt
-        termination = self.allocation.find_termination(last_attempt.allocation)
+        termination = self.allocation.find_termination_reason(last_attempt.allocation)
         if termination.outcome == "signal":
             return last_attempt
         corrected = last_attempt.model_copy(update={"failure": termination})
@@ -527,7 +537,7 @@ class Supervisor:
             log = run.get_log_path(lost.task, lost.number)
             ended_at = log.stat().st_mtime if log.exists() else lost.started_at
             killed = Failure(outcome="signal", message="its supervisor was killed")
-            failure = self.allocation.find_termination(lost.allocation) if lost.allocation else killed
+            failure = self.allocation.find_termination_reason(lost.allocation) if lost.allocation else killed
             failure = (find_supervisor_failure(run, lost) if failure.outcome == "signal" else None) or failure
             update = {"ended_at": ended_at, "failure": failure.model_copy(update={"detail": ""})}
             run.write_attempt(lost.model_copy(update=update))

@@ -48,7 +48,7 @@ def list_visible_gpus() -> list[str]:
     return ["0"] if gpus is None else gpus
 
 
-def list_lock_names(ranks: int) -> list[str]:
+def list_gpu_lock_names(ranks: int) -> list[str]:
     """Return the GPUs that the first `ranks` ranks of this machine use, by names that are the same in all processes.
 
     The names are UUIDs if nvidia-smi reports them, else numbers. All GPUs are returned if the machine has different
@@ -121,7 +121,7 @@ def read_used_gpu_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
     return {uuid: int(mebibytes) * 2**20 for uuid, mebibytes in rows}
 
 
-def describe_holders() -> list[str]:
+def describe_gpu_holders() -> list[str]:
     """Return descriptions of the processes that hold GPUs: from nvidia-smi, else those with a device file open."""
     if rows := _run_nvidia_smi("--query-compute-apps=pid,used_memory,process_name"):
         return [f"pid {row[0]} ({row[2]}, {row[1]} MiB)" for row in rows if len(row) == 3]

@@ -120,7 +120,7 @@ def find_kill_signal(text: str) -> str:
 
 def find_signal(text: str, exit_code: int | None = None) -> str:
     """Return the signal that ended a process, from its exit code or else from a launcher's text; empty if none did."""
-    number = _get_signal(exit_code)
+    number = _get_signal_number(exit_code)
     if number in _SIGNAL_NAMES:
         return _SIGNAL_NAMES[number]
     named = [name for name in _SIGNAL_NAME.findall(text) if name in _SIGNAL_NAMES.values()]
@@ -553,10 +553,10 @@ def _classify_by_exit(text: str, exit_code: int | None) -> OutcomeClass:
     for failure in (PEER_PATTERN, SIGNAL_PATTERN):
         if failure.pattern.search(text):
             return failure.outcome
-    return "signal" if _get_signal(exit_code) else "unknown"
+    return "signal" if _get_signal_number(exit_code) else "unknown"
 
 
-def _get_signal(exit_code: int | None) -> int:
+def _get_signal_number(exit_code: int | None) -> int:
     """Return the number of the signal in an exit code; 0 if it has none."""
     if exit_code is None:
         return 0
@@ -565,13 +565,13 @@ def _get_signal(exit_code: int | None) -> int:
 
 def _is_killed(exit_code: int | None) -> bool:
     """Return whether another process killed this one, so that its last output need not show the cause."""
-    return _get_signal(exit_code) not in (0, *_FAILURE_SIGNALS)
+    return _get_signal_number(exit_code) not in (0, *_FAILURE_SIGNALS)
 
 
 def _find_first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
     """Return the class of the first matching row of FAILURE_PATTERNS, and its match; None if no row matches."""
     texts = _split_by_scope(text, exit_code)
-    has_signal = bool(_get_signal(exit_code))
+    has_signal = bool(_get_signal_number(exit_code))
     rows = [row for row in FAILURE_PATTERNS if not (has_signal and row.outcome == "diverged")]
     matches = ((row.outcome, row.pattern.search(texts[row.scope])) for row in rows)
     return next(((outcome, match) for outcome, match in matches if match), None)

@@ -36,7 +36,7 @@ class FailureKind:
     for_script: str = ""
     severity: int = 1
 
-    def advice_for(self, cluster: Cluster, *, script: bool = False) -> str:
+    def format_advice(self, cluster: Cluster, *, script: bool = False) -> str:
         """Return the advice for the user, with the names of the settings of the cluster's scheduler."""
         advice = self.for_script if script and self.for_script else self.advice
         return advice.format(more_memory=cluster.backend.more_memory_advice)
@@ -210,4 +210,4 @@ def describe_advice(failure: Failure | OutcomeClass, spec: JobSpec | None = None
         return _FAULT_ADVICE[failure.fault]
     cluster, script = (Cluster(), False) if spec is None else (spec.cluster, spec.script is not None)
     outcome = failure.outcome if isinstance(failure, Failure) else failure
-    return FAILURE_KINDS[outcome].advice_for(cluster, script=script)
+    return FAILURE_KINDS[outcome].format_advice(cluster, script=script)

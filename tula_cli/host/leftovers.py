@@ -115,15 +115,15 @@ class GpuMemory:
             self._used, self._holders = devices.read_used_gpu_memory(gpus), frozenset(devices.find_device_holders())
             return ""
         deadline = time.monotonic() + MEMORY_TIMEOUT
-        while missing := self._describe_missing(gpus, mark):
+        while missing := self._describe_memory_in_use(gpus, mark):
             if give_up():
                 return ""
             if time.monotonic() > deadline:
-                return f"{missing}; held by {', '.join(devices.describe_holders()) or 'no visible process'}"
+                return f"{missing}; held by {', '.join(devices.describe_gpu_holders()) or 'no visible process'}"
             time.sleep(POLL_SECONDS)
         return ""
 
-    def _describe_missing(self, gpus: Sequence[str], mark: str) -> str:
+    def _describe_memory_in_use(self, gpus: Sequence[str], mark: str) -> str:
         """Return a description of GPU memory or holders beyond those before the first attempt; empty without any."""
         used_before = self._used or {}
         if used_now := devices.read_used_gpu_memory(gpus):

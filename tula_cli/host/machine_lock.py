@@ -72,13 +72,13 @@ def make_ticket_folder() -> Path:
     """
     user = os.getuid()
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or RUNTIME_FOLDER / str(user))
-    if runtime.is_absolute() and _is_private(runtime):
+    if runtime.is_absolute() and _is_private_folder(runtime):
         with contextlib.suppress(OSError):
-            return _make_private(runtime / "tula")
-    return _make_private(TEMPORARY_FOLDER / f"tula-{user}")
+            return _make_private_folder(runtime / "tula")
+    return _make_private_folder(TEMPORARY_FOLDER / f"tula-{user}")
 
 
-def _is_private(path: Path) -> bool:
+def _is_private_folder(path: Path) -> bool:
     try:
         status = path.lstat()
     except OSError:
@@ -86,10 +86,10 @@ def _is_private(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _make_private(path: Path) -> Path:
+def _make_private_folder(path: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    if not _is_private(path):
+    if not _is_private_folder(path):
         raise UntrustedFolder(f"{path} is not a private folder of this user (mode 0700)")
     return path
 
@@ -195,7 +195,7 @@ class TicketHolder:
         Raises:
             OSError: the tickets cannot be read or drawn.
         """
-        if not self._has_own_file():  # the session's folder was removed at logout: all draw new tickets
+        if not self._is_ticket_file_intact():  # the session's folder was removed at logout: all draw new tickets
             self._close_handle()
             self._take_number()
         return list_probes_ahead(self.ticket, _list_living_tickets(self.folder))
@@ -209,11 +209,11 @@ class TicketHolder:
     def close(self) -> None:
         """Remove the ticket and release its lock."""
         with contextlib.suppress(OSError):
-            if self._has_own_file():
+            if self._is_ticket_file_intact():
                 self._path.unlink()
         self._close_handle()
 
-    def _has_own_file(self) -> bool:
+    def _is_ticket_file_intact(self) -> bool:
         """Return whether the file with this number is this ticket, and not one in a folder created anew."""
         try:
             return self._handle is not None and os.path.samestat(os.fstat(self._handle), self._path.stat())
@@ -235,7 +235,7 @@ def list_probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]
     ]
 
 
-def describe_waiting(holder: str) -> str:
+def describe_queue_position(holder: str) -> str:
     """Return a description of what a probe waits for, and its place in the queue; empty if it does not wait."""
     queue = list_living_tickets()
     for ticket in queue:

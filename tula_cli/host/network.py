@@ -20,7 +20,7 @@ def get_node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def find_own_address(interface: str | None = None) -> str:
+def find_node_address(interface: str | None = None) -> str:
     """Return the address under which other nodes reach this one.
 
     Args:
@@ -34,7 +34,7 @@ def find_own_address(interface: str | None = None) -> str:
         JobFailed: an interface does not exist or has no address.
     """
     if interface is not None:
-        first_address, *_ = [_find_address(name) for name in interface.split(",")]
+        first_address, *_ = [_find_interface_address(name) for name in interface.split(",")]
         return first_address
     return find_named_address() or next(_list_outside_addresses(), socket.gethostname())
 
@@ -49,10 +49,10 @@ def make_interface_variables(interface: str | None) -> dict[str, str]:
         JobFailed: the interface does not exist or has no address.
     """
     if interface:
-        find_own_address(interface)
+        find_node_address(interface)
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     # gloo uses the address of the node's name, which may be the loopback; NCCL finds an interface by itself.
-    default_interface = find_interface(find_own_address()) if find_named_address() is None else None
+    default_interface = find_interface(find_node_address()) if find_named_address() is None else None
     return {"GLOO_SOCKET_IFNAME": default_interface} if default_interface else {}
 
 
@@ -86,7 +86,7 @@ def find_free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _find_address(interface: str) -> str:
+def _find_interface_address(interface: str) -> str:
     location = f"on {socket.gethostname()}"
     if interface not in list_interfaces():
         raise JobFailed(

@@ -195,7 +195,7 @@ def read_start_time(pid: int) -> float | None:
     return None if fields[0] in "ZX" else float(fields[19])
 
 
-def is_running(pid: int, started: float | None) -> bool:
+def is_process_running(pid: int, started: float | None) -> bool:
     """Return whether the process that `read_start_time` reported to have started then still runs; ids are reused."""
     return started is not None and read_start_time(pid) == started
 

@@ -62,7 +62,7 @@ class _Point:
         """Return the point with its activations, given the terms that probes share."""
         if isinstance(self.memory, Components):
             return replace(self, activations=float(self.memory.activations))
-        return replace(self, activations=self.memory.peak - states.static - batch_slope * self.micro_batch)
+        return replace(self, activations=self.memory.peak - states.static_bytes - batch_slope * self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class MemoryModel:
     def fixed(self) -> float:
         """Peak extrapolated from large batches to zero samples."""
         last_corner, get_last_slope = self.activations.xs[-1], self.activations.get_last_slope()
-        return float(max(0.0, self.states.static + self.activations(last_corner) - get_last_slope * last_corner))
+        return float(max(0.0, self.states.static_bytes + self.activations(last_corner) - get_last_slope * last_corner))
 
     def compute_activations(self, micro_batch: Number) -> Number:
         return np.maximum(0.0, self.activations(micro_batch))
@@ -199,7 +199,7 @@ class MemoryModel:
         return math.floor(at + float(limit - self._compute_micro_batch_needed_memory(at)) / slope) * self.accumulate
 
     def _compute_micro_batch_peak(self, micro_batch: Number) -> Number:
-        return self.states.static + self.batch_slope * micro_batch + self.compute_activations(micro_batch)
+        return self.states.static_bytes + self.batch_slope * micro_batch + self.compute_activations(micro_batch)
 
     def _compute_micro_batch_needed_memory(self, micro_batch: Number) -> Number:
         return self.min_device_ratio * self._compute_micro_batch_peak(micro_batch) + self.libraries
@@ -313,7 +313,7 @@ def _find_largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]
         factors=max(states.factors for states in measured_states) or max(factors, default=0),
     )
     peaks = [point.memory.peak for point in believed if isinstance(point.memory, PeakMemory)]
-    return _NO_STATES if peaks and largest_states.static >= min(peaks) else largest_states
+    return _NO_STATES if peaks and largest_states.static_bytes >= min(peaks) else largest_states
 
 
 _NO_STATES = ModelStates(parameters=0, gradients=0, optimizer=0, factors=0)

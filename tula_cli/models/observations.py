@@ -112,7 +112,7 @@ def require_same_hardware(measured: Sequence[Measured]) -> None:
 def describe_mixed_hardware(measured: Sequence[Measured]) -> str:
     """Describe probes on different hardware, which belong to different fits; empty if all ran on the same."""
     for probe in measured:
-        if probe.environment.mixed:
+        if probe.environment.is_mixed:
             nodes = "; ".join(f"{node.name}: {' and '.join(node.hardware)}" for node in probe.environment.nodes)
             return f"{probe.id} ran on nodes with different hardware ({nodes}), so the slowest determined its times"
     where: dict[str, list[str]] = {}

@@ -340,11 +340,11 @@ def _compute_sharded_gradients(
     """
     weight = counts[rank] * len(counts) / sum(counts)
 
-    def weighted() -> Tensor:
+    def compute_weighted_loss() -> Tensor:
         value = loss(max(1, counts[rank])) * weight
         return value if scaler is None else scaler.scale(value)
 
-    sharded = compute_sharded_gradients(weighted, model)
+    sharded = compute_sharded_gradients(compute_weighted_loss, model)
     grads = [sharded.get(p) for p in params]
     return grads if scaler is None or not scaler.is_enabled() else _undo_loss_scale(grads, scaler)
 
@@ -1235,15 +1235,15 @@ class TulaOptimizer(OptimizerWrapper):
         """
         if not self.needs_small_batch:
             raise RuntimeError("call small_batch() only in steps in which needs_small_batch is true")
-        params = [p for p, g in self._select_scaled(self._get_gradients()).items() if not g.is_sparse]
+        params = [p for p, g in self._select_scaled_gradients(self._get_gradients()).items() if not g.is_sparse]
         self.factors.stage_small_batch_gradients(loss, params, step=self._n_steps, scaler=scaler)
 
-    def _discard_pending(self) -> None:
+    def _discard_pending_gradients(self) -> None:
         self.factors.discard_pending()
 
     # ---- the step
 
-    def _update(self) -> None:
+    def _take_step(self) -> None:
         """Take one optimizer step (lines 4 to 10)."""
         with self.wrap_base_step():
             self.base.step()
@@ -1274,7 +1274,7 @@ class TulaOptimizer(OptimizerWrapper):
     def _get_gradients(self) -> dict[Tensor, Tensor]:
         return {p: get_local_shard(p.grad) for p in self.setup.params if p.grad is not None}
 
-    def _select_scaled(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def _select_scaled_gradients(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         excluded = self.setup.excluded
         return {p: g for p, g in grads.items() if p not in excluded} if excluded else grads
 
@@ -1283,7 +1283,7 @@ class TulaOptimizer(OptimizerWrapper):
         square = self.setup.compute_squared_norm(list(grads.values()))
         should_scale = self.gate.decide(square, has_factors=self.factors.has_factors)
         if due:
-            self.factors.refresh_factors(self._select_scaled(grads))
+            self.factors.refresh_factors(self._select_scaled_gradients(grads))
         return should_scale
 
     def _get_factors(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:

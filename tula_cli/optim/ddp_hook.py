@@ -48,7 +48,7 @@ def get_or_register_reduction_hook(ddp: DistributedDataParallel) -> ReductionHoo
     """
     if ddp not in _registered:
         state = ReductionHook(ddp.process_group)
-        ddp.register_comm_hook(state, _reduce)
+        ddp.register_comm_hook(state, _reduce_bucket)
         _registered[ddp] = state
     return _registered[ddp]
 
@@ -62,7 +62,7 @@ def add_listener(ddp: DistributedDataParallel, listener: Listener) -> None:
     get_or_register_reduction_hook(ddp).listeners.append(listener)
 
 
-def _reduce(state: ReductionHook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def _reduce_bucket(state: ReductionHook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     gradient = bucket.buffer()
     finishers = [listener(bucket) for listener in state.listeners]
     after = [call for call in finishers if call is not None]

@@ -22,7 +22,7 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 class _Layerwise(Optimizer):
     """Base class of LARS and LAMB: a loop over groups of tensors that one foreach operation can process."""
 
-    def _update(self) -> None:
+    def _take_step(self) -> None:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for adapted in (True, False):
@@ -104,7 +104,7 @@ class Lars(_Layerwise):
             rates = _compute_lars_rates(
                 params, updates, decay=decay, trust=group["trust_coefficient"], eps=group["eps"]
             )
-            updates = list(torch._foreach_add(updates, _to_state_precision(params), alpha=decay))
+            updates = list(torch._foreach_add(updates, _convert_to_state_precision(params), alpha=decay))
             torch._foreach_mul_(updates, rates)
             torch._foreach_mul_(updates, lr)
         else:
@@ -181,7 +181,7 @@ class Lamb(_Layerwise):
         torch._foreach_mul_(updates, first_moments)
         torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
         if adapted:
-            torch._foreach_add_(updates, _to_state_precision(params), alpha=group["weight_decay"])
+            torch._foreach_add_(updates, _convert_to_state_precision(params), alpha=group["weight_decay"])
             torch._foreach_mul_(updates, _compute_trust_ratios(params, updates))
         torch._foreach_sub_(params, _cast_like(torch._foreach_mul(updates, group["lr"]), params))
 
@@ -210,7 +210,7 @@ def _make_zero_state(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=get_accumulation_dtype(param.dtype), memory_format=torch.preserve_format)
 
 
-def _to_state_precision(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _convert_to_state_precision(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.to(get_accumulation_dtype(tensor.dtype)) for tensor in tensors]
 
 
@@ -227,7 +227,7 @@ def _get_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     grads = [p.grad for p in params if p.grad is not None]
     if any(grad.is_sparse for grad in grads):
         raise RuntimeError("LARS and LAMB do not work with sparse gradients; use sparse=False in the embedding")
-    return _to_state_precision(grads)
+    return _convert_to_state_precision(grads)
 
 
 def _require_nonnegative(**values: float) -> None:

@@ -64,7 +64,7 @@ class MuonWithAdamW(Optimizer):
             groups.append({**defaults, **settings})
         super().__init__(groups, {})
 
-    def _update(self) -> None:
+    def _take_step(self) -> None:
         for optimizer, by_muon in ((self._muon, True), (self._adamw, False)):
             optimizer.param_groups = [group for group in self.param_groups if group["by_muon"] == by_muon]
             optimizer.state = self.state

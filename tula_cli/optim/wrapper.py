@@ -99,7 +99,7 @@ def check_model_has_parameters_of_base(base: torch.optim.Optimizer, model: nn.Mo
 def check_sharding(base: torch.optim.Optimizer, model: nn.Module, who: str = "TulaOptimizer") -> None:
     """Raise a ValueError if gradients are sharded otherwise than by fully_shard over all ranks, or parameters are complex."""
     params = [p for group in base.param_groups for p in group["params"]]
-    has_allowed_shards = is_sharded(model) and all(_is_divided_among_all(p) for p in params)
+    has_allowed_shards = is_sharded(model) and all(_is_sharded_over_all_ranks(p) for p in params)
     refused = CLASSES_OF_SHARDS if has_allowed_shards else CLASSES_OF_SHARDS | CLASSES_OF_FULLY_SHARD
     for instance in (base, *model.modules(), *params):
         if list_class_names(instance) & refused:
@@ -111,7 +111,7 @@ def check_sharding(base: torch.optim.Optimizer, model: nn.Module, who: str = "Tu
         raise ValueError(f"{who} does not work with complex parameters")
 
 
-def _is_divided_among_all(param: Any) -> bool:
+def _is_sharded_over_all_ranks(param: Any) -> bool:
     """Return whether a parameter is sharded over all ranks of the default process group, without replicas."""
     mesh = getattr(param, "device_mesh", None)
     if mesh is None or mesh.ndim != 1 or mesh.size() != dist.get_world_size():
@@ -154,11 +154,11 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        self._take_step()
         return loss
 
     @abstractmethod
-    def _update(self) -> None:
+    def _take_step(self) -> None:
         """Take the step; gradients are disabled."""
 
 
@@ -193,10 +193,10 @@ class OptimizerWrapper(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and drop everything gathered for a step that was not taken."""
-        self._discard_pending()
+        self._discard_pending_gradients()
         self.base.zero_grad(set_to_none)
 
-    def _discard_pending(self) -> None:
+    def _discard_pending_gradients(self) -> None:
         """Drop everything gathered for the coming step; by default that is nothing."""
 
     def __getstate__(self) -> dict[str, Any]:

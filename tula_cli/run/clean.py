@@ -44,7 +44,7 @@ class RemovableEntry:
     size: int  # bytes of disk usage
 
 
-def measure_size_and_time(path: Path) -> tuple[int, float]:
+def measure_disk_usage(path: Path) -> tuple[int, float]:
     """Return the disk usage (bytes) of a file or folder with its contents, and the newest modification (Unix time)."""
     size, newest, pending = 0, 0.0, [path]
     while pending:
@@ -58,7 +58,7 @@ def measure_size_and_time(path: Path) -> tuple[int, float]:
     return size, newest
 
 
-def list_removable_files(folder: Path, policy: CleanPolicy) -> Iterator[RemovableEntry]:
+def list_removable_entries(folder: Path, policy: CleanPolicy) -> Iterator[RemovableEntry]:
     """Yield the removable files of a run. No job of the run may be active.
 
     Raises:
@@ -69,12 +69,12 @@ def list_removable_files(folder: Path, policy: CleanPolicy) -> Iterator[Removabl
     for attempt in _list_folders(folder / "script"):
         out = attempt / "out"
         if _PROBE_FOLDER_PATTERN.fullmatch(attempt.name) and _is_folder(out):
-            yield _make_removable_file("scratch", out)
+            yield _make_removable_entry("scratch", out)
         elif _RESUME_TEST_FOLDER_PATTERN.fullmatch(attempt.name):
-            yield _make_removable_file("scratch", attempt)
+            yield _make_removable_entry("scratch", attempt)
         elif _RATE_SEARCH_FOLDER_PATTERN.fullmatch(attempt.name):  # branches can start again from copies of "start"
             yield from (
-                _make_removable_file("scratch", copy) for copy in _list_folders(attempt) if copy.name != "start"
+                _make_removable_entry("scratch", copy) for copy in _list_folders(attempt) if copy.name != "start"
             )
 
 
@@ -84,7 +84,7 @@ def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> I
     complete_checkpoints = [
         name
         for name, mode in sorted(entries.items(), reverse=True)
-        if CHECKPOINT_PATTERN.fullmatch(name) and _has_type_of_name(name, mode)
+        if CHECKPOINT_PATTERN.fullmatch(name) and _has_type_matching_name(name, mode)
     ]
     if complete_checkpoints:
         is_finished = training.read_result() is not None
@@ -93,17 +93,17 @@ def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> I
             set() if gone else _list_kept_checkpoints(training, complete_checkpoints, policy, is_finished=is_finished)
         )
         for name in sorted(set(complete_checkpoints) - kept):
-            yield _make_removable_file("compared" if gone else "checkpoints", folder / name)
+            yield _make_removable_entry("compared" if gone else "checkpoints", folder / name)
     for name, mode in sorted(entries.items()):
         if stat.S_ISLNK(mode):
             continue
         if _DAMAGED_CHECKPOINT_PATTERN.fullmatch(name):
-            yield _make_removable_file("damaged", folder / name)
+            yield _make_removable_entry("damaged", folder / name)
         elif DRAFT_PATTERN.fullmatch(name):
-            yield _make_removable_file("drafts", folder / name)
+            yield _make_removable_entry("drafts", folder / name)
     for name, mode in sorted(_list_entries(training.path).items()):
         if _LINK_DRAFT_PATTERN.fullmatch(name) and stat.S_ISLNK(mode):
-            yield _make_removable_file("drafts", training.path / name)
+            yield _make_removable_entry("drafts", training.path / name)
 
 
 def _list_kept_checkpoints(
@@ -132,7 +132,7 @@ def _read_link_target(link: Path) -> str:
     return target.name if target.parent == Path("checkpoints") else ""
 
 
-def remove_file(entry: RemovableEntry) -> None:
+def remove_entry(entry: RemovableEntry) -> None:
     """Remove a file or folder, and the links to it first. An interrupted removal is completed by the next call.
 
     Raises:
@@ -163,11 +163,11 @@ def _remove_folder(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _make_removable_file(kind: Kind, path: Path) -> RemovableEntry:
-    return RemovableEntry(kind, path, measure_size_and_time(path)[0])
+def _make_removable_entry(kind: Kind, path: Path) -> RemovableEntry:
+    return RemovableEntry(kind, path, measure_disk_usage(path)[0])
 
 
-def _has_type_of_name(name: str, mode: int) -> bool:
+def _has_type_matching_name(name: str, mode: int) -> bool:
     """Return whether a checkpoint has the file type of its name: a file, or a folder of shares; never a link."""
     return stat.S_ISDIR(mode) if name.endswith(".dcp") else stat.S_ISREG(mode)
 

@@ -61,8 +61,8 @@ def warn_damaged_record(run: Path, path: Path, error: BadMeasurements) -> Diagno
 def list_curve_warnings(training: TrainingRun) -> Iterator[Diagnostic]:
     """Yield warnings about damaged rows and damaged weights of a training."""
     for path, lines, consequence in (
-        (training.metrics_path, training.find_damaged_rows(), "predictions, charts and exports do not include"),
-        (training.steps_path, training.find_damaged_steps(), "charts and exports of every step do not include"),
+        (training.metrics_path, training.find_damaged_metrics_lines(), "predictions, charts and exports do not include"),
+        (training.steps_path, training.find_damaged_step_lines(), "charts and exports of every step do not include"),
     ):  # fmt: skip
         if lines:
             yield messages.damaged_lines(

@@ -20,16 +20,16 @@ from tula_cli.run.files import (
     read_records,
     read_text,
     touch_change_marker,
-    write_and_announce,
-    write_atomic,
+    write_file_atomically,
     write_record,
+    write_record_and_announce,
 )
 from tula_cli.run.lock import FolderLock
-from tula_cli.run.owner import find_other_owner, require_ownership, require_run
+from tula_cli.run.owner import find_other_owner, require_ownership, require_readable_run
 from tula_cli.run.parsed_spec import (
     find_newest_run,
-    get_job_change_time,
     list_run_folders,
+    read_job_change_time,
     read_stored_spec,
     write_parsed_spec,
 )
@@ -84,7 +84,7 @@ class ClusterChecks:
 
     def write_token(self, task_id: str, token: str) -> None:
         """Write a token by which nodes verify that they see this folder and not another one of the same name."""
-        write_atomic(self.path / f"{task_id}.token", f"{token}\n")
+        write_file_atomically(self.path / f"{task_id}.token", f"{token}\n")
 
     def read_token(self, task_id: str) -> str:
         return read_text(self.path / f"{task_id}.token")
@@ -95,7 +95,7 @@ class ClusterChecks:
         Raises:
             TulaError: it cannot.
         """
-        write_atomic(self.path / f"{task_id}.{rank:04d}.here", f"{host}\n")
+        write_file_atomically(self.path / f"{task_id}.{rank:04d}.here", f"{host}\n")
 
     def read_signed_in_hosts(self, task_id: str) -> dict[int, str]:
         """Return the hosts of a check's ranks that could write here, by rank."""
@@ -104,7 +104,7 @@ class ClusterChecks:
     def write_report(self, report: ClusterReport) -> None:
         write_record(self.path / f"{report.id}.json", report)
 
-    def write_draft(self, report: ClusterReport) -> None:
+    def write_draft_report(self, report: ClusterReport) -> None:
         """Save the findings before the network test, which may terminate the ranks."""
         write_record(self.path / f"{report.id}.draft", report)
 
@@ -116,7 +116,7 @@ class ClusterChecks:
 
     def mark_reported(self, task_id: str) -> None:
         """Record that the user has seen the outcome of a check, so that the next call starts a new one."""
-        write_atomic(self.path / f"{task_id}.told", f"{time.time()}\n")
+        write_file_atomically(self.path / f"{task_id}.told", f"{time.time()}\n")
 
     def is_reported(self, task_id: str) -> bool:
         return (self.path / f"{task_id}.told").exists()
@@ -172,7 +172,7 @@ class RunDir:
         write_parsed_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"))
         # In a shared folder, the file of another user is not overwritten.
         if not find_other_owner(self.path.parent / LATEST_FILE):
-            write_atomic(self.path.parent / LATEST_FILE, f"{self.path.name}\n")
+            write_file_atomically(self.path.parent / LATEST_FILE, f"{self.path.name}\n")
 
     @staticmethod
     def open(path: Path) -> "RunDir":
@@ -182,7 +182,7 @@ class RunDir:
             SpecError: there is no such folder, or it is not a run directory.
             NotYours: it belongs to another user and is not readable.
         """
-        require_run(path)
+        require_readable_run(path)
         return RunDir(path)
 
     @staticmethod
@@ -213,7 +213,7 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        return get_job_change_time(self.path) is not None
+        return read_job_change_time(self.path) is not None
 
     def read_spec(self) -> JobSpec:
         """Return the stored job; raises as `read_stored_spec` does."""
@@ -237,7 +237,7 @@ class RunDir:
     # --- Tasks, jobs and attempts
 
     def write_task(self, task: Task) -> None:
-        write_and_announce(self.path, f"tasks/{task.id}.json", task)
+        write_record_and_announce(self.path, f"tasks/{task.id}.json", task)
 
     def read_task(self, task_id: str) -> Task | None:
         return read_record(self.path / f"tasks/{task_id}.json", TASK)
@@ -287,7 +287,9 @@ class RunDir:
 
     def write_failure(self, failure: Failure) -> None:
         assert failure.rank is not None, "the failure of a rank"
-        write_and_announce(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
+        write_record_and_announce(
+            self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure
+        )
 
     def read_failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:
         """Return the readable failures of ranks, earliest first."""
@@ -303,11 +305,11 @@ class RunDir:
         paths = list_files(self.path / "failures", f"{task_id}.{attempt:03d}.*.json")
         return [int(path.name.split(".")[-2]) for path in paths]
 
-    def cancel(self, job_id: str, *, by: str = "tula cancel") -> None:
+    def mark_job_cancelled(self, job_id: str, *, by: str = "tula cancel") -> None:
         """Mark a job as cancelled by the user: nothing starts or restarts it until `remove_cancellation`."""
         if not self.is_cancelled(job_id):
             require_ownership(self.path)
-            write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
+            write_file_atomically(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
             touch_change_marker(self.path)
 
     def remove_cancellation(self, job_id: str) -> None:
@@ -322,12 +324,12 @@ class RunDir:
         The scheduler reports this only as a cancellation.
         """
         path = self.path / f"jobs/{job_id}.released"
-        write_atomic(path, read_text(path) + "".join(f"{id_} {why}\n" for id_ in ids))
+        write_file_atomically(path, read_text(path) + "".join(f"{id_} {why}\n" for id_ in ids))
 
     def write_script(self, name: str, text: str) -> Path:
         """Write the batch script next to submitit's files; return its absolute path."""
         path = self.submitit_dir.absolute() / f"{name}.sh"
-        write_atomic(path, text)
+        write_file_atomically(path, text)
         return path
 
     @property
@@ -355,7 +357,7 @@ class RunDir:
         """Return the readable results, by nodes and local batch; `Snapshot.record_warnings` has the damaged ones."""
         return self.read_snapshot().results
 
-    def read_measured(self) -> list[Measured]:
+    def read_measurements(self) -> list[Measured]:
         """Return the readable results of probes that succeeded, by nodes and local batch."""
         return self.read_snapshot().measured
 
@@ -375,7 +377,7 @@ class RunDir:
             case ProbeTask():
                 return self.find_current_probe(task) is None
             case ResumeTestTask():
-                resume_test = ResumeTestRecords(self.path).read(task.id)
+                resume_test = ResumeTestRecords(self.path).read_result(task.id)
                 return resume_test is not None and resume_test.over_at is not None
             case EvaluateTask():
                 return self.get_training(task.signature).read_evaluation(task.key) is not None
@@ -394,7 +396,7 @@ class RunDir:
 
     def write_text(self, name: str, text: str) -> Path:
         """Write one of recommended.yaml and results.csv; return its path."""
-        write_atomic(self.path / name, text)
+        write_file_atomically(self.path / name, text)
         return self.path / name
 
     @property
@@ -474,16 +476,16 @@ class RunDir:
         """Return whether rank 0 of an attempt had a GPU."""
         return read_text(self.get_handover_path(attempt.task, attempt.number)).endswith(" cuda")
 
-    def write_stop(self, task_id: str, attempt: int, reason: str) -> None:
+    def write_stop_reason(self, task_id: str, attempt: int, reason: str) -> None:
         """Record why the ranks saved and exited on their own: "time_limit", "stage_end" or "signal"."""
-        write_atomic(self.path / "stopped" / f"{task_id}.{attempt:03d}", f"{reason}\n")
+        write_file_atomically(self.path / "stopped" / f"{task_id}.{attempt:03d}", f"{reason}\n")
 
     def read_stop_reason(self, task_id: str, attempt: int) -> str:
         """Return why the ranks of an attempt exited before the end; empty if they did not."""
         return read_text(self.path / "stopped" / f"{task_id}.{attempt:03d}")
 
     def write_leader_command(self, allocation: str, number: int, command: LeaderCommand) -> None:
-        write_and_announce(self.path, f"orders/{allocation}.{number:03d}.json", command)
+        write_record_and_announce(self.path, f"orders/{allocation}.{number:03d}.json", command)
 
     def read_leader_command(self, allocation: str, number: int) -> LeaderCommand | None:
         """Return a leader command, or None.
@@ -560,7 +562,7 @@ class Run(RunDir):
         return [job if self.type is None else f"{self.type}/{job}" for job in jobs]
 
     @property
-    def sizes(self) -> tuple["Run", ...]:
+    def runs_of_other_sizes(self) -> tuple["Run", ...]:
         """The runs with other numbers of GPUs on the same nodes, whose measurements also enter a fit."""
         here = self.variant.node_type
         runs = (run for run in self.family if run.variant.node_type == here)

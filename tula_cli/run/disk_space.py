@@ -55,7 +55,7 @@ def measure_file_size(path: Path) -> int:
     return size
 
 
-def choose_full_disk_errno(folder: Path, needed: int = MIN_FREE_BYTES) -> int:
+def find_full_disk_errno(folder: Path, needed: int = MIN_FREE_BYTES) -> int:
     """Return the error number of `FULL_DISK_ERRNOS` with which writing `needed` bytes would fail now, else 0.
 
     The write is tried, because no call reports a quota: blocks are allocated for a temporary file, which is then

@@ -100,7 +100,7 @@ MODE_FOR_ALL = 0o666
 user."""
 
 
-def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, mode: int = 0o600) -> None:
+def write_file_atomically(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, mode: int = 0o600) -> None:
     """Replace the file at `path` as a whole.
 
     Args:
@@ -226,7 +226,7 @@ def is_regular_file(path: Path | str) -> bool:
     return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
 
 
-def get_change_time(path: Path, *, follow_symlinks: bool = True) -> float:
+def read_change_time(path: Path, *, follow_symlinks: bool = True) -> float:
     """Return when a file was last changed (Unix time); 0 if it does not exist."""
     try:
         return path.stat(follow_symlinks=follow_symlinks).st_mtime
@@ -259,7 +259,7 @@ def write_record(path: Path, record: "BaseModel") -> None:
     except ValueError as error:  # a file name in the record is not valid UTF-8
         hint = "use folders and files whose names are UTF-8; convmv -t utf8 renames them"
         raise CannotWrite(f"{path} cannot be written: a path or text in it is not UTF-8", hint) from error
-    write_atomic(path, text + "\n")
+    write_file_atomically(path, text + "\n")
 
 
 def read_record(path: Path, kind: "type[T] | TypeAdapter[T]") -> T | None:
@@ -493,8 +493,8 @@ def parse_json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
-    """Append an object to a JSON-lines file, creating it if needed; raises as `open_to_append` does."""
-    with open_to_append(path) as file:
+    """Append an object to a JSON-lines file, creating it if needed; raises as `open_file_to_append` does."""
+    with open_file_to_append(path) as file:
         file.write(f"{json.dumps(content)}\n".encode())
 
 
@@ -521,7 +521,7 @@ def publish_folder(draft: Path, target: Path) -> None:
             raise
 
 
-def open_to_append(path: Path) -> BinaryIO:
+def open_file_to_append(path: Path) -> BinaryIO:
     """Open a file for appending; its folder is created if needed.
 
     Raises:
@@ -634,7 +634,7 @@ def touch_change_marker(run: Path) -> None:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
-def write_and_announce(run: Path, name: str, record: "BaseModel") -> None:
+def write_record_and_announce(run: Path, name: str, record: "BaseModel") -> None:
     """Replace a record at the path `name` in a run directory, and announce the change.
 
     Raises:

@@ -23,7 +23,7 @@ def write_format(run: Path) -> None:
     Raises:
         TulaError: it cannot be written.
     """
-    files.write_atomic(run / _FORMAT_FILE, f"{RUN_FORMAT} tula {__version__}\n")
+    files.write_file_atomically(run / _FORMAT_FILE, f"{RUN_FORMAT} tula {__version__}\n")
 
 
 def require_known_format(run: Path) -> None:

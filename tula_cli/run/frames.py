@@ -124,7 +124,7 @@ def make_column_frame(columns: Mapping[str, Any]) -> "pd.DataFrame":
     return pd.DataFrame(dict(columns), copy=False)
 
 
-def read_records(frame: "pd.DataFrame", kind: type[RecordType]) -> tuple[RecordType, ...]:
+def convert_frame_to_records(frame: "pd.DataFrame", kind: type[RecordType]) -> tuple[RecordType, ...]:
     """Return the rows of a table as records, in their order; a nested record without any known value is None."""
     values: dict[str, list[Any]] = {}
     nested: dict[str, dict[str, list[Any]]] = {}

@@ -45,10 +45,12 @@ def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
     """
     jobs = [(variant, RunDir.from_spec(root, job, code=code)) for variant, job in list_variants(spec)]
     names = tuple(run.id for _, run in jobs) if len(jobs) > 1 or spec.types else ()
-    return _set_family([Run(run.path, run.spec, variant.model_copy(update={"runs": names})) for variant, run in jobs])
+    return _link_runs_of_job(
+        [Run(run.path, run.spec, variant.model_copy(update={"runs": names})) for variant, run in jobs]
+    )
 
 
-def list_siblings(run: RunDir) -> list[RunDir]:
+def list_runs_of_job(run: RunDir) -> list[RunDir]:
     """Return all existing runs of a run's job, including the run itself."""
     variant = run.read_variant()
     if variant is None or variant.in_addition == "length":  # measured by an earlier version at another text length
@@ -69,9 +71,9 @@ def open_runs_of_job(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, .
     Raises:
         SpecError: an override changes settings that were measured, or is invalid.
     """
-    stored = [(sibling, sibling.read_variant() or Variant()) for sibling in list_siblings(run)]
+    stored = [(sibling, sibling.read_variant() or Variant()) for sibling in list_runs_of_job(run)]
     node_types = {variant.node_type for _, variant in stored if variant.node_type}
-    return _set_family(
+    return _link_runs_of_job(
         [_open(sibling, variant, _select_overrides(overrides, variant, node_types)) for sibling, variant in stored]
     )
 
@@ -87,7 +89,7 @@ def open_runs(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> tuple[Ru
     Raises:
         SpecError: as in `open_runs_of_job` and `combine_runs`.
     """
-    return combine_runs(_open_each(runs, overrides))
+    return combine_runs(_open_runs_with_overrides(runs, overrides))
 
 
 def open_runs_by_job(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> list[tuple[Run, ...]]:
@@ -96,7 +98,7 @@ def open_runs_by_job(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> l
     Arguments and errors as in `open_runs_of_job`.
     """
     jobs: list[list[Run]] = []
-    for run in _open_each(runs, overrides):
+    for run in _open_runs_with_overrides(runs, overrides):
         job = next((job for job in jobs if not _list_differences(job[0], run)), None)
         if job is None:
             jobs.append([run])
@@ -113,7 +115,7 @@ def list_distinct_runs(runs: Sequence[RunDir]) -> list[RunDir]:
     return list(distinct.values())
 
 
-def _open_each(runs: Sequence[RunDir], overrides: Sequence[str]) -> list[Run]:
+def _open_runs_with_overrides(runs: Sequence[RunDir], overrides: Sequence[str]) -> list[Run]:
     opened: dict[Path, Run] = {}
     runs = list_distinct_runs([run for run in runs if run.exists] or runs[:1])
     for run in runs:
@@ -137,7 +139,7 @@ def _select_overrides(overrides: Sequence[str], variant: Variant, node_types: Co
     return selected
 
 
-def _set_family(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _link_runs_of_job(runs: Sequence[Run]) -> tuple[Run, ...]:
     family = tuple(runs)
     for run in family:
         run.family = family

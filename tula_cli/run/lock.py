@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from tula_cli.errors import TulaError
-from tula_cli.run.files import make_folder, make_write_error, write_atomic
+from tula_cli.run.files import make_folder, make_write_error, write_file_atomically
 from tula_cli.run.owner import require_ownership
 
 STALE_SECONDS = 300.0
@@ -45,7 +45,7 @@ class FolderLock:
         except OSError as error:
             raise make_write_error(self.path, error) from error
         try:
-            write_atomic(self.path / "owner", f"{_make_owner_name()}\n")
+            write_file_atomically(self.path / "owner", f"{_make_owner_name()}\n")
         except TulaError:
             shutil.rmtree(self.path, ignore_errors=True)
             raise

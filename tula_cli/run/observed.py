@@ -49,7 +49,7 @@ def list_observed_jobs(root: Path) -> list[ObservedJob]:
     return sorted(jobs, key=lambda job: (job.script, job.observed_at))
 
 
-def hint_at_observed_jobs() -> str:
+def make_observed_jobs_hint() -> str:
     """Return a hint for commands that find no run; empty if no job was observed in this folder either."""
     is_observed = bool(list_observed_jobs(Path(DEFAULT_OBSERVATIONS_FOLDER)))
     return "; tula observe --report shows the observed jobs" * is_observed

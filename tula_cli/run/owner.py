@@ -37,7 +37,7 @@ def require_ownership(run: Path) -> None:
         raise _make_not_yours_error(run, owner, change=True)
 
 
-def require_run(path: Path) -> None:
+def require_readable_run(path: Path) -> None:
     """Check that a path is a readable run directory.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tula_cli.entry_points import make_metadata_files
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import write_file_atomically
 from tula_cli.version import __version__
 
 _PACKAGE = Path(__file__).parents[1]
@@ -57,17 +57,17 @@ def write_package_archive(run: Path) -> Path | None:
 
     archive = find_package_archive(run)
     if archive is not None and not archive.exists():
-        write_atomic(archive, save)
+        write_file_atomically(archive, save)
     return archive
 
 
-def prepend_to_path(archive: Path | None, path: str) -> str:
+def prepend_archive_to_path(archive: Path | None, path: str) -> str:
     """Return PYTHONPATH with an archive first; if the archive is gone, jobs import the installed package."""
     entries = [*([str(archive)] if archive is not None else []), *filter(None, path.split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(entries))
 
 
-def make_shell_lines(run: Path) -> list[str]:
+def make_package_path_lines(run: Path) -> list[str]:
     """Return shell lines by which a job imports the version that submitted it, whatever its set-up put in the path."""
     archive = find_package_archive(run.resolve())
     if archive is None:

@@ -41,10 +41,12 @@ def write_parsed_spec(run: Path, yaml: str, spec: Mapping[str, Any]) -> None:
         TulaError: the files cannot be written.
     """
     require_current_format(run)
-    if get_job_change_time(run) is None:
+    if read_job_change_time(run) is None:
         write_format(run)
-    files.write_atomic(run / _YAML_FILE, yaml)
-    files.write_atomic(run / _JSON_FILE, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec))) + "\n")
+    files.write_file_atomically(run / _YAML_FILE, yaml)
+    files.write_file_atomically(
+        run / _JSON_FILE, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec))) + "\n"
+    )
 
 
 def read_parsed_spec(run: Path) -> ParsedSpec | None:
@@ -178,7 +180,7 @@ def list_run_folders(root: Path) -> list[Path]:
         TulaError: `root` cannot be read.
     """
     changed_by_folder = {
-        root / name: at for name in files.list_names(root) if (at := get_job_change_time(root / name)) is not None
+        root / name: at for name in files.list_names(root) if (at := read_job_change_time(root / name)) is not None
     }
     return sorted(changed_by_folder, key=lambda run: changed_by_folder[run], reverse=True)
 
@@ -193,20 +195,20 @@ def find_newest_run(root: Path, latest: str) -> Path:
         SpecError: there is none.
         TulaError: `root` cannot be read.
     """
-    if get_job_change_time(root / latest) is not None and not owner.find_other_owner(root / latest):
+    if read_job_change_time(root / latest) is not None and not owner.find_other_owner(root / latest):
         return root / latest
     runs = list_run_folders(root)
     if not runs:
         others_text = owner.describe_left_out_runs(root / name for name in files.list_names(root))
         message = f"no run under {root}{others_text and f' ({others_text})'}"
-        from tula_cli.run.observed import hint_at_observed_jobs
+        from tula_cli.run.observed import make_observed_jobs_hint
 
-        hint = f"start one with tula profile job.yaml, or name one with --run DIR{hint_at_observed_jobs()}"
+        hint = f"start one with tula profile job.yaml, or name one with --run DIR{make_observed_jobs_hint()}"
         raise SpecError(message, hint)
     return next((run for run in runs if not owner.find_other_owner(run)), runs[0])
 
 
-def get_job_change_time(run: Path) -> int | None:
+def read_job_change_time(run: Path) -> int | None:
     """Return when the job of a run was last written (ns of Unix time); None if there is no visible job."""
     try:
         status = (run / _YAML_FILE).stat()

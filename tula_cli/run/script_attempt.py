@@ -11,7 +11,7 @@ from tula_cli.run.files import (
     read_records,
     read_text,
     touch_change_marker,
-    write_atomic,
+    write_file_atomically,
     write_record,
 )
 from tula_cli.run.records.scripts import Heartbeat, KillRecord, RankResult, ResumeTestResult, ScriptFailure, ShimPlan
@@ -52,7 +52,7 @@ class ScriptAttempt:
     def write_allocation_end(self, ends_at: float) -> None:
         """Announce the approaching time limit (Unix time) to all supervisors, because only the leader knows it."""
         if not (self.path / "ends_at").exists():
-            write_atomic(self.path / "ends_at", f"{ends_at:.1f}\n")
+            write_file_atomically(self.path / "ends_at", f"{ends_at:.1f}\n")
             touch_change_marker(self.run)
 
     def read_end_time(self) -> float | None:
@@ -63,7 +63,7 @@ class ScriptAttempt:
 
     def write_save_request(self) -> None:
         """Request that the hooks in the script's loop save and stop."""
-        write_atomic(self.path / "save.json", '{"then": "stop"}\n')
+        write_file_atomically(self.path / "save.json", '{"then": "stop"}\n')
 
     def read_results(self) -> list[RankResult]:
         """Return the results that the ranks wrote at their end, by rank."""
@@ -127,25 +127,29 @@ class ResumeTestRecords:
     def __init__(self, run: Path) -> None:
         self.path = run / "script"
 
-    def get_folder(self, task_id: str) -> Path:
+    def get_script_folder(self, task_id: str) -> Path:
         """Return the folder for the script's own files during a resume test; it is removed at the end."""
         return (self.path / task_id).absolute()
 
-    def write(self, record: ResumeTestResult) -> None:
+    def write_result(self, record: ResumeTestResult) -> None:
         write_record(self.path / f"{record.task}.json", record)
 
-    def read(self, task_id: str) -> ResumeTestResult | None:
+    def read_result(self, task_id: str) -> ResumeTestResult | None:
         return read_record(self.path / f"{task_id}.json", ResumeTestResult)
 
-    def read_records(self, key: str) -> list[ResumeTestResult]:
+    def read_results_of_script(self, key: str) -> list[ResumeTestResult]:
         """Return the resume tests of a script and its code (`compute_resume_test_signature`), oldest first."""
         records = read_records(self.path, ResumeTestResult, f"rehearse-{key}-*.json")
         return sorted(records, key=lambda record: record.began_at)
 
     def find_newest_verdict(self, key: str) -> ResumeTestResult | None:
         """Return the newest resume test with a verdict, or None if there is none."""
-        return next((record for record in reversed(self.read_records(key)) if record.verdict is not None), None)
+        return next(
+            (record for record in reversed(self.read_results_of_script(key)) if record.verdict is not None), None
+        )
 
-    def find_newest_on_other_nodes(self, key: str) -> ResumeTestResult | None:
+    def find_newest_verdict_on_other_nodes(self, key: str) -> ResumeTestResult | None:
         """Return the newest resume test that found whether the script resumes on other nodes, or None."""
-        return next((record for record in reversed(self.read_records(key)) if record.other_nodes is not None), None)
+        return next(
+            (record for record in reversed(self.read_results_of_script(key)) if record.other_nodes is not None), None
+        )

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tula_cli.errors import DiskFull
-from tula_cli.run.disk_space import MIN_FREE_BYTES, choose_full_disk_errno, count_free_bytes, read_disk_statistics
-from tula_cli.run.files import write_atomic
+from tula_cli.run.disk_space import MIN_FREE_BYTES, count_free_bytes, find_full_disk_errno, read_disk_statistics
+from tula_cli.run.files import write_file_atomically
 from tula_cli.run.records.failures import Shortage
 
 RESERVE_NAME = ".reserve"
@@ -24,7 +24,7 @@ def create_reserve_file(run: Path) -> None:
     """
     if not (run / RESERVE_NAME).exists():
         # Random bytes, because a compressing file system would store zeros without using space.
-        write_atomic(run / RESERVE_NAME, os.urandom(RESERVE_BYTES))
+        write_file_atomically(run / RESERVE_NAME, os.urandom(RESERVE_BYTES))
 
 
 def release_reserve(run: Path) -> None:
@@ -74,6 +74,6 @@ def find_remaining_shortage(shortage: Shortage) -> Shortage | None:
     folder = Path(shortage.folder)
     existing = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), folder)
     needed = max(shortage.needed or 0, 0) + MIN_FREE_BYTES
-    if not choose_full_disk_errno(existing, needed):
+    if not find_full_disk_errno(existing, needed):
         return None
     return measure_shortage(folder, needed=shortage.needed, quota=shortage.quota)

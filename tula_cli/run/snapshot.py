@@ -13,7 +13,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.run import messages
 from tula_cli.run.damage import list_curve_warnings, warn_damaged_record
-from tula_cli.run.files import get_change_time, list_files, list_names, read_record, read_records, read_text
+from tula_cli.run.files import list_files, list_names, read_change_time, read_record, read_records, read_text
 from tula_cli.run.parsed_spec import find_spec_damage
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, Job
@@ -28,7 +28,7 @@ T = TypeVar("T")
 SelectedTask = TypeVar("SelectedTask", bound=BaseTask)
 
 
-def is_moved(job: Job, run_path: Path) -> bool:
+def has_run_moved(job: Job, run_path: Path) -> bool:
     """Return whether a job's run was moved after its submission, so that the job's run directory no longer exists.
 
     Args:
@@ -127,7 +127,7 @@ class Snapshot:
     def damaged_jobs(self) -> list[BadMeasurements]:
         """Errors of the job records that cannot be read."""
         _ = self._all_jobs
-        return self._list_errors("jobs")
+        return self._list_record_errors("jobs")
 
     @property
     def job_warnings(self) -> list[Diagnostic]:
@@ -140,7 +140,7 @@ class Snapshot:
     def damaged_tasks(self) -> list[BadMeasurements]:
         """Errors of the tasks that cannot be read."""
         _ = self._all_tasks
-        return self._list_errors("tasks")
+        return self._list_record_errors("tasks")
 
     def require_readable(self, job_ids: Collection[str]) -> None:
         """Check the records of jobs: without one of its records, a job would seem to be over.
@@ -171,25 +171,25 @@ class Snapshot:
         """Return the attempts of a job that started at `since` (Unix time) or later, oldest first."""
         return [attempt for attempt in self._attempts_by_job.get(job_id, []) if attempt.started_at >= since]
 
-    def get_last_log_time(self, attempt: Attempt) -> float | None:
+    def read_last_log_time(self, attempt: Attempt) -> float | None:
         """Return when an attempt last wrote to its log (Unix time of the file system); None if it has no log yet."""
-        return get_change_time(self.path / f"logs/{attempt.task}.{attempt.number:03d}.log") or None
+        return read_change_time(self.path / f"logs/{attempt.task}.{attempt.number:03d}.log") or None
 
-    def end_lost_attempts(self, attempts: Iterable[Attempt]) -> list[Attempt]:
+    def estimate_lost_attempt_ends(self, attempts: Iterable[Attempt]) -> list[Attempt]:
         """Return attempts of jobs that no longer run; one left open by a killed supervisor ends when its log was last written."""
         return [
             attempt
-            if attempt.ended_at is not None or (written := self.get_last_log_time(attempt)) is None
+            if attempt.ended_at is not None or (written := self.read_last_log_time(attempt)) is None
             else attempt.model_copy(update={"ended_at": written})
             for attempt in attempts
         ]
 
-    def adjust_to_file_clock(self, attempts: Iterable[Attempt]) -> list[Attempt]:
+    def adjust_starts_to_file_clock(self, attempts: Iterable[Attempt]) -> list[Attempt]:
         """Return the attempts; an open one starts by the clock of the file system if the clock of its host differs."""
         adjusted = []
         for attempt in attempts:
             record = self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json"
-            written = 0.0 if attempt.ended_at is not None else get_change_time(record)
+            written = 0.0 if attempt.ended_at is not None else read_change_time(record)
             offset = abs(written - attempt.started_at) if written else 0.0
             if MAX_CLOCK_NOISE_SECONDS < offset < COPIED_FILE_SECONDS:
                 attempt = attempt.model_copy(update={"started_at": written})
@@ -231,7 +231,7 @@ class Snapshot:
     def damaged_results(self) -> list[BadMeasurements]:
         """Errors of the results that cannot be read."""
         _ = self.results
-        return self._list_errors("results")
+        return self._list_record_errors("results")
 
     @cached_property
     def job_file(self) -> JobFile | None:
@@ -252,7 +252,7 @@ class Snapshot:
         return self._read(self.path / "comparison.json", Comparison)
 
     @cached_property
-    def compared_cells(self) -> dict[str, str]:
+    def cell_descriptions(self) -> dict[str, str]:
         """Method, batch and seed of each training of the comparison, by its signature."""
         return {} if self.comparison is None else {cell.signature: cell.description for cell in self.comparison.cells}
 
@@ -337,7 +337,7 @@ class Snapshot:
 
     # --- Reading
 
-    def _list_errors(self, folder: str) -> list[BadMeasurements]:
+    def _list_record_errors(self, folder: str) -> list[BadMeasurements]:
         return [error for path, error in self._errors.items() if path.parent == self.path / folder]
 
     def _read(self, path: Path, kind: type[T] | TypeAdapter[T]) -> T | None:

@@ -41,7 +41,7 @@ from tula_cli.run.step_series import StepRow, StepSeries, convert_to_columns, is
 CHECKPOINT_PATTERN = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 """File names created by `get_checkpoint_path`."""
 DRAFT_PATTERN = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
-"""File names of checkpoints that are being written or replaced, by `write_atomic` or as shares."""
+"""File names of checkpoints that are being written or replaced, by `write_file_atomically` or as shares."""
 
 MAX_CLOCK_NOISE_SECONDS, COPIED_FILE_SECONDS = 5.0, 3600.0
 """Seconds between a row's own time and its file's modification time: a smaller difference is the time until it is
@@ -175,7 +175,7 @@ class TrainingRun:
     def write_micro_batches(self, known: MicroBatches) -> None:
         write_record(self.path / "micro_batches.json", known)
 
-    def find_newest_samples(self) -> int:
+    def find_newest_checkpoint_samples(self) -> int:
         """Return the samples of the newest checkpoint; 0 if there is none."""
         script = self.read_script_progress()
         return script.samples if script is not None else next((int(path.stem) for path in self.list_checkpoints()), 0)
@@ -187,7 +187,7 @@ class TrainingRun:
 
     def count_trained_samples(self) -> int:
         """Return the samples that a restart does not train again: up to the newest checkpoint, and in branches."""
-        return self.find_newest_samples() + self.count_tuned_samples()
+        return self.find_newest_checkpoint_samples() + self.count_tuned_samples()
 
     def validate_records(self) -> None:
         """Read every existing record, so that the reader notices damaged ones."""
@@ -272,9 +272,11 @@ class TrainingRun:
 
         The result is cached until the file changes; callers must not modify it.
         """
-        return () if (version := self._get_version()) is None else _read_sampled_rows(self.metrics_path, *version)
+        return (
+            () if (version := self._read_metrics_version()) is None else _read_sampled_rows(self.metrics_path, *version)
+        )
 
-    def find_damaged_rows(self) -> list[int]:
+    def find_damaged_metrics_lines(self) -> list[int]:
         """Return the line numbers (from 1) of metrics.jsonl that are not valid rows.
 
         An incomplete row at the end of the file is still being written, or was cut off by a kill: it counts as damaged
@@ -285,13 +287,13 @@ class TrainingRun:
             self.metrics_path, lambda line: is_complete_row(line) or (not finished and _may_be_incomplete_row(line))
         )
 
-    def find_damaged_steps(self) -> list[int]:
+    def find_damaged_step_lines(self) -> list[int]:
         """Return the line numbers (from 1) of steps.jsonl that are damaged; an incomplete last line is not."""
         return _list_damaged_lines(
             self.steps_path, lambda line: is_step_line(parse_json_object(line) or {}) or _may_be_incomplete_row(line)
         )
 
-    def _get_version(self) -> tuple[int, int] | None:
+    def _read_metrics_version(self) -> tuple[int, int] | None:
         """Return the modification time (ns) and size of metrics.jsonl; None if it does not exist."""
         try:
             file_statistics = self.metrics_path.stat()

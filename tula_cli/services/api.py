@@ -993,7 +993,7 @@ def rehearse(arguments: TestResumeArguments) -> ResumeTestFinding:
 
     Returns:
         The finding (`.resumes`, `.why`, `.rehearsal`); `require_found("my job")` raises an error if the test was
-        inconclusive, `require_resumable("my job", "")` if the script cannot resume from its checkpoint.
+        inconclusive, `require_resumable_script("my job", "")` if the script cannot resume from its checkpoint.
 
     Raises:
         SpecError: the job is invalid, has no script.resume, or names several node types.

@@ -28,7 +28,7 @@ from tula_cli.models.choice.node_schedule import (
 )
 from tula_cli.query import QUANTITIES, Quantity, Query
 from tula_cli.run.directory import Run
-from tula_cli.run.files import read_record, write_atomic
+from tula_cli.run.files import read_record, write_file_atomically
 from tula_cli.run.owner import require_ownership
 from tula_cli.services.recommend import answer_query
 from tula_cli.words import format_count, format_duration, format_number, join_words
@@ -318,7 +318,7 @@ def save_campaign(runs: Sequence[Run], plan: Campaign) -> None:
     for run in runs:
         if run.exists:
             require_ownership(run.path)
-            write_atomic(run.path / PLAN_FILE, TypeAdapter(Campaign).dump_json(plan, indent=1).decode() + "\n")
+            write_file_atomically(run.path / PLAN_FILE, TypeAdapter(Campaign).dump_json(plan, indent=1).decode() + "\n")
 
 
 def load_campaign(runs: Sequence[Run]) -> Campaign | None:

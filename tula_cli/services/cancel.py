@@ -34,7 +34,7 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
                 continue
             (name,) = run.prefix_job_names([job.id])
             try:
-                run.cancel(job.id)
+                run.mark_job_cancelled(job.id)
                 launcher.cancel(run, job)
                 cancelled.append(name)
             except TulaError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
 from tula_cli.cluster.scheduler import make_scheduler
-from tula_cli.cluster.slurm.first_job import inspect_if_possible, inspect_with_stored
+from tula_cli.cluster.slurm.first_job import inspect_job_if_possible, reuse_stored_inspection
 from tula_cli.cluster.slurm.sbatch import check_setup_files, warn_too_few_cpus
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
@@ -193,7 +193,7 @@ def check_job_on_all_node_types(
         run.type: check_job(
             add_site_billing(run.spec, run.path.parent if online else None),
             online=online,
-            inspector=inspect_with_stored(inspector, run),
+            inspector=reuse_stored_inspection(inspector, run),
             run=run if online else None,
         )
         for run in runs
@@ -224,7 +224,7 @@ def check_job(
     """
     if spec.cluster.kind == "slurm":
         check_setup_files(spec.cluster, Path.cwd())
-    answer = inspect_if_possible(spec, inspector or inspect) if online else None
+    answer = inspect_job_if_possible(spec, inspector or inspect) if online else None
     inspection = answer if isinstance(answer, Inspection) else None
     upper_bound_plan = plan_upper_bound(spec, why=answer) if isinstance(answer, NotInspectable) else None
     largest = find_largest_local_batch(spec, inspection) if inspection else None

@@ -16,7 +16,7 @@ from tula_cli.cluster.slurm import queue
 from tula_cli.errors import CannotWrite, NotYours, TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run import format as run_format
-from tula_cli.run.clean import CleanPolicy, RemovableEntry, list_removable_files, measure_size_and_time, remove_file
+from tula_cli.run.clean import CleanPolicy, RemovableEntry, list_removable_entries, measure_disk_usage, remove_entry
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.snapshot import Snapshot
@@ -77,7 +77,7 @@ def measure_runs_disk_usage(
     """
     disk_usages, snapshots = [], {}
     for run in runs:
-        size, changed = measure_size_and_time(run.path)
+        size, changed = measure_disk_usage(run.path)
         if older is None or now() - changed >= older:
             snapshots[run.path] = run.read_snapshot(strict=True)
             disk_usages.append(_measure_run_disk_usage(run, size, changed, keep_best=keep_best, compared=compared))
@@ -98,7 +98,7 @@ def _measure_run_disk_usage(run: RunDir, size: int, changed: float, *, keep_best
         run_format.require_known_format(run.path)
         cells = comparison.cells if compared and (comparison := run.read_comparison()) else ()
         policy = CleanPolicy(keep_best, frozenset(cell.signature for cell in cells))
-        removable = tuple(list_removable_files(run.path, policy))
+        removable = tuple(list_removable_entries(run.path, policy))
     except TulaError as error:
         return RunDiskUsage(run.id, run.path, size, changed, (), kept=error.message)
     final = _list_training_signatures(
@@ -196,7 +196,7 @@ def remove_files(disk_usages: Iterable[RunDiskUsage]) -> CleanResult:
         try:
             with _lock_run(disk_usage):
                 for holding in disk_usage.holdings:
-                    remove_file(holding)
+                    remove_entry(holding)
                     files, size = files + 1, size + holding.size
         except TulaError as error:
             problems.append(f"{disk_usage.id}: {error.message}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli.cluster.inspection import Inspect
-from tula_cli.cluster.scripts.start import get_learning_rate
+from tula_cli.cluster.scripts.start import compute_script_learning_rate
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Problem, SpecError
@@ -344,7 +344,7 @@ def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
         return rows
 
     def compute_batch_and_lr(method: str, batch: int) -> tuple[int, str]:
-        return batch, f"{get_learning_rate(make_job_of_cell(spec, method), batch):.9g}"
+        return batch, f"{compute_script_learning_rate(make_job_of_cell(spec, method), batch):.9g}"
 
     plain = {
         compute_batch_and_lr(method, batch)

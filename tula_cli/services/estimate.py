@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, inspect
-from tula_cli.cluster.slurm.first_job import inspect_with_stored
+from tula_cli.cluster.slurm.first_job import reuse_stored_inspection
 from tula_cli.errors import Infeasible, JobFailed, SpecError
 from tula_cli.models import memory
 from tula_cli.models.choice.grid import list_batches
@@ -105,7 +105,7 @@ def estimate_memory_on_all_node_types(
             run.spec,
             capacity=capacity,
             results=run.read_results(),
-            inspector=inspect_with_stored(inspector, run),
+            inspector=reuse_stored_inspection(inspector, run),
         )
         for run in select_runs(runs, node_type)
     }

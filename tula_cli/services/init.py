@@ -16,7 +16,7 @@ from tula_cli.assets import find_asset
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import Site, TemplateLine
 from tula_cli.errors import SpecError
-from tula_cli.run.files import MODE_FOR_ALL, write_atomic
+from tula_cli.run.files import MODE_FOR_ALL, write_file_atomically
 from tula_cli.run.script_files import CommandFileMissing, find_program, split_command
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.launchers import KnownFacts
@@ -57,7 +57,7 @@ def write_schema(kind: Kind, path: Path) -> None:
     if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_file_start(path)):
         raise SpecError(f"{path} already exists and is not a schema that tula wrote", "move or remove this file")
     text = json.dumps(make_json_schema(kind), indent=1, ensure_ascii=False) + "\n"
-    write_atomic(path, text, mode=MODE_FOR_ALL)
+    write_file_atomically(path, text, mode=MODE_FOR_ALL)
 
 
 def _read_file_start(path: Path) -> str:
@@ -179,7 +179,7 @@ def make_job_from_command(
     else:
         if cluster_site is not None:
             text = _adapt_site_settings(site.fill_template(text, cluster_site), recognised, cluster_site)
-        text = site.write_settings(text, list_shell_settings(recognised))
+        text = site.replace_setting_lines(text, list_shell_settings(recognised))
     if one_process:
         text = _set_key(
             text, "nodes", "[1]", "more nodes need a script that uses torch.distributed or a trainer library"
@@ -277,7 +277,11 @@ def _is_wrapper_list(arguments: Sequence[str]) -> bool:
 
 def _get_gpus_per_node(cluster_site: Site | None) -> int:
     """Return the number of GPUs per node of the default partition, or 0 if it is not known."""
-    kinds = cluster_site.default.kinds if cluster_site is not None and cluster_site.default is not None else ()
+    kinds = (
+        cluster_site.default_partition.kinds
+        if cluster_site is not None and cluster_site.default_partition is not None
+        else ()
+    )
     return kinds[0].gpus[0].count if kinds and kinds[0].gpus else 0
 
 
@@ -341,7 +345,7 @@ def _adapt_site_settings(text: str, recognised: RecognisedCommand, cluster_site:
     """Correct the site's settings for the command's number of ranks, and workers if the command has no {workers}."""
     if "workers" not in find_placeholders(recognised.script["command"]):
         text = _replace_line(text, "  workers: .*", "  # workers: auto # needs {workers} in the command")
-    partition = cluster_site.default
+    partition = cluster_site.default_partition
     if recognised.gpus_per_node is None or partition is None or not partition.kinds:
         return text
     cpus = partition.kinds[0].cpus
@@ -403,7 +407,10 @@ def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[in
 
 def _list_machine_warnings(recognised: RecognisedCommand, cluster_site: Site | None, *, gpus: int) -> list[str]:
     """Return warnings if the command does not match the machines; `gpus` is 0 if the job is not to run here."""
-    requested, partition = recognised.gpus_per_node, cluster_site.default if cluster_site is not None else None
+    requested, partition = (
+        recognised.gpus_per_node,
+        cluster_site.default_partition if cluster_site is not None else None,
+    )
     if requested is None:
         return []
     description = f"the command starts {format_count(requested, 'process')} per node"

@@ -14,8 +14,8 @@ from tula_cli.cluster.slurm.site import (
     list_search_settings,
     parse_gres,
     parse_minutes,
-    quote_word,
-    write_settings,
+    quote_yaml_name,
+    replace_setting_lines,
 )
 from tula_cli.errors import SpecError
 from tula_cli.services.init import (
@@ -140,7 +140,7 @@ def make_job_from_sbatch(
     request = replace(request, options={**_list_srun_options(recognised.slurm), **request.options})
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.get_text("job_name")).strip("._-")[:64]
     written = make_job_text(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
-    written = write_settings(
+    written = replace_setting_lines(
         written, [*_list_setting_lines(request, recognised, cluster_site), *list_shell_settings(recognised)]
     )
     left_out = [
@@ -235,13 +235,13 @@ def _list_setting_lines(
 ) -> Iterator[TemplateLine]:
     for name, key in _SETTING_OPTIONS.items():
         if text := request.get_text(name):
-            yield TemplateLine(f"cluster.slurm.{key}", quote_word(text), f"--{name.replace('_', '-')}")
+            yield TemplateLine(f"cluster.slurm.{key}", quote_yaml_name(text), f"--{name.replace('_', '-')}")
     gpus, kind, form = request.gpus
     yield TemplateLine(
         "cluster.slurm.gpus", form, "as the script requests them" if gpus else "the script requests none"
     )
     if kind:
-        yield TemplateLine("cluster.slurm.gpu_type", quote_word(kind), "name of the GPU type in SLURM")
+        yield TemplateLine("cluster.slurm.gpu_type", quote_yaml_name(kind), "name of the GPU type in SLURM")
     ranks = recognised.gpus_per_node or 1
     yield TemplateLine("cluster.gpus_per_node", str(ranks), "one process per GPU")
     if cpus_per_gpu := request.get_number("cpus_per_gpu"):

@@ -120,7 +120,7 @@ def gather_measurements(
     trainings, stage_objective = CachedTrainings(), choose_stage_objective(query.quantity)
     for run in runs:
         results, pending_here = results_of[run.type], pending.get(run.type, 0)
-        observations, sizes = trainings(run), read_measurements_of_other_sizes(run.sizes, trainings)
+        observations, sizes = trainings(run), read_measurements_of_other_sizes(run.runs_of_other_sizes, trainings)
         try:
             estimator = _fit_estimator(run, observations, sizes, noise, stage_objective)
             unknown = _list_unknown_configurations(estimator, query)
@@ -240,7 +240,7 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "ti
         BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
     trainings = CachedTrainings()
-    sizes = read_measurements_of_other_sizes(run.sizes, trainings)
+    sizes = read_measurements_of_other_sizes(run.runs_of_other_sizes, trainings)
     noise = make_noise_path([run], run.spec, run.read_results())
     return _fit_estimator(run, trainings(run), sizes, noise, stages_by)
 
@@ -453,8 +453,8 @@ class CachedTrainings:
 
 
 def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrainings) -> OtherGpuCountMeasurements:
-    """Return the measurements with other numbers of GPUs on the same nodes, for the sizes of `Run.sizes`."""
-    probes = [probe for run in sizes for probe in run.read_measured()]
+    """Return the measurements with other numbers of GPUs on the same nodes, for the sizes of `Run.runs_of_other_sizes`."""
+    probes = [probe for run in sizes for probe in run.read_measurements()]
     return OtherGpuCountMeasurements(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).steps))
 
 

@@ -347,7 +347,7 @@ def _is_check_over(run: RunDir, task: CheckTask) -> bool:
 
 
 def _cancel_check(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> None:
-    run.cancel(job.id)
+    run.mark_job_cancelled(job.id)
     launcher.cancel(run, job)
     run.checks.mark_reported(task.id)
 
@@ -399,7 +399,7 @@ def _make_check_error(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     if run.is_cancelled(task.job):
         return JobFailed(f"{job.id} was cancelled", "run the same command to start another check")
     if job.scheduler == "slurm":
-        ended = queue.find_outcome(job.scheduler_id)
+        ended = queue.find_job_outcome(job.scheduler_id)
         if last_attempt is None and ended is not None:
             return JobFailed(
                 f"{job.id} ended before it could check the nodes: {FAILURE_KINDS[ended].means}",

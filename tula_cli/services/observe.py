@@ -14,7 +14,7 @@ from typing import Any
 from tula_cli.cluster.scripts.methods import read_module_sources
 from tula_cli.errors import BadMeasurements, CommandNotStarted, SpecError
 from tula_cli.models.observed import MAX_TIMED_STEPS, WARMUP_STEPS, MeasuredJob, ObservedReport, make_observed_report
-from tula_cli.run.files import make_folder, make_write_error, write_atomic
+from tula_cli.run.files import make_folder, make_write_error, write_file_atomically
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 
 JOB_VARIABLE = "TULA_OBSERVED_JOB"
@@ -56,7 +56,7 @@ def install_observer(folder: Path, root: Path | str) -> None:
             continue
         try:
             make_folder(path.parent, mode=0o755)
-            write_atomic(path, content, mode=0o644)
+            write_file_atomically(path, content, mode=0o644)
         except OSError as error:
             raise make_write_error(path, error) from error
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing_tasks
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, TulaError, UnreadableFile
 from tula_cli.run.directory import Run, RunDir
@@ -40,7 +40,7 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
         The ids of the jobs to wait for.
     """
     with lock_submission(run):
-        submit_missing(run, launcher, plan.tasks, plan.code)
+        submit_missing_tasks(run, launcher, plan.tasks, plan.code)
     return plan.jobs
 
 
@@ -146,7 +146,7 @@ def _inspect_runs(
     inspections: dict[str | None, Inspection] = {}
     failures: dict[str | None, NotInspectable] = {}
     for run in runs:
-        answer = first_job.inspect_if_possible(run.spec, first_job.inspect_with_stored(inspect, run))
+        answer = first_job.inspect_job_if_possible(run.spec, first_job.reuse_stored_inspection(inspect, run))
         if isinstance(answer, NotInspectable):
             failures[run.type] = answer
         else:
@@ -278,7 +278,7 @@ class _ProfilingSession:
         self.confirmed = True
         self.submission.save_runs(runs_to_inspect)
         for run in runs_to_inspect:
-            inspections[run.type] = first_job.inspect_on_node(
+            inspections[run.type] = first_job.inspect_job_on_node(
                 run, run.spec, timeout=self._compute_remaining_seconds(deadline)
             )
             self.first_jobs += first_job.count_newest_node_hours(run)

@@ -111,7 +111,7 @@ def _choose_batches(
         inspection=inspection,
         attempts=run.read_attempts() if exists else (),
         trained=list_observations_from_trainings(run, results).steps if exists else (),
-        others=read_measurements_of_other_sizes(run.sizes, CachedTrainings()) if exists else None,
+        others=read_measurements_of_other_sizes(run.runs_of_other_sizes, CachedTrainings()) if exists else None,
     )
     fresh = _limit_round_to_cap(spec, fresh, spent=node_hours_of_other_types + count_measured_node_hours(run))
     picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}

@@ -129,9 +129,9 @@ def answer_query(
     choice, run = answer.recommendation.choice, answer.chosen_run
     if not estimates_start or run.spec.cluster.kind != "slurm":
         return answer
-    from tula_cli.cluster.slurm.submit import estimate_start  # imported here: only SLURM jobs need it
+    from tula_cli.cluster.slurm.submit import estimate_job_start  # imported here: only SLURM jobs need it
 
-    estimate = estimate_start(run, nodes=choice.nodes, batch=choice.batch, now=now)
+    estimate = estimate_job_start(run, nodes=choice.nodes, batch=choice.batch, now=now)
     return replace(answer, recommendation=answer.recommendation.model_copy(update={"start_estimate": estimate}))
 
 

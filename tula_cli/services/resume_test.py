@@ -79,7 +79,7 @@ class ResumeTestFinding:
             hint = "remove this cause and repeat the test; until then, trainings resume at the same batch, untested"
             raise ResumeUntested(f"the resume test of {name} was inconclusive: {self.why}", hint)
 
-    def require_resumable(self, name: str, hint: str) -> None:
+    def require_resumable_script(self, name: str, hint: str) -> None:
         """Raise an error if the script cannot resume from its checkpoint.
 
         Raises:
@@ -167,7 +167,7 @@ def submit_resume_test_and_wait(
         size_text = f"at batch {task.batch}, at most {run.spec.compute_measuring_minutes():g} min"
         yield Note(f"testing on {words.format_count(task.nodes)} whether the script can resume, {size_text}: {task.id}")
         yield from wait_for_jobs(run, launcher, [task.job], timeout=timeout)
-    record = ResumeTestRecords(run.path).read(task.id)
+    record = ResumeTestRecords(run.path).read_result(task.id)
     if record is None or record.over_at is None:
         attempts = run.read_attempts(task.id)
         why = attempts[-1].message if attempts else "it has not started"
@@ -325,10 +325,10 @@ class TrainingStart:
         if not self.rehearse or not can_test_resume(self.run.spec):
             return False
         if self.may_change_nodes:
-            return records.find_newest_on_other_nodes(self._test_signature) is None
+            return records.find_newest_verdict_on_other_nodes(self._test_signature) is None
         if not self.is_long or self.run.get_training(self.task.signature).read_attempts():
             return False
-        return not any(record.over_at is not None for record in records.read_records(self._test_signature))
+        return not any(record.over_at is not None for record in records.read_results_of_script(self._test_signature))
 
     def require_resume_on_other_nodes(self) -> None:
         """Require that the script can resume on another number of nodes, or that a test of this is due, if --nodes is a range.
@@ -339,7 +339,10 @@ class TrainingStart:
         """
         if not self.may_change_nodes or self.is_test_due:
             return
-        spec, record = self.run.spec, ResumeTestRecords(self.run.path).find_newest_on_other_nodes(self._test_signature)
+        spec, record = (
+            self.run.spec,
+            ResumeTestRecords(self.run.path).find_newest_verdict_on_other_nodes(self._test_signature),
+        )
         if record is not None:
             ResumeTestFinding(record, get_resume_settings(spec).batch, kept=True).require_resume_on_other_nodes()
             return
@@ -397,7 +400,7 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, submissi
         finding = earlier
     yield from _list_finding_events(finding)
     if training.rehearse and training.is_long:
-        finding.require_resumable(run.spec.name, NO_RESUME_HINT)
+        finding.require_resumable_script(run.spec.name, NO_RESUME_HINT)
     if training.may_change_nodes and not finding.kept:
         finding.require_resume_on_other_nodes()
     return ""

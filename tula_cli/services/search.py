@@ -396,7 +396,7 @@ def _estimate_step_time(probes: Sequence[Measured], local_batch: int) -> float:
 
 def list_measured_probes(run: RunDir | None) -> list[Measured]:
     """Return the successful probes of a run, which need not exist yet."""
-    return [] if run is None or not run.exists else run.read_measured()
+    return [] if run is None or not run.exists else run.read_measurements()
 
 
 # --- The strategy of a search

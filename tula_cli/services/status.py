@@ -112,7 +112,7 @@ def make_job_status(
         now: Unix time.
     """
     tasks = snapshot.list_tasks_of_job(job.id)
-    attempts = snapshot.adjust_to_file_clock(snapshot.list_attempts_of_job(job.id))
+    attempts = snapshot.adjust_starts_to_file_clock(snapshot.list_attempts_of_job(job.id))
     progress = read_job_progress(snapshot, tasks, results)
     recent = [attempt for attempt in attempts if _belongs_to_submission(attempt, job)]
     state, reason = _determine_job_state(
@@ -128,7 +128,7 @@ def make_job_status(
         reason = f"{reason}; {scheduler.released}"
     end = now if state in ("running", "suspended") else progress.measured_at
     if state not in ("running", "suspended"):
-        attempts = snapshot.end_lost_attempts(attempts)
+        attempts = snapshot.estimate_lost_attempt_ends(attempts)
     newest, nodes = tasks[-1], {task.id: task.nodes for task in tasks}
     remaining = _estimate_remaining_seconds(progress, training, pace=pace) if state in ACTIVE_STATES else None
     return JobStatus(
@@ -153,7 +153,7 @@ def make_job_status(
         node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,
         links=_list_chain_job_statuses(job, newest),
         hopeless=state == "queued" and scheduler.hopeless,
-        compared=snapshot.compared_cells.get(newest.signature, "") if isinstance(newest, TrainTask) else "",
+        compared=snapshot.cell_descriptions.get(newest.signature, "") if isinstance(newest, TrainTask) else "",
     )
 
 
@@ -391,7 +391,7 @@ def read_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[st
         failed=sum(isinstance(result, Failed) for result in snapshot.results),
         jobs=tuple(jobs),
         training=training,
-        attempts=_list_attempt_statuses(tasks, snapshot.adjust_to_file_clock(snapshot.attempts)),
+        attempts=_list_attempt_statuses(tasks, snapshot.adjust_starts_to_file_clock(snapshot.attempts)),
         recommendation=snapshot.recommendation,
         warnings=(
             *snapshot.job_warnings,

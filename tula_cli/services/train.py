@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tula_cli.cluster.chains import list_nodes_of_chain_jobs
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.inspection import Inspect
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing_tasks
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError
@@ -133,7 +133,7 @@ def plan_training(
         prediction=prediction,
         source=source,
         finished=training.read_summary() is not None,
-        resumes=training.find_newest_samples() or None,
+        resumes=training.find_newest_checkpoint_samples() or None,
         code=code,
         warnings=tuple(warnings),
         price=describe_price(spec.pricing),
@@ -181,8 +181,8 @@ def _add_ramp_stages(run: Run, task: TrainTask, recommended: Recommendation | No
     spec, nodes, batch = task.spec, task.nodes, task.batch
     _require_fitting_batch(spec, nodes, batch, size)
     stages = plan_stages(run.with_spec(spec), nodes, batch, size, recommended=recommended)
-    task = task.model_copy(update={"stages": stages}).with_usable_sizes()
-    return move_task_to_stage_nodes(task, samples=run.get_training(task.signature).find_newest_samples())
+    task = task.model_copy(update={"stages": stages}).with_divisible_sizes()
+    return move_task_to_stage_nodes(task, samples=run.get_training(task.signature).find_newest_checkpoint_samples())
 
 
 def _describe_source(recommendation: Recommendation | None, given_names: Sequence[str]) -> str:
@@ -203,7 +203,7 @@ def _apply_current_settings(run: RunDir, newest: TrainTask, requested: TrainTask
     changed = requested.spec.train.workers != newest.spec.train.workers
     workers = requested.workers if changed else newest.workers
     update = {"spec": requested.spec, "workdir": requested.workdir, "workers": workers, "sizes": requested.sizes}
-    resumed = newest.model_copy(update=update).with_usable_sizes()
+    resumed = newest.model_copy(update=update).with_divisible_sizes()
     if not resumed.sizes:
         return resumed
     size = next((size for size in resumed.sizes if size.nodes == newest.nodes), resumed.sizes[-1])
@@ -245,10 +245,10 @@ def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
     signature = compute_train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     for digest in run.read_code_digests() - {code.digest}:
         earlier = compute_train_signature(spec, nodes=nodes, batch=batch, code=add_weights_digest(digest, code.weights))
-        samples = snapshot.get_training(earlier).find_newest_samples()
+        samples = snapshot.get_training(earlier).find_newest_checkpoint_samples()
         if (
             samples
-            and not snapshot.get_training(signature).find_newest_samples()
+            and not snapshot.get_training(signature).find_newest_checkpoint_samples()
             and snapshot.get_training(earlier).read_summary() is None
         ):
             warning = messages.earlier_training_unfinished(
@@ -264,7 +264,8 @@ def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
 def find_dataset_size(run: Run, inspect: Inspect) -> int:
     """Return the number of training samples: as a probe has recorded it, else as the inspection of the job finds it."""
     return (
-        run.read_snapshot().measured_dataset_size or first_job.inspect_with_stored(inspect, run)(run.spec).dataset_size
+        run.read_snapshot().measured_dataset_size
+        or first_job.reuse_stored_inspection(inspect, run)(run.spec).dataset_size
     )
 
 
@@ -335,7 +336,7 @@ def submit_training(
     with lock_submission(run):
         release_held_jobs(run, task)
         waiting_task = task.model_copy(update={"after": after, "follows": tuple(follows)})
-        if submit_missing(run, launcher, [waiting_task], plan.code):
+        if submit_missing_tasks(run, launcher, [waiting_task], plan.code):
             newest = run.get_training(task.signature).read_newest_task()
             if newest is not None and task.attempt > newest.attempt:
                 raise SchedulerError(
@@ -472,7 +473,7 @@ def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
     snapshot = run.read_snapshot()
     for signature in run.list_train_signatures():
         training = snapshot.get_training(signature)
-        newest, samples = training.read_newest_task(), training.find_newest_samples()
+        newest, samples = training.read_newest_task(), training.find_newest_checkpoint_samples()
         if (
             newest is None
             or not samples

@@ -88,4 +88,4 @@ def load_summary(run: RunDir, signature: str) -> Summary:
     attempts = training.read_attempts()
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status shows why")
-    raise make_training_error(task, attempts, saved_samples=training.find_newest_samples())
+    raise make_training_error(task, attempts, saved_samples=training.find_newest_checkpoint_samples())

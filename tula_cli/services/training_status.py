@@ -177,11 +177,11 @@ def _compute_spent_and_remaining_cost(
     tasks = {task.id: task for task in snapshot.list_tasks_of_job(newest.job) if isinstance(task, TrainTask)}
     attempts = [
         attempt
-        for attempt in snapshot.adjust_to_file_clock(snapshot.list_attempts_of_job(newest.job))
+        for attempt in snapshot.adjust_starts_to_file_clock(snapshot.list_attempts_of_job(newest.job))
         if attempt.task in tasks
     ]
     if until is None:
-        attempts = snapshot.end_lost_attempts(attempts)
+        attempts = snapshot.estimate_lost_attempt_ends(attempts)
     seconds = [(tasks[attempt.task], attempt, attempt.count_seconds(until)) for attempt in attempts]
     return SpentAndRemainingCost(
         hours=sum(elapsed for _, _, elapsed in seconds) / 3600,

@@ -140,7 +140,7 @@ def describe_site(site: "Site | None") -> str:
 
     if site is None:
         return "SLURM was not found here. Fill in section cluster by hand."
-    default_partition = site.default
+    default_partition = site.default_partition
     if default_partition is None:
         return f"SLURM has no default partition. Set cluster.slurm.partition to one of {', '.join(p.name for p in site.partitions)}."
     words = f"Section cluster is filled in from SLURM: partition {describe_partition(default_partition)}"

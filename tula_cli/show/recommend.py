@@ -412,7 +412,7 @@ class _ColumnFormat:
     def format_origin(self, row: "Prediction") -> list[str]:
         """Return the accuracy risk and how the step time is known."""
         accuracy = self.recommendation.accuracy
-        risk = [self.risk_basis.assess(row.batch, accuracy).level] if self.risk_basis else []
+        risk = [self.risk_basis.assess_batch(row.batch, accuracy).level] if self.risk_basis else []
         return [*risk, row.source]
 
 

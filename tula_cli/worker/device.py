@@ -39,7 +39,7 @@ def choose_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.dev
         return torch.device("cpu")
     if not count:
         raise NoGpu(
-            f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}: {_describe_why_no_gpu()}",
+            f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}: {_describe_missing_gpu()}",
             "check the driver, or set cluster.device: cpu",
         )
     if cluster.kind == "local" and world > count:
@@ -51,7 +51,7 @@ def choose_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.dev
     return torch.device("cuda", local_rank % count)
 
 
-def _describe_why_no_gpu() -> str:
+def _describe_missing_gpu() -> str:
     """Return the driver's or torch's message about why no GPU is visible, which identifies a fault of the node."""
     try:
         torch.cuda.init()
@@ -153,7 +153,7 @@ def should_use_channels_last(train: Train, model: nn.Module, device: torch.devic
     return torch.cuda.get_device_capability(device) >= since
 
 
-def to_channels_last(model: nn.Module) -> None:
+def convert_to_channels_last(model: nn.Module) -> None:
     """Store all four-dimensional parameters and buffers of a model in channels-last order; nothing else changes.
 
     The weights of 1x1 and depthwise convolutions get the strides of that order too, although their values do not move.
@@ -183,11 +183,11 @@ def move_to_device(batch: Batch, device: torch.device, *, channels_last: bool) -
     A GPU may still be computing earlier work; the copy then runs concurrently. From this call on, the caller may
     release the batch before this one.
     """
-    move = functools.partial(_move_batch, device=device, channels_last=channels_last)
-    return _get_upload_stream(device).upload(batch, move) if device.type == "cuda" else move(batch)
+    move = functools.partial(_move_batch_tensors, device=device, channels_last=channels_last)
+    return _get_upload_stream(device).upload_batch(batch, move) if device.type == "cuda" else move(batch)
 
 
-def _move_batch(batch: Batch, *, device: torch.device, channels_last: bool) -> Batch:
+def _move_batch_tensors(batch: Batch, *, device: torch.device, channels_last: bool) -> Batch:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
@@ -211,14 +211,14 @@ class UploadStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.release()
+        self.release_batch()
 
-    def release(self) -> None:
+    def release_batch(self) -> None:
         """Release the newest batch; the next copy waits for all work queued on the GPU by then."""
         self.pending: Batch | None = None
         self.before: torch.cuda.Event | None = None
 
-    def upload(self, batch: Batch, move: Callable[[Batch], Batch]) -> Batch:
+    def upload_batch(self, batch: Batch, move: Callable[[Batch], Batch]) -> Batch:
         """Return the moved batch; work queued on the current stream from now on waits for the copy."""
         computing = torch.cuda.current_stream(self.device)
         computed = computing.record_event()
@@ -317,7 +317,7 @@ class MemoryMeter:
         """Free the memory that earlier work has cached, and start a new peak."""
         gc.collect()
         if self.device.type == "cuda":
-            _get_upload_stream(self.device).release()
+            _get_upload_stream(self.device).release_batch()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
             self.base = torch.cuda.memory_allocated(self.device)
@@ -326,7 +326,7 @@ class MemoryMeter:
         else:
             # glibc keeps the memory of freed tensors; return it to the system, or it would hide this batch's peak.
             ctypes.CDLL(None).malloc_trim(0)
-            _reset_peak()
+            _reset_peak_memory()
             self.base = read_process_memory("VmRSS")
             # Free heap memory that tensors will use is part of their peak, so it must not count as held too.
             self.base_reserved = read_process_memory("VmData") - count_free_heap_bytes()
@@ -367,7 +367,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.retries = self._count_retries()
         else:
-            _reset_peak()
+            _reset_peak_memory()
 
     def count_allocator_retries(self) -> int:
         """Return how often the CUDA allocator flushed its cache to continue: the batch fits, but steps are slow."""
@@ -400,7 +400,7 @@ def count_free_heap_bytes() -> int:
     return state.fordblks
 
 
-def _reset_peak() -> None:
+def _reset_peak_memory() -> None:
     """Reset VmHWM to the memory that the process holds now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

@@ -25,7 +25,7 @@ class EnergyMeter:
         self._ranks, self._clock = ranks, Clock(ranks.device)
         self._gpu = get_gpu_uuid() if ranks.device.type == "cuda" else ""
         self._counter = _open_energy_counter(self._gpu) if self._gpu else None
-        self._start = self._read()
+        self._start = self._read_counter()
 
     def read_joules(self) -> float | None:
         """Return the energy of all GPUs in joules since the start; every rank must call this.
@@ -34,7 +34,7 @@ class EnergyMeter:
         reported as 0.
         """
         energy = None
-        if self._start is not None and (counter := self._read()) is not None and counter > self._start:
+        if self._start is not None and (counter := self._read_counter()) is not None and counter > self._start:
             energy = counter - self._start
         # By GPU, so that a GPU shared by several ranks counts once.
         by_gpu: dict[str, float | None] = dict(map(json.loads, self._ranks.gather(json.dumps([self._gpu, energy]))))
@@ -46,7 +46,7 @@ class EnergyMeter:
         """Return whether this rank's GPU has an energy counter."""
         return self._start is not None
 
-    def _read(self) -> float | None:
+    def _read_counter(self) -> float | None:
         """Return the counter once the device has completed all queued work."""
         if self._counter is None:
             return None

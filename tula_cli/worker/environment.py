@@ -26,7 +26,7 @@ RECORDED_VARIABLES = (
 """Prefixes of the names of environment variables that are recorded; all others may hold secrets."""
 
 
-def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
+def collect_environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
     """Describe the hardware and software that is measured; every rank must call this.
 
     Args:

@@ -48,9 +48,9 @@ class PreemptionHandler:
 
     def install(self) -> None:
         """Install the handler of SIGTERM, which is sent at preemption, by scancel and by tula cancel."""
-        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGTERM, self._handle_signal)
 
-    def _on_signal(self, *_: object) -> None:
+    def _handle_signal(self, *_: object) -> None:
         self._is_announced = True
 
     def check(self, *, reserve: float) -> bool:
@@ -73,7 +73,7 @@ class PreemptionHandler:
         wished = (
             min(MAX_STEPS_BETWEEN_CHECKS, max(1, round(CHECK_SECONDS / pace))) if pace > 0 else MAX_STEPS_BETWEEN_CHECKS
         )
-        level, steps = self.ranks.elementwise_max(
+        level, steps = self.ranks.compute_elementwise_max(
             [self._compute_stop_level(reserve), float(wished if self.ranks.is_first else 0)]
         )
         self._counted, self._agreed_at, self._next = 0, now, int(steps)

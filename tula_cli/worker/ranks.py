@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from tula_cli.errors import JobFailed
 from tula_cli.host import network
 from tula_cli.host.machine import read_cpu_quota
-from tula_cli.run.files import is_listed, write_atomic
+from tula_cli.run.files import is_listed, write_file_atomically
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import nccl
 from tula_cli.worker.device import choose_device, set_current_gpu
@@ -55,9 +55,9 @@ class Ranks:
 
     def max(self, value: float) -> float:
         """Return the largest value over all ranks."""
-        return self.elementwise_max([value])[0]
+        return self.compute_elementwise_max([value])[0]
 
-    def elementwise_max(self, values: list[float]) -> list[float]:
+    def compute_elementwise_max(self, values: list[float]) -> list[float]:
         """Return the elementwise maximum over all ranks."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -149,7 +149,7 @@ def _make_store(handover: Path, interface: str | None, device: torch.device, *, 
         JobFailed: rank 0 has published no address within RENDEZVOUS_TIMEOUT.
     """
     if rank == 0:
-        host = network.find_own_address(interface)
+        host = network.find_node_address(interface)
         store = TCPStore(host, 0, world, is_master=True, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False)
         _publish_address(handover, host, store.port, device)
         return store
@@ -166,4 +166,4 @@ def _make_store(handover: Path, interface: str | None, device: torch.device, *, 
 
 
 def _publish_address(handover: Path, host: str, port: int | str, device: torch.device) -> None:
-    write_atomic(handover, f"{host} {port} {device.type}\n")
+    write_file_atomically(handover, f"{host} {port} {device.type}\n")

@@ -134,7 +134,7 @@ def kill_in_second_epoch(folder: Path, command: "subprocess.Popen[str]") -> bool
                 training = run.get_training(signature)
                 if training.read_result() is not None:
                     return False
-                if training.find_newest_samples() > TRAINING_SAMPLES:
+                if training.find_newest_checkpoint_samples() > TRAINING_SAMPLES:
                     return kill_ranks(training)
         time.sleep(0.02)
     return False

@@ -17,7 +17,7 @@ from gpu.trials import RESOLUTION, TrialFailed, Trials, find_largest_batch
 from tula_cli.cluster.inspection import inspect
 from tula_cli.models import memory as memory_model
 from tula_cli.models.memory import MemoryModel
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import write_file_atomically
 from tula_cli.run.records.base import Footprint
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
@@ -77,7 +77,7 @@ def read_or_make_estimates(
         if not result.footprints:
             raise SystemExit(f"{key[0]} {key[1]} cannot be estimated: {result.estimate_error}")
         rows = [row.model_dump(mode="json") for row in result.footprints]
-        write_atomic(places[0] / name, json.dumps(rows))
+        write_file_atomically(places[0] / name, json.dumps(rows))
         return list(result.footprints)
 
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:

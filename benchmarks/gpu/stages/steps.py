@@ -131,7 +131,7 @@ def measure_with_gradient_norms(spec: JobSpec, me: Ranks, *, batch: int, count: 
     clock = fixed.trainer.clock
     clock.wait()
     start = clock.mark()
-    for _ in spy.watch((fixed.step() for _ in range(count)), fixed.trainer.scaler):
+    for _ in spy.watch_steps((fixed.step() for _ in range(count)), fixed.trainer.scaler):
         pass
     seconds = clock.measure_seconds(start, clock.mark()) / count
     del fixed, spy

@@ -10,7 +10,7 @@ import pytest
 from tula_cli.cluster.scripts.rate_search import ScriptRateSearch
 from tula_cli.cluster.supervise import supervise
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import append_json_line, write_atomic, write_record
+from tula_cli.run.files import append_json_line, write_file_atomically, write_record
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.results import RateSearch
 from tula_cli.run.records.scripts import KillRecord, ShimPlan
@@ -161,7 +161,7 @@ def observe_start(
     write_rows(attempt, losses, [0.01])
     if saved is not None:
         write_record(attempt.path / "rehearsal.json", KillRecord(steps=saved, samples=None, dataset=None, killed=True))
-        write_atomic(Path(command.branch.out) / "state", "checkpoint")
+        write_file_atomically(Path(command.branch.out) / "state", "checkpoint")
     return run, ScriptRateSearch(run, task).record_results(command, None)
 
 

@@ -96,7 +96,7 @@ def run_resume_test(
     )
     run.write_task(task)
     supervise(run.path, task.id, environ=os.environ)
-    text = ResumeTestRecords(run.path).read(task.id)
+    text = ResumeTestRecords(run.path).read_result(task.id)
     assert text is not None and text.over_at is not None, text
     assert not (run.path / "script" / task.id).exists(), "the script's files are gone"
     return text
@@ -212,7 +212,7 @@ def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
     following.start()
     leader._run_as_leader(task.id)
     following.join()
-    text = ResumeTestRecords(run.path).read(task.id)
+    text = ResumeTestRecords(run.path).read_result(task.id)
     assert text is not None and text.verdict == "any", text
     assert [attempt.outcome for attempt in run.read_attempts(task.id)] == ["done"] * len(text.starts)
 
@@ -239,7 +239,7 @@ def training_after(folder: Path, verdict: Verdict, *, sizes: tuple[JobSize, ...]
             process_started=read_start_time(process.pid),
         )  # fmt: skip
         run.write_job(here)
-        ResumeTestRecords(run.path).write(rehearsal)
+        ResumeTestRecords(run.path).write_result(rehearsal)
         waiting = threading.Thread(target=process.wait)
         waiting.start()
         supervise(run.path, task.id, environ=os.environ)
@@ -274,7 +274,9 @@ def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summar
     spec = job(folder, what_else="", within=kill, saves="number == 10", script={})
     run = RunDir.create(folder / "tula-runs", spec)
     key = compute_resume_test_signature(spec, "")
-    ResumeTestRecords(run.path).write(ResumeTestResult(task=f"rehearse-{key}-1", key=key, began_at=0.0, verdict="none"))
+    ResumeTestRecords(run.path).write_result(
+        ResumeTestResult(task=f"rehearse-{key}-1", key=key, began_at=0.0, verdict="none")
+    )
     run.write_task(
         TrainTask(
             id="train-x-1", job="train-x", spec=spec, workdir=str(folder), nodes=1, signature="x", attempt=1,

@@ -119,13 +119,13 @@ def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: R
     run.write_attempt(Attempt(task="train-x-2", number=1, started_at=STARTED + 100))
     training = ScriptTraining(run, smaller)
     saves(training.output_folder, STARTED + 50)
-    assert training.newest_checkpoint() is None, "what was there before"
+    assert training.find_resume_checkpoint() is None, "what was there before"
     saves(training.output_folder, STARTED + 120)
     tells(run, "train-x-2", step=10, samples=80.0, stepped_at=STARTED + 119)
     training.recover_lost_attempt(run.read_attempts("train-x-2")[0])
     result = run.get_training("x").read_script_progress()
     assert result is not None and (result.samples, result.batch) == (80, 8)
-    assert training.newest_checkpoint() == training.output_folder / "state.json"
+    assert training.find_resume_checkpoint() == training.output_folder / "state.json"
 
 
 # --- the pace of its steps
@@ -271,12 +271,15 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
     assert (
         reason.outcome == "unknown" and "skipped step-60; trying the previous checkpoint step-30" in reason.description
     )
-    assert training.newest_checkpoint() == out / "step-30"
+    assert training.find_resume_checkpoint() == out / "step-30"
     kept = run.get_training("x").read_script_progress()
     assert kept is not None and (kept.samples, kept.steps, kept.checkpoint) == (480, 30, str(out / "step-30"))
     assert run.get_training("x").read_script_saves().lost == (480,)
     assert fails_at_once(run, first, out / "step-30").outcome == "user", "it is the script's own fault"
-    assert (training.newest_checkpoint(), run.get_training("x").read_script_progress()) == (out / "step-60", newest)
+    assert (training.find_resume_checkpoint(), run.get_training("x").read_script_progress()) == (
+        out / "step-60",
+        newest,
+    )
 
 
 def test_without_a_checkpoint_before_it_the_scripts_error_ends_the_training(run: RunDir) -> None:
@@ -286,7 +289,7 @@ def test_without_a_checkpoint_before_it_the_scripts_error_ends_the_training(run:
     run.get_training("x").write_script_progress(
         ScriptProgress(samples=480, steps=30, batch=16, checkpoint=str(path), saved_at=STARTED + 20)
     )
-    assert fails_at_once(run, training.task, path).outcome == "user" and training.newest_checkpoint() == path
+    assert fails_at_once(run, training.task, path).outcome == "user" and training.find_resume_checkpoint() == path
 
 
 def watching(run: RunDir, ranks: int) -> TrainingMonitor:
@@ -621,9 +624,9 @@ def test_a_script_that_resumes_by_itself_is_counted_from_what_it_has_loaded(alon
     assert (kept.resumes_from, kept.lost) == ("{out}/epoch-*/state.json", (480,))
     message = next(row for row in alone.get_training("x").read_newest_metrics() if row["kind"] == "warning")["message"]
     assert "resumed by itself" in message and 'resume: {checkpoint: "{out}/epoch-*/state.json"}' in message
-    assert training.allowed_resume_batch == "same" and training.newest_checkpoint() == out / "epoch-1" / "state.json", (
-        "the next start, too"
-    )
+    assert (
+        training.allowed_resume_batch == "same" and training.find_resume_checkpoint() == out / "epoch-1" / "state.json"
+    ), "the next start, too"
 
 
 def test_a_script_that_resumes_from_a_checkpoint_beyond_what_was_counted_has_lost_nothing(alone: RunDir) -> None:
@@ -647,7 +650,7 @@ def test_a_script_that_loads_nothing_of_its_training_begins_anew(
     alone: RunDir, load: tuple[dict[str, object], ...]
 ) -> None:
     training, base = second_start(alone, *load)
-    assert base == (0, 0) and training.allowed_resume_batch == "none" and training.newest_checkpoint() is None
+    assert base == (0, 0) and training.allowed_resume_batch == "none" and training.find_resume_checkpoint() is None
 
 
 def begun(run: RunDir, samples: int | None, *, dataset: int = 800) -> None:

@@ -406,6 +406,6 @@ def test_a_script_is_asked_to_save_before_the_time_limit(
     monkeypatch.setattr(Allocation, "compute_exit_deadline", lambda *_: time.time() + 2.0)
     monkeypatch.setattr(RunningAttempt, "_exit_deadline", property(lambda _: began + 2.0))
     began = time.time()
-    reason = running.run_to_exit()
+    reason = running.run_ranks_to_exit()
     assert (reason.outcome, reason.message) == ("time_limit", "time limit of job 7 reached")
     assert (run.get_training("x").path / "out" / "state.json").exists()

@@ -150,15 +150,15 @@ def test_a_checkpoint_is_reported_and_a_probe_has_words_of_its_own(tmp_path: Pat
 
 
 def test_the_plan_says_what_was_claimed(tmp_path: Path) -> None:
-    answer = start(tmp_path, "a.py {micro_batch} {accumulate} {lr}").plan()
+    answer = start(tmp_path, "a.py {micro_batch} {accumulate} {lr}").make_plan()
     assert (answer.mode, answer.warmup, answer.expected.world, answer.expected.batch) == ("probe", 10, 2, 32)
     assert (answer.expected.accumulate, answer.expected.lr) == (1, 0.1)
-    silent = start(tmp_path, "a.py {batch}").plan()
+    silent = start(tmp_path, "a.py {batch}").make_plan()
     assert (silent.expected.accumulate, silent.expected.lr) == (None, None)
 
 
 def test_the_plan_of_a_method_that_scales_has_its_settings_and_the_library(tmp_path: Path) -> None:
-    message = start(tmp_path, "a.py {micro_batch} {accumulate}", train=True, batch=64, **AGS).plan().ags
+    message = start(tmp_path, "a.py {micro_batch} {accumulate}", train=True, batch=64, **AGS).make_plan().ags
     assert message is not None and (Path(message.code) / "tula_ags" / "presets.py").exists()
     assert (message.b_large, message.b_small, message.available, message.apply_to, message.resumed) == (
         64,
@@ -168,19 +168,19 @@ def test_the_plan_of_a_method_that_scales_has_its_settings_and_the_library(tmp_p
         False,
     )
     assert message.settings["source"] == "local_norms" and message.settings["refresh"] == {"every": 1}
-    assert start(tmp_path, "a.py {batch}").plan().ags is None
+    assert start(tmp_path, "a.py {batch}").make_plan().ags is None
 
 
 def test_factors_of_an_epoch_need_its_length(tmp_path: Path) -> None:
     paper = {**AGS, "ags": {"preset": "paper"}}
-    message = start(tmp_path, "a.py {batch}", train=True, checkpoint="/x", **paper).plan().ags
+    message = start(tmp_path, "a.py {batch}", train=True, checkpoint="/x", **paper).make_plan().ags
     assert message is not None and message.resumed and message.steps_per_epoch == 100 // 32
-    probe = start(tmp_path, "a.py {batch}", **paper).plan().ags
+    probe = start(tmp_path, "a.py {batch}", **paper).make_plan().ags
     assert probe is not None and probe.steps_per_epoch == methods.NEVER_REFRESH_STEPS, "a probe times plain steps"
-    few = start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": 20}, **paper).plan().ags
+    few = start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": 20}, **paper).make_plan().ags
     assert few is not None and few.steps_per_epoch == 1, "an epoch of less than a batch is a step"
     with pytest.raises(JobFailed, match="the number of samples"):
-        start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": "auto"}, **paper).plan()
+        start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": "auto"}, **paper).make_plan()
 
 
 def test_what_was_scaled_is_reported_over_all_attempts() -> None:

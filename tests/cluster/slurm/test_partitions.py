@@ -288,8 +288,8 @@ def test_partitions_and_accounts_are_asked_for(commands):
     commands("sacctmgr", says("lab|\nlab|gpu\n|\nother|\n"))
     result = site.query_site()
     assert result is not None
-    assert result.default is not None
-    assert (result.default.name, result.accounts) == ("main", ("lab", "other"))
+    assert result.default_partition is not None
+    assert (result.default_partition.name, result.accounts) == ("main", ("lab", "other"))
 
 
 def test_without_accounting_there_are_no_accounts(commands):
@@ -447,4 +447,4 @@ def test_a_setting_of_another_section_is_not_taken_for_it():
 )
 def test_a_partition_of_large_jobs_has_numbers_of_nodes_too(least: int, nodes: int, suggested: tuple[int, ...]) -> None:
     kinds = (PartitionNodeType(nodes, 48, 256_000, (Gpus("a100", 4),)),)
-    assert site.suggest_nodes(partition(least_nodes=least, kinds=kinds)) == suggested
+    assert site.suggest_node_counts(partition(least_nodes=least, kinds=kinds)) == suggested

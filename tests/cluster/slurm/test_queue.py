@@ -11,7 +11,7 @@ from tula_cli.cluster.chains import get_chain_state
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import find_end_time, find_outcome, list_live_jobs, query_states
+from tula_cli.cluster.slurm.queue import find_end_time, find_job_outcome, list_live_jobs, query_states
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler, make_refusal_error
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
@@ -78,15 +78,15 @@ def test_how_allocations_of_a_real_cluster_ended(recorded):
         "waiting",
         "unknown",
     )
-    assert [find_outcome(recorded[name]) for name in names] == [
+    assert [find_job_outcome(recorded[name]) for name in names] == [
         None, None, None, "host_oom", "time_limit", "cancelled", "preempted", "node_failure", None, None,
     ]  # fmt: skip
-    assert find_outcome(recorded["requeued"], restart=0) == "preempted"
+    assert find_job_outcome(recorded["requeued"], restart=0) == "preempted"
 
 
 def test_accounting_of_a_real_cluster_tells_the_same(recorded):
     names = ("done", "failed", "oom", "timeout", "cancelled", "preempted", "node_fail")
-    assert [scheduler._get_job_outcome(scheduler._list_rows_of_run(recorded[name], None)) for name in names] == [
+    assert [scheduler._derive_job_outcome(scheduler._list_rows_of_run(recorded[name], None)) for name in names] == [
         None, None, "host_oom", "time_limit", "cancelled", "preempted", "node_failure",
     ]  # fmt: skip
 
@@ -169,7 +169,7 @@ def test_a_command_that_hangs_is_given_up(slurm, monkeypatch):
     slurm.fault(squeue="hang", sacct="hang", scontrol="hang")
     monkeypatch.setattr(slurm_command, "COMMAND_TIMEOUT", 0.2)
     assert "took more than 0.2 s" in query_states([job])[job].reason
-    assert find_outcome(job) is None
+    assert find_job_outcome(job) is None
     assert find_end_time(job, {}) is None
 
 
@@ -178,7 +178,7 @@ def test_missing_commands_are_no_error(slurm):
     for command in ("squeue", "sacct", "scontrol", "scancel"):
         slurm.without(command)
     assert query_states([job])[job].state == "unknown"
-    assert (find_outcome(job), find_end_time(job, {})) == (None, None)
+    assert (find_job_outcome(job), find_end_time(job, {})) == (None, None)
     assert scheduler.cancel_jobs([job]) == "scancel: No such file or directory"
 
 
@@ -186,7 +186,7 @@ def test_garbage_is_no_error(slurm):
     job = slurm.add("a", "RUNNING")
     slurm.fault(squeue="garbage", scontrol="garbage")
     assert query_states([job])[job].state == "unknown"
-    assert (find_outcome(job), find_end_time(job, {})) == (None, None)
+    assert (find_job_outcome(job), find_end_time(job, {})) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -329,65 +329,65 @@ ENDINGS = [
 
 @pytest.mark.parametrize(("state", "reason", "outcome"), ENDINGS)
 def test_the_controller_tells_what_took_an_allocation_away(versions, state, reason, outcome):
-    assert find_outcome(versions.add("a", state, reason)) == outcome
+    assert find_job_outcome(versions.add("a", state, reason)) == outcome
 
 
 @pytest.mark.parametrize(("state", "reason", "outcome"), ENDINGS)
 def test_sacct_tells_what_took_a_forgotten_allocation_away(slurm, state, reason, outcome):
     words = "CANCELLED by 1000" if state == "CANCELLED" else state
-    assert find_outcome(slurm.add("a", words, forgotten=True)) == outcome
+    assert find_job_outcome(slurm.add("a", words, forgotten=True)) == outcome
 
 
 def test_a_killed_step_shows_that_memory_was_the_reason(versions):
     steps = [["batch", "FAILED"], ["0", "OUT_OF_MEMORY"]]
     job = versions.add("a", "FAILED", "NonZeroExitCode", steps=steps, derived="0:125")
-    assert find_outcome(job) == "host_oom"
+    assert find_job_outcome(job) == "host_oom"
     assert not versions.calls("sacct"), "the controller knows"
     by_steps = versions.add("a", "FAILED", forgotten=True, steps=steps)
     by_code = versions.add("a", "FAILED", forgotten=True, derived="0:125")
-    assert [find_outcome(by_steps), find_outcome(by_code)] == ["host_oom", "host_oom"]
+    assert [find_job_outcome(by_steps), find_job_outcome(by_code)] == ["host_oom", "host_oom"]
 
 
 def test_the_exit_code_tells_that_a_supervisor_could_write_nothing(versions):
     known = versions.add("a", "FAILED", "NonZeroExitCode", derived="14:0")
     forgotten = versions.add("b", "FAILED", forgotten=True, derived="14:0")
-    assert [find_outcome(known), find_outcome(forgotten)] == ["storage", "storage"]
+    assert [find_job_outcome(known), find_job_outcome(forgotten)] == ["storage", "storage"]
 
 
 def test_a_job_that_cleans_up_has_ended_and_one_that_runs_has_not(versions):
     ended, running = (versions.add("a", state, derived="0:125") for state in ("COMPLETING", "RUNNING"))
-    assert (find_outcome(ended), find_outcome(running)) == ("host_oom", None)
+    assert (find_job_outcome(ended), find_job_outcome(running)) == ("host_oom", None)
 
 
 def test_memory_is_no_reason_where_the_time_was_up(slurm):
     job = slurm.add("a", "TIMEOUT", forgotten=True, steps=[["0", "OUT_OF_MEMORY"]])
-    assert find_outcome(job) == "time_limit"
+    assert find_job_outcome(job) == "time_limit"
 
 
 def test_a_requeued_job_lives_and_what_ended_its_earlier_run_is_known(versions):
     earlier = [{"state": "NODE_FAIL", "derived": "0:0", "steps": [["batch", "CANCELLED"]]}]
     job = versions.add("a", "RUNNING", restarts=1, earlier=earlier, derived="0:125")
-    assert find_outcome(job) is None
-    assert find_outcome(job, restart=1) is None
-    assert find_outcome(job, restart=0) == "node_failure"
+    assert find_job_outcome(job) is None
+    assert find_job_outcome(job, restart=1) is None
+    assert find_job_outcome(job, restart=0) == "node_failure"
 
 
 def test_a_requeued_job_was_taken_away_even_where_nothing_tells_why(slurm):
     job = slurm.add("a", "RUNNING", restarts=2)
     slurm.fault(sacct="disabled")
-    assert find_outcome(job, restart=1) == "preempted"
+    assert find_job_outcome(job, restart=1) == "preempted"
 
 
 def test_the_exit_code_of_an_earlier_run_is_not_the_last_ones(slurm):
     earlier = [{"state": "NODE_FAIL", "derived": "0:125", "steps": []}]
     job = slurm.add("a", "FAILED", restarts=1, earlier=earlier, derived="0:125", accounted="COMPLETED")
-    assert find_outcome(job) is None
+    assert find_job_outcome(job) is None
 
 
 def test_an_unknown_job_did_not_end_in_any_known_way(slurm):
-    assert find_outcome("4711") is None
+    assert find_job_outcome("4711") is None
     slurm.fault(sacct="disabled", scontrol="unreachable")
-    assert find_outcome("4711") is None
+    assert find_job_outcome("4711") is None
 
 
 # --- finding and ending jobs
@@ -541,7 +541,7 @@ def test_a_job_that_waits_for_a_maintenance_window_is_reported_which_limit_would
         "scontrol": "\n".join(row if isinstance(row, str) else reservation(*row) for row in rows),
     }
     monkeypatch.setattr(
-        scheduler, "call_slurm", lambda *command, **_: slurm_command.CommandResult("done", answers[command[0]])
+        scheduler, "call_slurm_command", lambda *command, **_: slurm_command.CommandResult("done", answers[command[0]])
     )
     message = query_states(["7"])["7"].reason
     assert ("a maintenance window starts" in message) == bool(words) and words in message and message.startswith(reason)

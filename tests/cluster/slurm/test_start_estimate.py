@@ -10,7 +10,7 @@ from make_results import Truth, make_probes, make_spec
 import tula_cli as tula
 from tula_cli.cli import app
 from tula_cli.cluster.slurm.scheduler import make_sbatch_environment
-from tula_cli.cluster.slurm.submit import estimate_start
+from tula_cli.cluster.slurm.submit import estimate_job_start
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import open_runs_of_job
@@ -52,7 +52,7 @@ def test_the_scheduler_is_asked_with_the_script_of_the_training_and_nothing_is_s
     monkeypatch.setattr("tula_cli.cluster.slurm.submit.make_sbatch_environment", environment)
     slurm.fault(starts=format_time(NOW + 1800))
     before = files(run)
-    estimate = estimate_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW)
+    estimate = estimate_job_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW)
     assert estimate == StartEstimate(nodes=2, minutes=240, asked_at=NOW, wait=1800)
     (call,) = slurm.calls("sbatch")
     assert call.arguments[0] == "--test-only" and slurm.jobs() == []
@@ -63,20 +63,20 @@ def test_the_scheduler_is_asked_with_the_script_of_the_training_and_nothing_is_s
 
 def test_a_start_that_has_passed_is_no_wait(slurm, run):
     slurm.fault(starts=format_time(NOW - 60))
-    estimate = estimate_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW)
+    estimate = estimate_job_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW)
     assert estimate is not None and estimate.wait == 0
 
 
 def test_a_refusal_is_an_estimate_without_a_start_and_with_its_reason(slurm, run):
     slurm.fault(sbatch=["refuse:Batch job submission failed: Requested node configuration is not available"])
-    estimate = estimate_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW)
+    estimate = estimate_job_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW)
     assert estimate is not None and estimate.wait is None
     assert estimate.reason == "Batch job submission failed: Requested node configuration is not available"
 
 
 def test_without_sbatch_there_is_no_estimate(slurm, run):
     slurm.without("sbatch")
-    assert estimate_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW) is None
+    assert estimate_job_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW) is None
 
 
 def test_a_plan_for_many_trainings_does_not_ask_for_the_start_of_a_single_one(slurm, run):

@@ -102,7 +102,7 @@ def test_a_supervisor_reads_where_something_is_new_and_always_where_no_news_is_w
     watcher = ChangeWatcher(run.path, Allocation(1, 2, 1, str(tmp_path), nodes=1))
     assert watcher.is_due()
     assert not watcher.is_due(), "nothing is new"
-    run.cancel("train-s")
+    run.mark_job_cancelled("train-s")
     assert watcher.is_due() and not watcher.is_due()
     watcher.force_check()
     assert watcher.is_due() and not watcher.is_due()

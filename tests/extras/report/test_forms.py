@@ -80,7 +80,7 @@ def test_markdown_has_every_cell_and_takes_none_for_markup() -> None:
 
 def test_every_row_of_a_table_has_its_columns(whole: Document) -> None:
     for result in (TABLE, *(item for section in whole.sections for item in section.tables)):
-        lines = formats.Markdown().tabulate(result).splitlines()
+        lines = formats.Markdown().render_table(result).splitlines()
         counts = [len(re.findall(r"(?<!\\)\|", line)) for line in lines if line.startswith("|")]
         assert set(counts) == {len(result.columns) + 1 + any(result.marks)}
         assert len(counts) == 2 + len(result.rows)
@@ -107,7 +107,7 @@ def test_latex_is_ascii_and_its_braces_and_environments_match(whole: Document) -
         assert bare.count("{") == bare.count("}")
         begun, ended = (Counter(re.findall(rf"\\{word}\{{(\w+)\}}", text)) for word in ("begin", "end"))
         assert begun == ended and begun["table"] == sum(len(section.tables) for section in document.sections)
-    assert formats.Latex().escape("Jülich 日") == "Julich ?"
+    assert formats.Latex().escape_text("Jülich 日") == "Julich ?"
 
 
 # --- CSV

@@ -23,7 +23,7 @@ from make_runs import spec as toy_spec
 from tula_cli.errors import NotYours, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers import export as service
 from tula_cli.extras.trackers.destination import resolve_destination
-from tula_cli.extras.trackers.export import ExportResult, export_run, list_requested_trackers
+from tula_cli.extras.trackers.export import ExportResult, export_runs, list_requested_trackers
 from tula_cli.options import ExportRequest
 from tula_cli.run import owner
 from tula_cli.run.directory import Run, RunDir
@@ -53,7 +53,7 @@ def send(run: RunDir, *places: str, active: bool = False, **how: Any) -> tuple[t
     """Send a run to places of the fake tracker; return what was sent, and what was told."""
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place) for place in places]
     how = {"reports": lambda _: (), **how}
-    work, message = export_run([open_run(run)], trackers, active=lambda _: active, **how), []
+    work, message = export_runs([open_run(run)], trackers, active=lambda _: active, **how), []
     while True:
         try:
             message.append(next(work))
@@ -143,14 +143,14 @@ def test_two_commands_that_send_the_same_run_send_each_value_once(run: RunDir, p
     trained(run, metrics())
     tracker = resolve_destination(Export(to="fake_tracker:FakeTracker", uri=place), open_run(run))
     first, second = (service.Session(open_run(run), tracker, lambda _: ()) for _ in range(2))
-    assert [*first.update(active=True), *second.update(active=True)] == []
+    assert [*first.send_updates(active=True), *second.send_updates(active=True)] == []
     points = first.new_points
     assert points > 0 and second.new_points == 0
     assert second._lock.acquire() == ""
     write(run, [*metrics(), *({**metrics()[-1], "samples": samples} for samples in (2560, 3200))])
-    assert list(first.update(active=True)) == [] and first.new_points == points  # the other command sends them
+    assert list(first.send_updates(active=True)) == [] and first.new_points == points  # the other command sends them
     second._lock.release()
-    list(first.update(active=True))
+    list(first.send_updates(active=True))
     assert first.new_points > points and 2560 in curve(place, "train/loss")
 
 
@@ -212,7 +212,7 @@ def test_a_tracker_that_is_down_is_reported_once_and_caught_up_with(run: RunDir,
     looks = iter([True, True, False, False])
     sleeps: list[float] = []
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
-    work = export_run(
+    work = export_runs(
         [open_run(run)],
         trackers,
         follow=True,
@@ -241,7 +241,7 @@ def test_it_follows_to_the_end_of_the_jobs(run: RunDir, place: str, monkeypatch:
 
     seen: list[int] = []
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
-    list(export_run([open_run(run)], trackers, follow=True, active=active, sleep=lambda _: None))
+    list(export_runs([open_run(run)], trackers, follow=True, active=active, sleep=lambda _: None))
     assert seen[0] == 0 and 3 in seen and curve(place, "train/loss")[2560] == 1.5
     assert RUNS_BY_ADDRESS[place][KEY].state in ("killed", "failed"), "its job is over and there is no result"
 
@@ -262,7 +262,7 @@ def test_the_state_is_how_the_training_ended(
     trained(run, metrics())
     run.write_attempt(attempt(f"{KEY}-1", end=START + 90, outcome=outcome, message="ValueError: bad"))
     if cancelled:
-        run.cancel(KEY)
+        run.mark_job_cancelled(KEY)
     if result:
         run.write_train_result(train_result())
         run.write_summary(summary())
@@ -279,7 +279,7 @@ def test_the_state_is_how_the_training_ended(
 def test_after_ctrl_c_the_next_export_continues(run: RunDir, place: str) -> None:
     add_measured(run, 1, 32)
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
-    first = export_run([open_run(run)], trackers, follow=True, active=lambda _: True, sleep=lambda _: None)
+    first = export_runs([open_run(run)], trackers, follow=True, active=lambda _: True, sleep=lambda _: None)
     next(first)
     with pytest.raises(KeyboardInterrupt, match="the next export sends the missing values"):
         first.throw(KeyboardInterrupt)
@@ -387,7 +387,7 @@ def test_an_address_is_valid_from_every_folder(
 
 def test_an_exporter_of_one_s_own_that_is_not_there_is_reported(run: RunDir) -> None:
     with pytest.raises(SpecError, match="has no 'Nobody'"):
-        list(service.export_run([open_run(run)], [Export(to="fake_tracker:Nobody")], active=lambda _: False))
+        list(service.export_runs([open_run(run)], [Export(to="fake_tracker:Nobody")], active=lambda _: False))
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_an_exporter_of_one_s_own_that_is_not_there_is_reported(run: RunDir) -> 
     ],
 )
 def test_an_exporter_of_one_s_own_that_is_none_is_reported(run: RunDir, to: str, words: str) -> None:
-    (warning,) = export_run([open_run(run)], [Export(to=to)], active=lambda _: False)
+    (warning,) = export_runs([open_run(run)], [Export(to=to)], active=lambda _: False)
     assert isinstance(warning, WarningEvent) and re.match(words, warning.text)
 
 

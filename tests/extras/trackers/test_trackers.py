@@ -13,7 +13,7 @@ from make_runs import spec as toy_spec
 
 from tula_cli.entry_points import make_install_hint
 from tula_cli.errors import TrackerError
-from tula_cli.extras.trackers.export import ExportResult, export_run, require_all_sent
+from tula_cli.extras.trackers.export import ExportResult, export_runs, require_all_sent
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_run
 from tula_cli.services.events import Event, WarningEvent, run_work
@@ -38,7 +38,7 @@ def send(run: RunDir, to: str, uri: str | None = None, *, active: bool = False) 
     result: list[tuple[ExportResult, ...]] = []
 
     def work() -> Generator[Event, None, None]:
-        result.append((yield from export_run([open_run(run)], [Export(to=to, uri=uri)], active=lambda _: active)))
+        result.append((yield from export_runs([open_run(run)], [Export(to=to, uri=uri)], active=lambda _: active)))
 
     list(work())
     return result[0][0]
@@ -185,7 +185,7 @@ def test_a_run_that_was_moved_goes_on_in_the_place_inside_it(run: RunDir, tmp_pa
 
 def test_a_folder_that_cannot_be_written_is_reported(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    work = export_run([open_run(run)], [Export(to="tensorboard", uri=str(tmp_path / "file"))], active=lambda _: False)
+    work = export_runs([open_run(run)], [Export(to="tensorboard", uri=str(tmp_path / "file"))], active=lambda _: False)
     (message,) = list(work)
     assert "Not a directory" in message.text  # type: ignore[union-attr]
 
@@ -194,7 +194,7 @@ def test_a_package_that_is_missing_is_reported_with_what_to_do(run: RunDir, monk
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "tula_cli.extras.trackers.wandb", raising=False)
     warnings: list[Event] = []
-    results = run_work(export_run([open_run(run)], [Export(to="wandb")], active=lambda _: False), warnings.append)
+    results = run_work(export_runs([open_run(run)], [Export(to="wandb")], active=lambda _: False), warnings.append)
     (warning,) = warnings
     assert isinstance(warning, WarningEvent) and warning.text.startswith("wandb: import of wandb")
     assert "tula-cli[trackers]" in warning.text
@@ -207,5 +207,5 @@ def test_an_export_that_a_tracker_refused_is_to_be_repeated(run: RunDir, tmp_pat
     (tmp_path / "file").write_text("")
     to = Export(to="tensorboard", uri=str(tmp_path / "file"))
     with pytest.raises(TrackerError) as error:
-        require_all_sent(run_work(export_run([open_run(run)], [to], active=lambda _: False), lambda _: None))
+        require_all_sent(run_work(export_runs([open_run(run)], [to], active=lambda _: False), lambda _: None))
     assert "again" in error.value.hint

@@ -190,7 +190,7 @@ def write_resume_test(
         verdict=verdict,
         faults=("it counts steps",),
     )
-    ResumeTestRecords(run.path).write(result)
+    ResumeTestRecords(run.path).write_result(result)
 
 
 @pytest.mark.parametrize(

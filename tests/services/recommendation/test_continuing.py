@@ -8,7 +8,7 @@ from make_results import make_inspection
 
 from tula_cli.cluster import relaunch
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import write_file_atomically
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import messages, train
 from tula_cli.services.plans import TrainPlan
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> RunDir:
     run.write_task(task)
     checkpoint = run.get_training(task.signature).get_checkpoint_path(640)
     checkpoint.parent.mkdir(parents=True)
-    write_atomic(checkpoint, b"")
+    write_file_atomically(checkpoint, b"")
     return run
 
 

@@ -252,14 +252,14 @@ def accuracy(batch: int, outcome: Any) -> Accuracy:
     ],
 )
 def test_the_accuracy_risk_follows_from_noise_and_reference_batch(known: RiskBasis, batch: int, level: str) -> None:
-    assert known.assess(batch).level == level
+    assert known.assess_batch(batch).level == level
 
 
 def test_a_comparison_decides_the_risk_of_the_batches_that_it_covers() -> None:
     keeps = accuracy(batch=512, outcome="keeps")
-    assert [basis(None).assess(batch, keeps).level for batch in (256, 512, 1024)] == ["low", "low", "unknown"]
+    assert [basis(None).assess_batch(batch, keeps).level for batch in (256, 512, 1024)] == ["low", "low", "unknown"]
     loses = accuracy(batch=512, outcome="may lose")
-    assert [basis(1e6).assess(batch, loses).level for batch in (256, 512, 1024)] == ["medium", "high", "high"]
+    assert [basis(1e6).assess_batch(batch, loses).level for batch in (256, 512, 1024)] == ["medium", "high", "high"]
 
 
 def test_the_risk_names_its_values_or_what_to_run(tmp_path: Path) -> None:

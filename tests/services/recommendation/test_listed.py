@@ -16,7 +16,7 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.frames import read_records
+from tula_cli.run.frames import convert_frame_to_records
 from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
@@ -81,7 +81,9 @@ def test_of_few_all_are_listed(run: RunDir) -> None:
 def test_a_record_is_made_only_of_what_is_listed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr(
-        candidates, "read_records", lambda frame, kind: made.extend(frame.index) or read_records(frame, kind)
+        candidates,
+        "convert_frame_to_records",
+        lambda frame, kind: made.extend(frame.index) or convert_frame_to_records(frame, kind),
     )
     answer = ask(run)
     save_answer(open_runs_of_job(run), answer)

@@ -395,7 +395,7 @@ def test_files_that_cannot_be_deleted_are_an_error(run: RunDir, monkeypatch: pyt
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(run_holdings, "remove_file", refuse)
+    monkeypatch.setattr(run_holdings, "remove_entry", refuse)
     monkeypatch.setattr(Path, "mkdir", refuse)
     code, out, err = tula("--yes")
     assert (code, out) == (14, "") and f"cannot delete the files: {run.id}: cannot write" in err

@@ -173,5 +173,5 @@ def test_beta1_of_an_arm_is_its_own_after_a_checkpoint_of_the_job(alone: Ranks) 
         for beta1 in (0.9, 0.8)
     )
     content = {"model": before.parallel.module.state_dict(), "optimizer": before.optimizer.state_dict()}
-    checkpoint._load_whole(arm, content)
+    checkpoint._load_unsharded_state(arm, content)
     assert tuple(arm.base.param_groups[0]["betas"]) == (0.8, 0.95)

@@ -15,7 +15,7 @@ from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import data
 from tula_cli.worker.build.data import build_datasets, download_dataset, split_indices_by_class
-from tula_cli.worker.build.transforms import build_transforms, check_sample, to_tensor
+from tula_cli.worker.build.transforms import build_transforms, check_sample, convert_to_tensor
 
 
 def spec(dataset: dict, *, transforms: dict | None = None, seed: int = 0) -> JobSpec:
@@ -137,7 +137,7 @@ def test_a_login_node_without_a_network_is_reported_where_to_put_the_data(monkey
     def offline(*args, **kwargs):
         raise urllib.error.URLError("Name or service not known")
 
-    monkeypatch.setattr("tula_cli.worker.build.data._construct_torchvision", offline)
+    monkeypatch.setattr("tula_cli.worker.build.data._construct_torchvision_dataset", offline)
     job = spec({"name": "CIFAR10", "root": str(tmp_path), "download": True})
     with pytest.raises(SpecError, match=r"CIFAR10 cannot be downloaded to .*Name or service not known") as refused:
         download_dataset(job)
@@ -288,18 +288,18 @@ def test_evaluation_draws_nothing():
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "CMYK"])
 def test_to_tensor_is_to_image_and_to_dtype(mode):
     expected = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])(image(mode=mode))
-    result = to_tensor(image(mode=mode))
+    result = convert_to_tensor(image(mode=mode))
     assert type(result) is torch.Tensor
     assert result.is_contiguous()
     assert torch.allclose(result, expected.as_subclass(torch.Tensor))
 
 
 def test_to_tensor_takes_tensors():
-    assert to_tensor(torch.full((1, 2, 2), 255, dtype=torch.uint8)).tolist() == [[[1.0, 1.0], [1.0, 1.0]]]
+    assert convert_to_tensor(torch.full((1, 2, 2), 255, dtype=torch.uint8)).tolist() == [[[1.0, 1.0], [1.0, 1.0]]]
 
 
 def test_empty_list_means_to_tensor():
-    assert torch.equal(build_transforms([])(image()), to_tensor(image()))
+    assert torch.equal(build_transforms([])(image()), convert_to_tensor(image()))
 
 
 def test_names_arguments_and_enumerations_are_understood():
@@ -313,7 +313,7 @@ def test_names_arguments_and_enumerations_are_understood():
         ]
     )
     resized = image().resize((6, 6), PIL.Image.Resampling.NEAREST).transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
-    assert torch.allclose(transform(image()).as_subclass(torch.Tensor), to_tensor(resized) / 2)
+    assert torch.allclose(transform(image()).as_subclass(torch.Tensor), convert_to_tensor(resized) / 2)
 
 
 def test_imported_functions_and_classes_are_transforms(tmp_path, monkeypatch):
@@ -326,7 +326,7 @@ def test_imported_functions_and_classes_are_transforms(tmp_path, monkeypatch):
         encoding="utf-8",
     )
     steps = ["ToTensor", "user_steps:invert", "user_steps:Add", {"user_steps:Add": {"by": 2.0}}]
-    assert torch.allclose(build_transforms(steps)(image()), 4 - to_tensor(image()))
+    assert torch.allclose(build_transforms(steps)(image()), 4 - convert_to_tensor(image()))
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_wrong_transform_is_named(item, words):
 
 
 def test_pipeline_must_end_in_a_float_tensor():
-    check_sample(to_tensor(image()), path="transforms.train")
+    check_sample(convert_to_tensor(image()), path="transforms.train")
     with pytest.raises(SpecError, match=r"transforms\.train returns Image"):
         check_sample(image(), path="transforms.train")
     with pytest.raises(SpecError, match="uint8"):

@@ -61,7 +61,7 @@ def gpt2(attention: str, length: int, **train) -> JobSpec:
 
 
 def measure(job: JobSpec, micro_batch: int = 32, *, shape=(3, 32, 32)) -> Components:
-    return build_fake_step(job, (torch.zeros(shape), 1), classes=10).measure(micro_batch)
+    return build_fake_step(job, (torch.zeros(shape), 1), classes=10).measure_memory(micro_batch)
 
 
 @pytest.mark.torch
@@ -70,7 +70,7 @@ def test_attention_takes_the_square_of_the_length_only_where_it_is_written_out()
         ids = torch.zeros(length, dtype=torch.int64)
         return (
             build_fake_step(gpt2(attention, length), {"input_ids": ids, "labels": ids}, classes=None)
-            .measure(8)
+            .measure_memory(8)
             .activations
         )
 
@@ -129,7 +129,7 @@ def test_components_are_counted_from_tensors():
     assert result.gradients / 4 == pytest.approx(numbers, rel=0.15)
     assert result.factors == 0
     assert result.batch == 32 * (3 * 32 * 32 * 4 + 8)
-    assert result.peak == result.static + result.batch + result.activations
+    assert result.peak == result.static_bytes + result.batch + result.activations
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,13 @@ def test_refresh_is_the_peak_where_parameters_dominate():
 
 def test_activations_are_linear_in_the_batch():
     rehearsal = build_fake_step(spec(), (torch.zeros(3, 32, 32), 1), classes=10)
-    small, middle, large = (rehearsal.measure(size).activations for size in (16, 32, 64))
+    small, middle, large = (rehearsal.measure_memory(size).activations for size in (16, 32, 64))
     assert large - middle == pytest.approx(2 * (middle - small), rel=0.02)
 
 
 def test_measuring_again_gives_the_same():
     rehearsal = build_fake_step(spec(method="ags"), (torch.zeros(3, 32, 32), 1), classes=10)
-    assert rehearsal.measure(16) == rehearsal.measure(16)
+    assert rehearsal.measure_memory(16) == rehearsal.measure_memory(16)
 
 
 def test_half_precision_halves_most_activations():
@@ -251,7 +251,7 @@ def test_buckets_are_closed_as_ddp_closes_them():
 
 
 def on_gpu(job: JobSpec, micro_batch: int = 32, *, shape=(3, 32, 32)) -> Components:
-    return build_fake_step(job, (torch.zeros(shape), 1), classes=10, gpu=True).measure(micro_batch)
+    return build_fake_step(job, (torch.zeros(shape), 1), classes=10, gpu=True).measure_memory(micro_batch)
 
 
 def test_a_gpu_rounds_and_reserves():
@@ -376,11 +376,11 @@ def test_one_rehearsal_tells_every_batch():
     """Scaling from the batch of the fake step gives what a fake step at that batch counts."""
     job = spec(method="ags", ags={"b_small": 8}, accumulate=2)
     rehearsal = build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10)
-    answer = rehearsal.measure(24)
+    answer = rehearsal.measure_memory(24)
     for number in (23, 47):  # primes that no layer's size is a multiple of
         fake_tensor_step.REFERENCE_SAMPLES, kept = number, fake_tensor_step.REFERENCE_SAMPLES
         try:
-            assert build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10).measure(24) == answer
+            assert build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10).measure_memory(24) == answer
         finally:
             fake_tensor_step.REFERENCE_SAMPLES = kept
 
@@ -460,7 +460,7 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
         reserved=10**9,
         accumulate=job.train.accumulate,
     )
-    answer = build_fake_step(job, subject.datasets.train[(0, 0)], classes=3).measure(32 // job.train.accumulate)
+    answer = build_fake_step(job, subject.datasets.train[(0, 0)], classes=3).measure_memory(32 // job.train.accumulate)
     for part in ("parameters", "gradients", "optimizer", "factors", "batch"):
         assert getattr(answer, part) == getattr(real, part), part
 

@@ -74,7 +74,7 @@ def states(
         Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0))
     )
     for _ in range(looks):
-        state_recorder.sample()
+        state_recorder.sample_state()
     return state_recorder.get_first_and_last()
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch, nvml: Modu
 
 def test_a_cpu_has_no_such_state(alone: Ranks) -> None:
     state_recorder = GpuStateRecorder(alone)
-    state_recorder.sample()
+    state_recorder.sample_state()
     assert state_recorder.get_first_and_last() is None
 
 

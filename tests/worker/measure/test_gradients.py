@@ -30,7 +30,7 @@ def test_alone_both_norms_are_of_the_one_gradient(alone: Ranks) -> None:
     subject = make_trainer(make_spec(), alone)
     spy, expected = GradientNormRecorder.attach(subject), []
     subject.after_backward = lambda: expected.append(float(copy_gradient(subject).square().sum()))
-    list(spy.watch(islice(worker_train_loop.run_steps(subject), 2), subject.scaler))
+    list(spy.watch_steps(islice(worker_train_loop.run_steps(subject), 2), subject.scaler))
     assert spy.gather_pairs() == [pytest.approx((norm, norm), rel=1e-5) for norm in expected]
 
 
@@ -39,7 +39,7 @@ def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
     spy, steps = GradientNormRecorder.attach(subject), worker_train_loop.run_steps(subject)
     for _ in islice(steps, 2):
         pass
-    assert len(list(spy.watch(islice(steps, 3), subject.scaler))) == 3
+    assert len(list(spy.watch_steps(islice(steps, 3), subject.scaler))) == 3
     next(steps)
     assert len(spy.gather_pairs()) == 3 and not spy.local and not spy.reduced
 
@@ -93,7 +93,7 @@ def test_the_hook_keeps_nothing_of_the_trainer_alive(alone: Ranks, tmp_path: Pat
 
     subject = make_trainer(make_spec(), alone)
     spy = GradientNormRecorder.attach(subject)
-    list(spy.watch(islice(worker_train_loop.run_steps(subject), 2), subject.scaler))
+    list(spy.watch_steps(islice(worker_train_loop.run_steps(subject), 2), subject.scaler))
     model = weakref.ref(subject.parallel.module)
     assert isinstance(model(), torch.nn.Module)
     del subject

@@ -90,7 +90,7 @@ def test_a_peak_is_split_into_tensors_and_the_rest() -> None:
     assert split.parameters == 4 * (100 + 10 + 20) + 4 * 20 + 8  # running statistics and their counter
     assert split.gradients == split.optimizer == 4 * (100 + 20)
     assert split.batch == 4 * 40 + 8 * 4
-    assert split.static + split.batch + split.activations == split.peak == 10_000
+    assert split.static_bytes + split.batch + split.activations == split.peak == 10_000
 
 
 def test_capacity_is_what_is_stated_and_unbounded_else(alone: Ranks) -> None:
@@ -145,14 +145,14 @@ def test_a_look_at_the_gradient_leaves_the_weights(alone: Ranks) -> None:
 
 
 def test_the_environment_names_host_and_processor(alone: Ranks) -> None:
-    result = environment.describe_environment(alone)
+    result = environment.collect_environment(alone)
     assert result.hosts == (os.uname().nodename,)
     assert (result.device, result.backend) == ("cpu", "gloo")
     assert result.hardware == read_processor_name() != ""
     assert result.torch == torch.__version__
     (node,) = result.nodes
     assert (node.name, node.ranks, node.hardware, node.driver) == (result.hosts[0], 1, (result.hardware,), "")
-    assert not result.mixed
+    assert not result.is_mixed
     assert platform.release() in result.system
     assert result.python == platform.python_version()
     assert result.nccl.count(".") >= 1 if torch.distributed.is_nccl_available() else not result.nccl
@@ -172,11 +172,11 @@ def test_every_rank_tells_its_hardware_and_driver(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(platform, "node", lambda: "n1")
     monkeypatch.setattr(environment, "read_processor_name", lambda: "A100")
     others = (("n1", "A100", ""), ("n2", "A100", "550"), ("n2", "V100", "550"))
-    result = environment.describe_environment(Told(0, 4, 0, torch.device("cpu"), others=others))
+    result = environment.collect_environment(Told(0, 4, 0, torch.device("cpu"), others=others))
     assert [(node.name, node.ranks, node.hardware, node.driver) for node in result.nodes] == [
         ("n1", 2, ("A100",), ""), ("n2", 2, ("A100", "V100"), "550"),
     ]  # fmt: skip
-    assert result.mixed
+    assert result.is_mixed
     assert (result.hosts, result.hardware) == (("n1", "n2"), "A100 + V100")
 
 

@@ -146,7 +146,7 @@ def test_what_breaks_a_network_is_reported_and_no_rank_waits_for_another(
 
     for name in nccl.NCCL_DEBUG_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(node_report, "_make_group", broken)
+    monkeypatch.setattr(node_report, "_make_process_group", broken)
     network = node_report._measure_network(alone, [0], backend="nccl", device=torch.device("cpu"))
     assert network == {
         "network_error": "NCCL error: unhandled system error; Call to ibv_create_cq failed with error Cannot allocate memory"
@@ -158,9 +158,9 @@ def test_two_gpus_of_a_node_are_looked_at_as_well(alone: Ranks, monkeypatch: pyt
     pairs = []
     four = replace(alone, world=4)
     monkeypatch.setattr(Ranks, "gather", lambda ranks, text: [text] * ranks.world)
-    monkeypatch.setattr(node_report, "_make_group", lambda members, *, backend: "group")
+    monkeypatch.setattr(node_report, "_make_process_group", lambda members, *, backend: "group")
     monkeypatch.setattr(node_report, "_measure_latency", lambda group, device: 1e-5)
-    monkeypatch.setattr(node_report, "_measure_pair", lambda pair, **_: pairs.append(tuple(pair)) or [pair])
+    monkeypatch.setattr(node_report, "_measure_pair_transfers", lambda pair, **_: pairs.append(tuple(pair)) or [pair])
     network = node_report._measure_network(four, [0, 2], backend="nccl", device=torch.device("cpu"))
     assert pairs == [(0, 2), (0, 1)] and set(network) == {"latency", "transfers", "inside"}
     assert set(node_report._measure_network(four, [0, 2], backend="gloo", device=torch.device("cpu"))) == {

@@ -41,7 +41,7 @@ def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
     assert result.gpus is None
     assert (result.dataset_size, result.eval_size, result.oversubscribed) == (128, 32, False)
     assert result.memory.activations > 5 * 32 * 4096 * 4  # half of its layers' outputs
-    assert result.memory.static + result.memory.batch + result.memory.activations == result.memory.peak
+    assert result.memory.static_bytes + result.memory.batch + result.memory.activations == result.memory.peak
     assert result.memory.batch == 32 * (16 * 4 + 8)
     assert result.memory.factors == 0
     overheads = result.overheads

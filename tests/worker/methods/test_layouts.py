@@ -92,7 +92,7 @@ def test_images_are_laid_like_the_weights_and_other_inputs_are_not(alone: Ranks)
 
 def test_other_dimensions_than_four_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Conv3d(2, 3, 3), nn.Conv2d(2, 3, 3), nn.Linear(3, 3))
-    device.to_channels_last(model)
+    device.convert_to_channels_last(model)
     assert [p.is_contiguous() for p in model.parameters()] == [True, True, False, True, True, True]
 
 
@@ -101,7 +101,7 @@ def test_other_dimensions_than_four_stay_as_they_are() -> None:
 def test_gradients_have_the_strides_of_their_weights_whose_values_are_in_one_order_either_way() -> None:
     pointwise, depthwise = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3, groups=4)
     model = nn.Sequential(pointwise, depthwise, nn.Flatten())
-    device.to_channels_last(model)
+    device.convert_to_channels_last(model)
     parallel = nn.parallel.DistributedDataParallel(model)
     parallel(torch.rand(2, 8, 6, 6).to(memory_format=torch.channels_last)).sum().backward()
     for weight in (pointwise.weight, depthwise.weight):

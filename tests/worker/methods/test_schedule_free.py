@@ -135,7 +135,9 @@ def test_a_run_that_left_while_statistics_were_taken_goes_on_as_if_it_had_not(al
         run = RunDir.create(tmp_path / name, job)
         for call in calls:
             run_training(task, run, alone, data, preemption=LeavesAt(alone, call))
-            assert run.get_training(task.signature).find_newest_samples() == 320, "in the first epoch's evaluation"
+            assert run.get_training(task.signature).find_newest_checkpoint_samples() == 320, (
+                "in the first epoch's evaluation"
+            )
         run_training(task, run, alone, data)
         state = torch.load(run.get_training(task.signature).path / "last", weights_only=True)["model"]
         return state, [row["eval_loss"] for row in read_rows(run, task, "epoch")]

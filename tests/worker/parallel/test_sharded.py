@@ -114,7 +114,7 @@ def test_folders_are_kept_as_files_are(shares: Path) -> None:
 def test_one_rank_goes_on_from_what_two_have_saved(shares: Path, alone: Ranks) -> None:
     run = RunDir(shares / "broken")
     subject = make_trainer(TRAIN.spec, alone)
-    content = checkpoint.load_newest_on_all_ranks(run, TRAIN.signature, alone)
+    content = checkpoint.load_newest_checkpoint_on_all_ranks(run, TRAIN.signature, alone)
     assert content is not None
     best = checkpoint.restore_checkpoint(subject, content)
     saved = torch.load(shares / "broken.pt")
@@ -137,8 +137,8 @@ def test_a_training_goes_on_where_the_forward_pass_leaves_a_parameter_out(
     unused = make_spec(model={"name": "worker_jobs:WithUnused"}).model
     first, second = begun(), begun()
     next(worker_train_loop.run_steps(first))
-    checkpoint.write_sharded(tmp_path / "1.dcp", first, best={})
-    sharded_checkpoint.load_sharded(tmp_path / "1.dcp", second.parallel.module, second.base)
+    checkpoint.write_sharded_checkpoint(tmp_path / "1.dcp", first, best={})
+    sharded_checkpoint.load_sharded_checkpoint(tmp_path / "1.dcp", second.parallel.module, second.base)
     states = [
         {name: subject.base.state.get(p) for name, p in subject.parallel.module.named_parameters()}
         for subject in (first, second)
@@ -150,7 +150,7 @@ def test_a_training_goes_on_where_the_forward_pass_leaves_a_parameter_out(
 
 
 def test_a_checkpoint_of_another_model_is_refused(shares: Path, alone: Ranks) -> None:
-    content = checkpoint.load_newest_on_all_ranks(RunDir(shares / "broken"), TRAIN.signature, alone)
+    content = checkpoint.load_newest_checkpoint_on_all_ranks(RunDir(shares / "broken"), TRAIN.signature, alone)
     assert content is not None
     other = make_trainer(make_spec(train={"parallel": "fsdp"}), alone)
     with pytest.raises(TulaError, match="does not fit the model"):
@@ -191,7 +191,7 @@ def test_a_parameter_that_cannot_be_divided_is_named_before_anything_runs() -> N
 
 def test_a_block_inside_another_is_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Sequential(nn.Linear(16, 8, bias=False))))
-    gathering = inspect.describe_gathering(model)
+    gathering = inspect.describe_gathered_part(model)
     assert (
         "1 block of at most 0.000488 MiB is gathered one at a time" in gathering
         and "the other 0.000244 MiB stay" in gathering
@@ -289,9 +289,9 @@ def test_what_was_written_and_cannot_be_read_again_is_no_checkpoint(
     with monkeypatch.context() as patched:
         patched.setattr(sharded_checkpoint, "_compute_file_checksum", lambda _: -1)
         with pytest.raises(CannotWrite, match="cannot be read back"):
-            checkpoint.write_sharded(place, subject, best={})
+            checkpoint.write_sharded_checkpoint(place, subject, best={})
     assert not place.exists()
-    checkpoint.write_sharded(place, subject, best={})
+    checkpoint.write_sharded_checkpoint(place, subject, best={})
     assert sharded_checkpoint.is_complete_checkpoint(place, alone)
     (place / "sums.json").write_text("[1]")
     assert not sharded_checkpoint.is_complete_checkpoint(place, alone)
@@ -305,4 +305,4 @@ def test_a_full_disk_in_the_middle_of_a_share_is_reported(
 
     monkeypatch.setattr(state_dict_saver, "save", full)
     with pytest.raises(CannotWrite, match="dcp: PytorchStreamWriter failed\n"):
-        checkpoint.write_sharded(tmp_path / "000000000016.dcp", make_trainer(TRAIN.spec, alone), best={})
+        checkpoint.write_sharded_checkpoint(tmp_path / "000000000016.dcp", make_trainer(TRAIN.spec, alone), best={})

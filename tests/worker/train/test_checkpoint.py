@@ -172,7 +172,7 @@ def test_what_holds_no_state_is_set_aside_with_a_word(
             f"the checkpoint {newest.name} (200 samples) is damaged, skipped and kept as checkpoints/{name}"
         )
         assert newest.with_name(name).read_bytes() == content
-    assert names(run) == [100] and run.get_training(NAME).find_newest_samples() == 100
+    assert names(run) == [100] and run.get_training(NAME).find_newest_checkpoint_samples() == 100
     assert not newest.with_name("attacked").exists()
 
 

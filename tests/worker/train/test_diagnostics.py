@@ -15,7 +15,7 @@ from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.diagnostics import HISTOGRAM_EDGES, Diagnostics, count_per_bin
+from tula_cli.worker.train.diagnostics import HISTOGRAM_EDGES, Diagnostics, count_elements_per_bin
 
 AGS = {"train": {"method": "ags"}, "ags": {"delta": 0.4}}
 LEVELS = [0.05, 0.25, 0.5, 0.75, 0.95]
@@ -119,7 +119,7 @@ def test_only_who_asks_or_scales_has_diagnostics(alone: Ranks) -> None:
 
 def test_every_element_is_in_one_bin_and_an_edge_in_the_bin_above() -> None:
     values = torch.tensor([0.0, 1e-9, 1.0, 1.41, 1.4143, 2.0, 1e9, *HISTOGRAM_EDGES])
-    counts = count_per_bin([values])
+    counts = count_elements_per_bin([values])
     assert len(counts) == len(HISTOGRAM_EDGES) + 1 and sum(counts) == len(values)
     expected = np.histogram(values.double().numpy(), bins=np.float32([-1.0, *HISTOGRAM_EDGES, 1e12]))[0]
     assert counts == expected.tolist()
@@ -127,7 +127,7 @@ def test_every_element_is_in_one_bin_and_an_edge_in_the_bin_above() -> None:
 
 
 def test_large_and_several_factors_are_all_counted() -> None:
-    assert sum(count_per_bin([torch.ones(3, 2**20), torch.ones(()), torch.full((7,), 2.0)])) == 3 * 2**20 + 8
+    assert sum(count_elements_per_bin([torch.ones(3, 2**20), torch.ones(()), torch.full((7,), 2.0)])) == 3 * 2**20 + 8
 
 
 # --- in the rows of a training

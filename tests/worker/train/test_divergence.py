@@ -24,7 +24,7 @@ class WithPeer(Ranks):
 
     says: tuple[float, ...] = ()
 
-    def elementwise_max(self, values: list[float]) -> list[float]:
+    def compute_elementwise_max(self, values: list[float]) -> list[float]:
         return [max(pair) for pair in zip(values, self.says, strict=True)]
 
 
@@ -76,9 +76,9 @@ def test_only_what_is_trained_has_to_be_finite() -> None:
         return nn.Parameter(torch.tensor(values), requires_grad=trained)
 
     mask = parameter(-math.inf, trained=False)
-    assert divergence._are_finite([mask, nn.Parameter(torch.empty(0)), parameter(1.0), parameter(1 + 2j)])
-    assert not divergence._are_finite([parameter(1.0), parameter(complex(1, math.inf))])
-    assert divergence._are_finite([parameter(3e38, -3e38)]) and divergence._are_finite([mask])
+    assert divergence._are_parameters_finite([mask, nn.Parameter(torch.empty(0)), parameter(1.0), parameter(1 + 2j)])
+    assert not divergence._are_parameters_finite([parameter(1.0), parameter(complex(1, math.inf))])
+    assert divergence._are_parameters_finite([parameter(3e38, -3e38)]) and divergence._are_parameters_finite([mask])
 
 
 def test_steps_that_fp16_skips_are_no_divergence_until_none_is_left(alone: Ranks) -> None:

@@ -138,7 +138,7 @@ def test_the_newest_checkpoint_is_from_before_the_loss_was_no_number(alone: Rank
     datasets.train.samples.images[make_epoch_permutation(100, seed=3, epoch=0)[50]] = math.nan  # type: ignore[attr-defined]
     with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0\.64, step 4, 64 samples"):
         run_training(task, run, alone, datasets)
-    assert run.get_training(task.signature).find_newest_samples() == 48
+    assert run.get_training(task.signature).find_newest_checkpoint_samples() == 48
     assert all(value.isfinite().all() for value in load_final_weights(run, task).values())
 
 
@@ -153,7 +153,7 @@ def test_a_ramp_that_diverges_restarts_once_from_before_with_half_the_factor(alo
     with pytest.raises(Diverged):
         run_training(task, run, alone, faulty)
     (row,) = read_rows(run, task, "diverged")
-    stays = run.get_training(task.signature).find_newest_samples()
+    stays = run.get_training(task.signature).find_newest_checkpoint_samples()
     assert row["lr_factor"] == 4 and 0 < stays <= row["sound"] < row["samples"]
     assert all(value.isfinite().all() for value in load_final_weights(run, task).values())
     again = make_runs.execute_reaction(run, task, diverged)
@@ -293,7 +293,7 @@ def test_damaged_rows_before_the_checkpoint_stay_to_be_named(alone: Ranks, run: 
     first, *others = training.metrics_path.read_bytes().splitlines(keepends=True)
     training.metrics_path.write_bytes(first + first[:-20] + b"\n" + b"".join(others) + b'{"kind": "torn\n')
     train(run, alone, task)
-    assert training.find_damaged_rows() == [2]
+    assert training.find_damaged_metrics_lines() == [2]
     assert [row["samples"] for row in training.read_metrics("epoch")] == [96, 192, 288]
 
 

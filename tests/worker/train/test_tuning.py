@@ -93,7 +93,7 @@ def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     then.base.load_state_dict(first.optimizer.state_dict())
     if then.ags:
         then.ags.request_refresh()
-    then.move_to(first.position)
+    then.move_to_position(first.position)
     then.lr_factor = lambda epoch: self_tuning.compute_lr_factor(arm, epoch, start=1)
     list(worker_train_loop.run_steps(then))
     return copy_weights(then)
@@ -365,7 +365,7 @@ def test_a_training_broken_off_after_the_choice_keeps_it(
     task = interrupt(run, alone, SCALED, after=96 + 88 + 2 * 80 + 96 + 40)
     first = record(run, task)
     assert first.chosen is not None and first.chosen.name == "scaled"
-    assert run.get_training(task.signature).find_newest_samples() == 192
+    assert run.get_training(task.signature).find_newest_checkpoint_samples() == 192
     train(run, alone, task)
     assert record(run, task) == first
     assert are_equal(load_final_weights(run, task), by_hand(alone, first.chosen))
@@ -386,7 +386,7 @@ def test_at_another_batch_a_choice_stays_with_at_most_linear_scaling(alone: Rank
     chosen = Arm(name="x2", lr_factor=2)
     run.write_tuning(Tuning(signature=first.signature, batch=16, start=96, epoch=1, arms=(chosen,), chosen=chosen))
     task = make_train_task(first.spec, batch=12, signature=first.signature)
-    choice = auto_tune.load_choice(task, run, alone)
+    choice = auto_tune.load_arm_choice(task, run, alone)
     assert choice is not None
     assert choice.arm.lr_factor == 1.5, "12 / 8"
 

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tula_cli.run.files import get_change_time, is_regular_file
+from tula_cli.run.files import is_regular_file, read_change_time
 from tula_cli.run.records.scripts import KillPlan
 from tula_cli.spec.scripts.placeholders import fill_text
 from tula_cli.spec.scripts.script import Resume, Script
@@ -37,7 +37,7 @@ def find_newest_checkpoint(
         left_out: path and time (Unix time) of an unusable checkpoint, which is ignored unless it was changed since.
     """
     names = glob.iglob(make_checkpoint_pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
-    candidates = ((path, get_checkpoint_change_time(path)) for path in map(Path, names))
+    candidates = ((path, read_checkpoint_change_time(path)) for path in map(Path, names))
     useless, unusable_since = left_out
     usable = (
         (when, path)
@@ -46,12 +46,14 @@ def find_newest_checkpoint(
     )
     paths = [path for _, path in sorted(usable, reverse=True)]
     sound = [path for path in paths if is_complete_checkpoint(path)]
-    complete = (path for number, path in enumerate(sound) if not _is_missing_files_of(path, sound[number + 1 :]))
+    complete = (
+        path for number, path in enumerate(sound) if not _is_missing_files_of_older_folder(path, sound[number + 1 :])
+    )
     best = next(complete, None)
     return best, paths if best is None else paths[: paths.index(best)]
 
 
-def _is_missing_files_of(path: Path, older: Iterable[Path]) -> bool:
+def _is_missing_files_of_older_folder(path: Path, older: Iterable[Path]) -> bool:
     """Return whether a folder lacks files of the next older folder with the same name, ignoring numbers in names."""
     older_folder = next((folder for folder in older if mask_numbers(folder.name) == mask_numbers(path.name)), None)
     if older_folder is None or not (path.is_dir() and older_folder.is_dir()):
@@ -94,14 +96,14 @@ def make_kill_plan(
     return KillPlan(checkpoint=pattern, after=after, ask=ask, ask_at=ask_at, first=first, settled=UNCHANGED_SECONDS)
 
 
-def get_checkpoint_change_time(path: Path) -> float:
+def read_checkpoint_change_time(path: Path) -> float:
     """Return when a checkpoint was last changed (Unix time), for a folder its newest file; 0 if it does not exist."""
-    return max((get_change_time(file) for file in _list_files(path)), default=0.0)
+    return max((read_change_time(file) for file in _list_files(path)), default=0.0)
 
 
 def is_settled_since(path: Path, since: float) -> bool:
     """Return whether a checkpoint was written after `since` (Unix time) and is no longer being written."""
-    return since < get_checkpoint_change_time(path) < time.time() - UNCHANGED_SECONDS
+    return since < read_checkpoint_change_time(path) < time.time() - UNCHANGED_SECONDS
 
 
 def is_complete_checkpoint(path: Path) -> bool:

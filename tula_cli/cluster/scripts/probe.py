@@ -10,7 +10,7 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts.start import (
     PROBE_HANG_SECONDS,
     ScriptProgram,
-    get_learning_rate,
+    compute_script_learning_rate,
     get_script,
     make_script_failure,
 )
@@ -18,7 +18,7 @@ from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, find_dataset_size, list_mismatches, select_undisturbed_steps
 from tula_cli.models.efficiency import Pair, summarize_gradient_norms
-from tula_cli.run.files import open_to_append
+from tula_cli.run.files import open_file_to_append
 from tula_cli.run.records.base import ModelStates, PeakMemory
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
@@ -81,7 +81,7 @@ def build_probe_result(
             checkpoint=None,
             refresh=None,
         ),
-        environment=_describe_environment(ranks),
+        environment=_make_environment(ranks),
         dataset_size=_find_dataset_size(task, ranks),
         eval_size=None,
         oversubscribed=_is_oversubscribed(task, ranks, cores),
@@ -107,7 +107,7 @@ def _find_given_learning_rate(task: ProbeTask, batch: int) -> float | None:
     """Return the learning rate in the command line, or the factor on the script's learning rate, or None."""
     placeholders = get_script(task.spec).placeholders
     if "lr" in placeholders:
-        return get_learning_rate(task.spec, batch)
+        return compute_script_learning_rate(task.spec, batch)
     return compute_lr_scale(task.spec, batch) if "lr_factor" in placeholders else None
 
 
@@ -176,7 +176,7 @@ def merge_gradient_stats(ranks: Sequence[RankResult], *, local_batch: int, batch
     return summarize_gradient_norms(pairs, local_batch=local_batch, batch=batch) if pairs else None
 
 
-def _describe_environment(ranks: Sequence[RankResult]) -> Environment:
+def _make_environment(ranks: Sequence[RankResult]) -> Environment:
     hosts: dict[str, list[RankResult]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank)
@@ -253,7 +253,7 @@ class ScriptProbe(ScriptProgram):
         command = super().make_command(attempt=attempt, rendezvous=rendezvous)
         return command.model_copy(update={"batch": (self.run.find_current_probe(self.task) or 0) * self.task.ranks})
 
-    def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
+    def make_monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
         return ScriptMonitor(self, command, self.list_ranks(allocation))
 
     def get_output_folder(self, command: LeaderCommand) -> Path:
@@ -279,7 +279,7 @@ class ScriptProbe(ScriptProgram):
                 self.task, ranks, local_batch=local_batch, cores=cores, log=path, notes=attempt.read_moved_files()
             )
             self.run.write_result(result)
-            with open_to_append(path) as log:
+            with open_file_to_append(path) as log:
                 log.write(f"{result.description}\n".encode())
         except MeasurementFailed as error:
             return make_script_failure(failure, str(error))

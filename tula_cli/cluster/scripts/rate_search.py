@@ -17,7 +17,7 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.scripts.probe import merge_gradient_stats
 from tula_cli.cluster.scripts.resume_test import find_learning_rates
-from tula_cli.cluster.scripts.start import ScriptProgram, get_learning_rate, make_script_failure
+from tula_cli.cluster.scripts.start import ScriptProgram, compute_script_learning_rate, make_script_failure
 from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
 from tula_cli.models import claims, rate_search
 from tula_cli.models.efficiency import estimate_noise_scale
@@ -71,7 +71,7 @@ class ScriptRateSearch(ScriptProgram):
         }
         return command.model_copy(update=update)
 
-    def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
+    def make_monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
         return ScriptMonitor(self, command, self.list_ranks(allocation))
 
     def get_output_folder(self, command: LeaderCommand) -> Path:
@@ -227,7 +227,7 @@ class ScriptRateSearch(ScriptProgram):
         has_diverged = bool(losses) and losses[-1] is None
         if failure is not None and not has_diverged:
             return failure
-        if problem := self._find_ignored_rate(attempt, record, plan.factor):
+        if problem := self._describe_ignored_rate(attempt, record, plan.factor):
             return make_script_failure(failure, problem, permanent=True)
         if len(losses) < plan.steps and not has_diverged:
             line = find_last_script_line(self.run.get_log_path(self.task.id, command.attempt))
@@ -256,11 +256,11 @@ class ScriptRateSearch(ScriptProgram):
 
     def _find_branch_rate(self, command: LeaderCommand, record: RateSearch, factor: float) -> float:
         """Return the learning rate of the command line; with {lr_factor}, a multiple of that at the checkpoint (or of 1)."""
-        given = get_learning_rate(self.make_spec(command), command.batch)
+        given = compute_script_learning_rate(self.make_spec(command), command.batch)
         return factor * (record.start_lr or 1.0) if given is None else given
 
     @staticmethod
-    def _find_ignored_rate(attempt: ScriptAttempt, record: RateSearch, factor: float) -> str:
+    def _describe_ignored_rate(attempt: ScriptAttempt, record: RateSearch, factor: float) -> str:
         """Describe that a branch did not train at its learning rate; empty if it did, or has none to compare.
 
         A schedule that is restored from the checkpoint may set the earlier learning rate again, at its next step.

@@ -137,7 +137,7 @@ class ResumeTest(ScriptProgram):
         update = {"ranks": ranks, "batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
         return command.model_copy(update=update)
 
-    def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
+    def make_monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
         return ScriptMonitor(self, command, self.list_ranks(allocation))
 
     def get_output_folder(self, command: LeaderCommand) -> Path:
@@ -156,7 +156,7 @@ class ResumeTest(ScriptProgram):
     @property
     def record(self) -> ResumeTestResult:
         """The record of the test so far."""
-        return self.files.read(self.task.id) or ResumeTestResult(
+        return self.files.read_result(self.task.id) or ResumeTestResult(
             task=self.task.id, key=self.task.key, began_at=time.time()
         )
 
@@ -165,7 +165,7 @@ class ResumeTest(ScriptProgram):
     def find_next_start(self) -> PlannedStart:
         """Return the next start of an unfinished test; its time limit runs from the first call."""
         record = self.record
-        self.files.write(record)
+        self.files.write_result(record)
         start = self._plan_next_start(record, max(self._compute_remaining_seconds(record), MIN_START_SECONDS))
         assert start is not None, "it has ended"
         return start
@@ -182,9 +182,9 @@ class ResumeTest(ScriptProgram):
             return None
         last_start = record.starts[-1]
         if last_start.phase == "begin":
-            if (retry := self._repeat_beginning(begins, remaining)) is not None:
+            if (retry := self._choose_another_first_start(begins, remaining)) is not None:
                 return self._plan_initial_start(record, *retry, remaining)
-            if not _is_usable(last_start):
+            if not _has_usable_checkpoint(last_start):
                 return None
             return self._plan_resuming_start("same", last_start, last_start.batch, remaining)
         same = next((start for start in record.starts if start.phase == "same"), last_start)
@@ -202,7 +202,7 @@ class ResumeTest(ScriptProgram):
     def _plan_initial_start(
         self, record: ResumeTestResult, length: Length, batch: int, remaining: float
     ) -> PlannedStart:
-        out = self.files.get_folder(self.task.id) / f"begin-{len(record.starts) + 1}"
+        out = self.files.get_script_folder(self.task.id) / f"begin-{len(record.starts) + 1}"
         seconds = max(MIN_START_SECONDS, TIME_SHARES["begin"] * remaining)
         return PlannedStart(
             phase="begin", nodes=self.task.first_nodes, batch=batch, length=length, out=str(out), seconds=seconds
@@ -212,7 +212,7 @@ class ResumeTest(ScriptProgram):
         self, phase: Phase, begin: ObservedStart, batch: int, remaining: float
     ) -> PlannedStart | None:
         """Return a start that resumes from the phase's copy of the checkpoint; None if there is no checkpoint."""
-        out = self.files.get_folder(self.task.id) / phase
+        out = self.files.get_script_folder(self.task.id) / phase
         start = PlannedStart(
             phase=phase,
             nodes=self.task.nodes if phase == "more" else self.task.first_nodes,
@@ -242,20 +242,22 @@ class ResumeTest(ScriptProgram):
     def _has_length_placeholder(self) -> bool:
         return bool({"epochs", "steps", "samples"} & set(find_placeholders(self.script.command)))
 
-    def _repeat_beginning(self, begins: Sequence[ObservedStart], remaining: float) -> tuple[Length, int] | None:
+    def _choose_another_first_start(
+        self, begins: Sequence[ObservedStart], remaining: float
+    ) -> tuple[Length, int] | None:
         """Return length and batch of another first start (shorter, longer, or with less memory), or None."""
         last_begin, full_length = begins[-1], self.script.length
         if last_begin.ended == "failed":
             half = last_begin.batch // 2
             fits = last_begin.outcome == "device_oom" and half > 0 and self._is_divisible(half, self.task.first_nodes)
             return (last_begin.length, half) if fits else None
-        if last_begin.ended == "ended" and not _is_usable(last_begin) and last_begin.length != full_length:
+        if last_begin.ended == "ended" and not _has_usable_checkpoint(last_begin) and last_begin.length != full_length:
             return full_length, last_begin.batch
-        fitted = self._fit_length(last_begin)
+        fitted = self._choose_shorter_length(last_begin)
         affordable = last_begin.seconds * 2.5 < remaining
         return (fitted, last_begin.batch) if fitted is not None and len(begins) == 1 and affordable else None
 
-    def _fit_length(self, begin: ObservedStart) -> Length | None:
+    def _choose_shorter_length(self, begin: ObservedStart) -> Length | None:
         """Return 1.5 times the length up to the first checkpoint if the whole is more than twice as long, or None."""
         saved = begin.saved_samples
         if not (self._has_length_placeholder and saved and begin.length.epochs is None and begin.whole):
@@ -293,7 +295,7 @@ class ResumeTest(ScriptProgram):
         self._copy_checkpoints(start, outcome)
         if self._plan_next_start(record, self._compute_remaining_seconds(record)) is None:
             record = self._add_verdict(record)
-        self.files.write(record)
+        self.files.write_result(record)
         return failure if outcome.ended == "failed" else None
 
     def _observe_start(self, start: PlannedStart, command: LeaderCommand, failure: Failure | None) -> ObservedStart:
@@ -326,9 +328,9 @@ class ResumeTest(ScriptProgram):
 
     def _copy_checkpoints(self, start: PlannedStart, observation: ObservedStart) -> None:
         """Give each of the resuming starts a folder: that of the killed start, and copies of it."""
-        if start.phase != "begin" or not _is_usable(observation):
+        if start.phase != "begin" or not _has_usable_checkpoint(observation):
             return
-        folder = self.files.get_folder(self.task.id)
+        folder = self.files.get_script_folder(self.task.id)
         for phase in ("same", "more", "half"):
             shutil.rmtree(folder / phase, ignore_errors=True)
         for phase in ("more", "half") if self.task.nodes > 1 else ("half",):
@@ -337,7 +339,7 @@ class ResumeTest(ScriptProgram):
 
     def _add_verdict(self, record: ResumeTestResult) -> ResumeTestResult:
         """Return the record with its verdict, and remove the files of the script."""
-        shutil.rmtree(self.files.get_folder(self.task.id), ignore_errors=True)
+        shutil.rmtree(self.files.get_script_folder(self.task.id), ignore_errors=True)
         begin = next(start for start in reversed(record.starts) if start.phase == "begin")
         lr_placeholders = {"lr", "lr_factor"} & self.script.placeholders
         spec, half = self.task.spec, begin.batch // 2
@@ -372,7 +374,7 @@ def _get_start(command: LeaderCommand) -> PlannedStart:
     return command.rehearsal
 
 
-def _is_usable(begin: ObservedStart) -> bool:
+def _has_usable_checkpoint(begin: ObservedStart) -> bool:
     """Return whether a start left a checkpoint with enough left to train after it."""
     if begin.saved_samples is None or begin.ended == "failed":
         return False
@@ -406,7 +408,7 @@ def _make_outcome_fields(attempt: ScriptAttempt, failure: Failure | None, *, kil
     }
 
 
-def require_resumable(run: RunDir, task: Task) -> None:
+def require_resumable_script(run: RunDir, task: Task) -> None:
     """Check that the resume test before a training has found that its script can resume as the training requires.
 
     Raises:
@@ -414,7 +416,7 @@ def require_resumable(run: RunDir, task: Task) -> None:
     """
     if not task.resume_test_job:
         return
-    resume_test = ResumeTestRecords(run.path).read(task.resume_test_job)
+    resume_test = ResumeTestRecords(run.path).read_result(task.resume_test_job)
     if resume_test is not None and resume_test.verdict == "none":
         raise JobFailed(
             f"the training was not started, because the script cannot resume after an interruption: {'; '.join(resume_test.faults)}",

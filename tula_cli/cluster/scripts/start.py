@@ -71,7 +71,7 @@ def list_placeholder_values(
         "micro_batch": micro_batch,
         "accumulate": accumulate,
         "accumulate_total": batch // micro_batch,
-        "lr": get_learning_rate(spec, batch),
+        "lr": compute_script_learning_rate(spec, batch),
         "lr_factor": compute_lr_scale(spec, batch),
         "epochs": script.length.epochs,
         "seed": spec.train.seed,
@@ -100,7 +100,7 @@ def get_script(spec: JobSpec) -> Script:
     return spec.script
 
 
-def get_learning_rate(spec: JobSpec, batch: int) -> float | None:
+def compute_script_learning_rate(spec: JobSpec, batch: int) -> float | None:
     """Return the learning rate for the command line at a global batch; None if the script sets it itself."""
     lr = get_script(spec).reference.lr
     return None if lr is None else lr * compute_lr_scale(spec, batch)
@@ -137,7 +137,7 @@ class ScriptProgram(RankProgram):
     def find_rank_rendezvous(self) -> str:
         return find_rendezvous_address(self.task)
 
-    def start(self, allocation: Allocation, command: LeaderCommand) -> "ScriptStart":
+    def make_starter(self, allocation: Allocation, command: LeaderCommand) -> "ScriptStart":
         return ScriptStart(self, allocation, command)
 
     def list_ranks(self, allocation: Allocation) -> range:
@@ -165,7 +165,7 @@ class ScriptProgram(RankProgram):
         command = LeaderCommand(
             task=self.task.id, attempt=1, ranks=self.task.ranks, meeting="127.0.0.1:0", batch=batch, branch=branch
         )
-        start = self.start(Allocation(0, 1, environ={}), command)
+        start = self.make_starter(Allocation(0, 1, environ={}), command)
         return shlex.join(start.make_command_line(start.list_processes()[0]))
 
     @property
@@ -278,7 +278,7 @@ class ScriptStart(AttemptContext):
         except OSError as error:
             raise make_write_error(self.run.path, error) from error
         if self.allocation.is_leader:
-            self.attempt.write_plan(self.plan())
+            self.attempt.write_plan(self.make_plan())
         workdir, log_path = self.task.workdir, str(log)
         return [
             RankCommand(self.make_command_line(process), self._make_environment(process, shim), workdir, log_path)
@@ -299,11 +299,11 @@ class ScriptStart(AttemptContext):
             make_process(position.node, position.rank, position.local_rank) for position in allocation.list_ranks(task)
         ]
 
-    def plan(self) -> ShimPlan:
+    def make_plan(self) -> ShimPlan:
         """Return the plan for the shim."""
         spec, script, attempt, program = self.task.spec, self.program.script, self.attempt, self.program
         counted = script.placeholders & {"accumulate", "accumulate_total", "micro_batch"}
-        lr = get_learning_rate(program.make_spec(self.command), self.command.batch)
+        lr = compute_script_learning_rate(program.make_spec(self.command), self.command.batch)
         expected = ExpectedValues(
             world=self.command.ranks,
             batch=self.command.batch,
@@ -325,7 +325,9 @@ class ScriptStart(AttemptContext):
             split_steps=search.max_extra_timing_steps,
             row=0.0 if program.records_steps else ROW_SECONDS,
             save=script.save == "hooks",
-            checkpoint=program.get_hook_checkpoint_path(self.command, self._list_values(self.list_processes()[0])),
+            checkpoint=program.get_hook_checkpoint_path(
+                self.command, self._list_placeholder_values(self.list_processes()[0])
+            ),
             ags=methods.make_ags_plan(
                 self.run, self.task, self.command, count_steps_per_epoch=program.count_steps_per_epoch
             ),
@@ -336,7 +338,7 @@ class ScriptStart(AttemptContext):
             branch=program.make_branch_plan(self.command),
         )
 
-    def _list_values(self, process: ScriptProcess) -> dict[str, str | float]:
+    def _list_placeholder_values(self, process: ScriptProcess) -> dict[str, str | float]:
         """Return the values of the placeholders."""
         command, program, workers = self.command, self.program, self.task.loader_workers
         if workers == "auto":
@@ -350,7 +352,7 @@ class ScriptStart(AttemptContext):
         )  # fmt: skip
 
     def make_command_line(self, process: ScriptProcess) -> tuple[str, ...]:
-        values = self._list_values(process)
+        values = self._list_placeholder_values(process)
         arguments = fill_command(self.program.script.command, values)
         arguments += fill_command(self.program.get_extra_arguments(self.command), values)
         arguments = move_command_to_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
@@ -371,7 +373,7 @@ class ScriptStart(AttemptContext):
         if spec.cluster.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         elif process.rank is None and allocation.is_local and process.nodes > 1 and has_gpu():
-            variables["CUDA_VISIBLE_DEVICES"] = self._list_gpus_of(process.node_rank)
+            variables["CUDA_VISIBLE_DEVICES"] = self._list_gpus_of_node(process.node_rank)
         if process.rank is None:
             return {**network, **inherited, **variables}
         cluster, ranks = spec.cluster, self.command.ranks
@@ -388,7 +390,7 @@ class ScriptStart(AttemptContext):
         """The snapshot of the user's code; None if there is none."""
         return self.run.get_code_dir(self.task.code).absolute() if self.task.code else None
 
-    def _list_gpus_of(self, node: int) -> str:
+    def _list_gpus_of_node(self, node: int) -> str:
         """Return the GPUs of this machine that stand in for those of a node, as in CUDA_VISIBLE_DEVICES."""
         gpus = self.task.spec.cluster.gpus_per_node
         names = [name for name in self.allocation.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -18,13 +18,13 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts.checkpoints import (
     UNCHANGED_SECONDS,
     find_newest_checkpoint,
-    get_checkpoint_change_time,
     is_settled_since,
     mask_numbers,
+    read_checkpoint_change_time,
 )
 from tula_cli.cluster.scripts.methods import NEVER_REFRESH_STEPS, summarize_scaling
 from tula_cli.cluster.scripts.metrics import find_last_and_best, read_metrics
-from tula_cli.cluster.scripts.start import ScriptProgram, get_learning_rate
+from tula_cli.cluster.scripts.start import ScriptProgram, compute_script_learning_rate
 from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import JobFailed
 from tula_cli.host.leftovers import find_processes_with_variable
@@ -32,7 +32,7 @@ from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import find_innermost_pid
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import list_splits, make_batch_norm_limit
-from tula_cli.run.files import append_json_line, get_change_time, open_to_append
+from tula_cli.run.files import append_json_line, open_file_to_append, read_change_time
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -124,7 +124,7 @@ class TrainingMonitor(ScriptMonitor):
             epoch=row["epoch"], all_epochs=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], remaining=row["eta"],
         )  # fmt: skip
-        with open_to_append(self.run.get_log_path(self.task.id, self.command.attempt)) as log:
+        with open_file_to_append(self.run.get_log_path(self.task.id, self.command.attempt)) as log:
             log.write(f"{words.add_timestamp(progress_text)}\n".encode())
 
     @cached_property
@@ -174,7 +174,7 @@ class TrainingMonitor(ScriptMonitor):
 
     def has_saved_since(self, *, since: float) -> bool:
         """Return whether a checkpoint was written after `since` (Unix time) and is no longer being written."""
-        checkpoint = self.program.newest_checkpoint()
+        checkpoint = self.program.find_resume_checkpoint()
         return checkpoint is not None and is_settled_since(checkpoint, since)
 
     # --- Failures
@@ -199,7 +199,7 @@ class TrainingMonitor(ScriptMonitor):
     @cached_property
     def _first_step_timeout(self) -> float:
         """Seconds in which a training must take its first step."""
-        starts = [probe.overheads.startup for probe in self.run.read_measured()]
+        starts = [probe.overheads.startup for probe in self.run.read_measurements()]
         return max(60 * self.task.spec.search.max_minutes, FIRST_STEP_STARTS * max(starts, default=0.0))
 
 
@@ -228,10 +228,10 @@ class ScriptTraining(ScriptProgram):
 
     def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
         command = super().make_command(attempt=attempt, rendezvous=rendezvous)
-        update = {"batch": self.task.batch, "checkpoint": str(self.newest_checkpoint() or "")}
+        update = {"batch": self.task.batch, "checkpoint": str(self.find_resume_checkpoint() or "")}
         return command.model_copy(update=update)
 
-    def monitor(self, allocation: Allocation, command: LeaderCommand) -> TrainingMonitor:
+    def make_monitor(self, allocation: Allocation, command: LeaderCommand) -> TrainingMonitor:
         return TrainingMonitor(self, command, self.list_ranks(allocation), leads=allocation.is_leader)
 
     def get_output_folder(self, command: LeaderCommand) -> Path:
@@ -268,7 +268,7 @@ class ScriptTraining(ScriptProgram):
     def output_folder(self) -> Path:
         """The script's output folder; a new one if the batch has changed and the script cannot resume with another."""
         first_batch = next((task.batch for task in self.training.read_tasks()), self.task.batch)
-        anew = self.task.batch != first_batch and not self._resumes_at_any_batch
+        anew = self.task.batch != first_batch and not self._can_resume_at_any_batch
         return (self.training.path / (f"out-{self.task.batch}" if anew else "out")).absolute()
 
     @property
@@ -278,7 +278,7 @@ class ScriptTraining(ScriptProgram):
         return Resume(checkpoint=pattern, batch="same") if configured is None and pattern else configured
 
     @property
-    def _resumes_at_any_batch(self) -> bool:
+    def _can_resume_at_any_batch(self) -> bool:
         return self.allowed_resume_batch in ("epoch", "any")
 
     @cached_property
@@ -304,14 +304,14 @@ class ScriptTraining(ScriptProgram):
         """The values of the placeholders in paths."""
         return self.list_path_values(self.output_folder, batch=self.task.batch, nodes=self.task.nodes)
 
-    def newest_checkpoint(self) -> Path | None:
+    def find_resume_checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from; None if the training starts anew."""
         return self._find_resumable_checkpoint()[0]
 
     def _find_resumable_checkpoint(self) -> tuple[Path | None, list[Path]]:
         """Return the checkpoint to resume from, and the newer ones that are skipped because they are damaged."""
         resume, attempts = self.resume_settings, self.training.read_attempts()
-        if not self._resumes_at_any_batch:
+        if not self._can_resume_at_any_batch:
             tasks_of_same_batch = {task.id for task in self.training.read_tasks() if task.batch == self.task.batch}
             attempts = [attempt for attempt in attempts if attempt.task in tasks_of_same_batch]
         if resume is None or self.allowed_resume_batch == "none" or not attempts:
@@ -328,13 +328,13 @@ class ScriptTraining(ScriptProgram):
     @property
     def dataset_size(self) -> int | None:
         """Samples per epoch: as in the spec, else as seen by probes or first steps of the training; or None."""
-        known_size = self.script.known_dataset_size or self._measured_size
+        known_size = self.script.known_dataset_size or self._measured_dataset_size
         if known_size is None and self._first_rank_results:
             return claims.find_dataset_size(self._first_rank_results)
         return known_size
 
     @cached_property
-    def _measured_size(self) -> int | None:
+    def _measured_dataset_size(self) -> int | None:
         return self.run.read_snapshot().measured_dataset_size
 
     @property
@@ -379,14 +379,14 @@ class ScriptTraining(ScriptProgram):
         if self.script.resume is not None or command.checkpoint or not earlier:
             return
         first_start = min(other.started_at for other in earlier)
-        this_start = get_change_time(attempt.plan_path)
+        this_start = read_change_time(attempt.plan_path)
         loads = [row for row in attempt.read_loaded_files(0) if first_start <= row["written"] < this_start]
         if not loads:
             return
         newest = max(loads, key=lambda row: float(row["written"]))
         path, written = Path(newest["path"]), float(newest["written"])
         writer = max((other for other in earlier if other.started_at <= written), key=lambda other: other.started_at)
-        steps, counted = _find_position_at(ScriptAttempt(self.run.path, writer.task, writer.number), written)
+        steps, counted = _find_position_at_time(ScriptAttempt(self.run.path, writer.task, writer.number), written)
         batch = self.task.batch
         samples = steps * batch if counted is None else round(counted * self.task.ranks)
         self.training.write_script_progress(
@@ -414,7 +414,7 @@ class ScriptTraining(ScriptProgram):
     def _progress(self) -> ScriptProgress | None:
         """The newest recorded checkpoint, if the script may resume from it with this batch."""
         progress = self.training.read_script_progress()
-        if progress is not None and (progress.batch == self.task.batch or self._resumes_at_any_batch):
+        if progress is not None and (progress.batch == self.task.batch or self._can_resume_at_any_batch):
             return progress
         return None
 
@@ -425,7 +425,7 @@ class ScriptTraining(ScriptProgram):
             self._add_warning(0, message)
         for message in self._describe_damaged_checkpoints():
             self._add_warning(self.get_start_position(command)[0], message)
-        lr = get_learning_rate(self.task.spec, self.task.batch)
+        lr = compute_script_learning_rate(self.task.spec, self.task.batch)
         self._add_row(
             "start", self.get_start_position(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr
         )
@@ -541,10 +541,10 @@ class ScriptTraining(ScriptProgram):
             attempt: files that the shims of its ranks write.
             stable_seconds: seconds without a change after which a checkpoint counts as complete.
         """
-        checkpoint = self.newest_checkpoint()
-        saved_at = 0.0 if checkpoint is None else get_checkpoint_change_time(checkpoint)
+        checkpoint = self.find_resume_checkpoint()
+        saved_at = 0.0 if checkpoint is None else read_checkpoint_change_time(checkpoint)
         saves, heartbeat = self.training.read_script_saves(), attempt.read_heartbeat(0)
-        began = get_change_time(attempt.plan_path)
+        began = read_change_time(attempt.plan_path)
         if stable_seconds and (heartbeat is None or heartbeat.stepped_at <= saved_at):
             return  # the row with the step of the save follows with the next step
         if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - stable_seconds:
@@ -553,8 +553,8 @@ class ScriptTraining(ScriptProgram):
         previous_save = next((save.saved_at for save in saves.saves[-1:] if save.saved_at > began), None)
         samples, steps = self.get_start_position(command)
         if previous_save is not None:
-            samples, steps = self._find_reached_position(command, *_find_position_at(attempt, previous_save))
-        end = self._find_reached_position(command, *_find_position_at(attempt, saved_at))
+            samples, steps = self._find_reached_position(command, *_find_position_at_time(attempt, previous_save))
+        end = self._find_reached_position(command, *_find_position_at_time(attempt, saved_at))
         earlier = [
             (when, *self._find_reached_position(command, step, samples_here))
             for when, step, samples_here in _list_earlier_saves(attempt, checkpoint, saved_at)
@@ -658,7 +658,7 @@ class ScriptTraining(ScriptProgram):
             self.training.write_script_saves(saves.model_copy(update={"left_out": None}))
             return None
         self.training.write_script_saves(saves.model_copy(update={"left_out": progress}))
-        if (older := self.newest_checkpoint()) is None:
+        if (older := self.find_resume_checkpoint()) is None:
             self.training.write_script_saves(saves)
             return None
         self._use_older_checkpoint(progress, older)
@@ -668,7 +668,7 @@ class ScriptTraining(ScriptProgram):
 
     def _use_older_checkpoint(self, progress: ScriptProgress, older: Path) -> None:
         """Record an older checkpoint to resume from; its samples are those of the newest, less the saves since."""
-        saved_at, saves = get_checkpoint_change_time(older), self.training.read_script_saves()
+        saved_at, saves = read_checkpoint_change_time(older), self.training.read_script_saves()
         since = [save for save in saves.saves if saved_at < save.saved_at <= progress.saved_at]
         samples = max(0, progress.samples - sum(save.samples for save in since))
         steps = max(0, progress.steps - sum(save.steps for save in since))
@@ -693,13 +693,13 @@ class ScriptTraining(ScriptProgram):
 
     def _record_newest_checkpoint(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Record the newest checkpoint, with the samples and steps trained when it was written."""
-        checkpoint = self.newest_checkpoint()
+        checkpoint = self.find_resume_checkpoint()
         if checkpoint is None:
             return
-        saved_at = get_checkpoint_change_time(checkpoint)
-        if str(checkpoint) == command.checkpoint and saved_at < get_change_time(attempt.plan_path):
+        saved_at = read_checkpoint_change_time(checkpoint)
+        if str(checkpoint) == command.checkpoint and saved_at < read_change_time(attempt.plan_path):
             return
-        samples, steps = self._find_reached_position(command, *_find_position_at(attempt, saved_at))
+        samples, steps = self._find_reached_position(command, *_find_position_at_time(attempt, saved_at))
         progress = ScriptProgress(
             samples=samples, steps=steps, batch=self.task.batch, checkpoint=str(checkpoint), saved_at=saved_at
         )
@@ -779,7 +779,7 @@ class ScriptTraining(ScriptProgram):
         )
 
 
-def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
+def _find_position_at_time(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
     """Return the steps, and the samples of rank 0, that were complete when a checkpoint was written (Unix time).
 
     A row of a save, or of an evaluation or new epoch at that time, records the step in which the checkpoint was written.

@@ -18,7 +18,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_line_of_failure, find_signal
 from tula_cli.host.network import get_node_name
 from tula_cli.models.resuming import NO_STEP_SEEN
-from tula_cli.run.files import append_json_line, get_change_time, read_last_bytes
+from tula_cli.run.files import append_json_line, read_change_time, read_last_bytes
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.scripts import Heartbeat, ScriptFailure
@@ -85,7 +85,7 @@ def move_probe_files(attempt: ScriptAttempt) -> str:
     for folder in folders:  # deepest first; folders that the probe created and that are empty now
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-    text = _describe_moved(moved, remaining, attempt.aside)
+    text = _describe_moved_files(moved, remaining, attempt.aside)
     if text:
         append_json_line(attempt.path / "aside.jsonl", {"text": text})
     return text
@@ -105,13 +105,13 @@ def _list_changed_files(
         existed = any(event["existed"] for event in events)
         if not existed and not os.path.lexists(name):
             continue  # a renamed draft or a deleted temporary file
-        if any(event["late"] for event in events) or get_change_time(Path(name), follow_symlinks=False) >= since:
+        if any(event["late"] for event in events) or read_change_time(Path(name), follow_symlinks=False) >= since:
             yield ChangedFile(Path(name), existed, None if copy is None else Path(copy), modified)
     new_files = {
         file for folder in folders for file in folder.rglob("*") if file.is_file() and str(file) not in by_path
     }
     for file in sorted(new_files):
-        if get_change_time(file, follow_symlinks=False) >= since:
+        if read_change_time(file, follow_symlinks=False) >= since:
             yield ChangedFile(file, False, None)
 
 
@@ -128,7 +128,7 @@ def _restore(file: ChangedFile, target: Path) -> bool:
     return True
 
 
-def _describe_moved(moved: Sequence[str], remaining: Sequence[str], folder: Path) -> str:
+def _describe_moved_files(moved: Sequence[str], remaining: Sequence[str], folder: Path) -> str:
     sentences = []
     if moved:
         sentences.append(
@@ -188,7 +188,7 @@ class ScriptMonitor(AttemptContext, RankMonitor):
     def log(self) -> Path:
         return self.run.get_log_path(self.task.id, self.command.attempt)
 
-    def poll_interval(self, allocation: Allocation) -> float:
+    def get_poll_interval(self, allocation: Allocation) -> float:
         return allocation.poll_interval
 
     def record_final_reports(self) -> None:

@@ -33,11 +33,13 @@ class CommandResult:
     error_message: str = ""
 
     @property
-    def ok(self) -> bool:
+    def has_succeeded(self) -> bool:
         return self.end == "done"
 
 
-def call_slurm(*command: str, patience: float | None = None, environ: Mapping[str, str] | None = None) -> CommandResult:
+def call_slurm_command(
+    *command: str, patience: float | None = None, environ: Mapping[str, str] | None = None
+) -> CommandResult:
     """Run a command of SLURM and wait for its exit.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tula_cli.cluster.batch_launcher import find_queued, submit_script
+from tula_cli.cluster.batch_launcher import find_queued_jobs, submit_script
 from tula_cli.cluster.chains import YOUNG_SECONDS
 from tula_cli.cluster.inspection import (
     INSPECTION_MODULE,
@@ -29,7 +29,7 @@ from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler, require_plain_path
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import read_record, read_text, write_atomic, write_record
+from tula_cli.run.files import read_record, read_text, write_file_atomically, write_record
 from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.spec.job import JobSpec
@@ -65,7 +65,7 @@ def get_inspection_path(run: RunDir, spec: JobSpec) -> Path:
     return run.path / f"inspection-{compute_digest(list_unmeasured_settings(spec))}.json"
 
 
-def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
+def reuse_stored_inspection(inspect: Inspect, run: RunDir) -> Inspect:
     """Return a function that returns the inspection by a first job of the run, or else inspects on this machine.
 
     The stored inspection is tried first, as a first job means that this machine could not build the model. With
@@ -73,24 +73,24 @@ def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
     """
     cached = inspect if isinstance(inspect, CachedInspection) else None
 
-    def build_anew(spec: JobSpec) -> Inspection:
+    def inspect_anew(spec: JobSpec) -> Inspection:
         inspection = inspect(spec)
         if cached and cached.keep:
             with contextlib.suppress(OSError):  # an unwritable folder does not affect this command
                 get_inspection_path(run, spec).unlink(missing_ok=True)  # replaced by the newer inspection
         return inspection
 
-    def load_or_build(spec: JobSpec) -> Inspection:
+    def load_or_inspect(spec: JobSpec) -> Inspection:
         if (stored := load_inspection(run, spec)) is None:
             return inspect(spec)
         if cached:
             cached.note("using the model and dataset sizes found by a job on a node (--fresh repeats that job)")
         return stored
 
-    return build_anew if cached and cached.fresh else load_or_build
+    return inspect_anew if cached and cached.fresh else load_or_inspect
 
 
-def inspect_if_possible(spec: JobSpec, inspect: Inspect) -> Inspection | NotInspectable:
+def inspect_job_if_possible(spec: JobSpec, inspect: Inspect) -> Inspection | NotInspectable:
     """Return the inspection of a job's model and dataset, or the error if only a node can inspect them.
 
     Raises:
@@ -149,7 +149,7 @@ def _get_spec_path(run: RunDir) -> Path:
     return run.submitit_dir.absolute() / "inspection-spec.json"
 
 
-def inspect_on_node(
+def inspect_job_on_node(
     run: RunDir, spec: JobSpec, *, timeout: float | None = None, sleep: Callable[[float], None] = time.sleep
 ) -> Inspection:
     """Build the model and the dataset in a separate job on one node, wait for it, and store the inspection.
@@ -228,7 +228,7 @@ class _WatchedJob:
         """
         newest, path = _find_newest_job(self.run), _get_spec_path(self.run)
         name, content, scheduler = _make_job_name(self.run), self.spec.model_dump_json(), SlurmScheduler()
-        queued_job = find_queued(scheduler, self.run, [name]).get(name)
+        queued_job = find_queued_jobs(scheduler, self.run, [name]).get(name)
         self.earlier = newest.node_hours if newest is not None else 0.0
         if queued_job is not None and read_text(path) == content:
             self.id, self.age = queued_job.id, max(0.0, time.time() - path.stat().st_mtime)
@@ -236,7 +236,7 @@ class _WatchedJob:
                 self.earlier = newest.earlier
         else:
             slurm_queue.cancel_jobs([queued_job.id] if queued_job is not None else [])
-            write_atomic(path, content)
+            write_file_atomically(path, content)
             script = render_inspection_script(self.run, self.spec)
             self.id = submit_script(scheduler, self.run, JobRequest(name, ""), script)
         self.record_node_hours(is_finished=False)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tula_cli.cluster.scheduler import QueuedJob, SchedulerState
-from tula_cli.cluster.slurm.command import call_slurm, parse_record
+from tula_cli.cluster.slurm.command import call_slurm_command, parse_record
 from tula_cli.errors import SchedulerError, StorageFailed
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.words import format_local_time
@@ -142,17 +142,17 @@ def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
             state = SchedulerState("unknown", f"sacct reports {state_name}, and squeue no longer lists the job")
         states[id_] = state
     if any(_MAINTENANCE.search(state.reason) for state in states.values() if state.state == "pending"):
-        states = _add_maintenance(states)
+        states = _add_maintenance_start(states)
     if silence:
         unheard = {id_: SchedulerState("unknown", silence, silent=True) for id_ in requested_ids}
         states = {**unheard, **{id_: state for id_, state in states.items() if state.state != "unknown"}}
     return states
 
 
-def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
+def _add_maintenance_start(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
     """Add the start of the maintenance window to the reason of jobs that wait for it, with advice on shorter jobs."""
-    answer, now = call_slurm(*RESERVATIONS_COMMAND), time.time()
-    coming = [start for start in _parse_maintenance_starts(answer.text if answer.ok else "") if start > now]
+    answer, now = call_slurm_command(*RESERVATIONS_COMMAND), time.time()
+    coming = [start for start in _parse_maintenance_starts(answer.text if answer.has_succeeded else "") if start > now]
     if not coming:
         return dict(states)
     start = min(coming)
@@ -176,12 +176,12 @@ def _query_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
 
     squeue fails if it is queried for a single unknown job; for several jobs, that depends on its version.
     """
-    answer = call_slurm(*_SQUEUE_COMMAND, f"--jobs={','.join(ids)}")
+    answer = call_slurm_command(*_SQUEUE_COMMAND, f"--jobs={','.join(ids)}")
     if "Invalid job id" in answer.error_message:
         if len(ids) == 1:
             return {}, ""
-        answer = call_slurm(*_SQUEUE_COMMAND, f"--user={os.getuid()}")
-    if not answer.ok:
+        answer = call_slurm_command(*_SQUEUE_COMMAND, f"--user={os.getuid()}")
+    if not answer.has_succeeded:
         return {}, f"{SQUEUE_UNREACHABLE_MESSAGE}: {answer.error_message}"
     return _parse_rows(answer.text), ""
 
@@ -199,7 +199,7 @@ def _parse_state(
     """Return the state of a job from that of SLURM; an unrecognised state does not count as ended."""
     name, without_log = _parse_state_name(state_text), comment.startswith((WAITS, GAVE_UP, DELAYED))
     if name in PENDING_STATES:
-        why = explain_hopeless(reason, id_)
+        why = explain_hopeless_reason(reason, id_)
         explanation = "" if reason == "None" else f"{reason}: will not start, because {why}" if why else reason
         away = bool(_NODES_UNAVAILABLE.search(reason))
         explanation += f": {_ADVICE_ON_MISSING_NODES}" if away else ""
@@ -225,7 +225,7 @@ def _parse_state(
     return SchedulerState("unknown", f"SLURM calls it {state_text}")
 
 
-def explain_hopeless(reason: str, id_: str) -> str:
+def explain_hopeless_reason(reason: str, id_: str) -> str:
     """Return why a pending job with this reason of squeue will never start; empty if it may."""
     for form, why in HOPELESS:
         if match := form.fullmatch(reason):
@@ -254,16 +254,18 @@ _recent_states: dict[str, tuple[float, str]] = {}
 def _query_sacct(ids: Sequence[str]) -> dict[str, str]:
     """Return the states that sacct reports; jobs that are due are queried at once."""
     now = time.monotonic()
-    due = [id_ for id_ in ids if _is_due(id_, now)]
+    due = [id_ for id_ in ids if _is_query_due(id_, now)]
     if due:
-        answer = call_slurm("sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State")
-        rows = [line.split("|") for line in answer.text.splitlines()] if answer.ok else []
+        answer = call_slurm_command(
+            "sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State"
+        )
+        rows = [line.split("|") for line in answer.text.splitlines()] if answer.has_succeeded else []
         states = {row[0]: row[1] for row in rows if len(row) == 2}
         _recent_states.update({id_: (now, states.get(id_, "")) for id_ in due})
     return {id_: state_text for id_ in ids if (state_text := _recent_states[id_][1])}
 
 
-def _is_due(id_: str, now: float) -> bool:
+def _is_query_due(id_: str, now: float) -> bool:
     at, state_text = _recent_states.get(id_, (float("-inf"), ""))
     return _parse_state_name(state_text) not in END_STATE_DESCRIPTIONS and now - at >= ACCOUNTING_PAUSE
 
@@ -281,8 +283,8 @@ def find_end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
     end_time = environ.get("SLURM_JOB_END_TIME", "")
     end = float(end_time) if end_time.isdigit() else None
     if end is None:
-        answer = call_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
-        end = parse_time(answer.text.splitlines()[0]) if answer.ok and answer.text else None
+        answer = call_slurm_command("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
+        end = parse_time(answer.text.splitlines()[0]) if answer.has_succeeded and answer.text else None
     never = time.time() + 10 * 365 * 86400  # SLURM reports an end in about a hundred years for unlimited jobs
     return end if end is not None and end < never else None
 
@@ -295,7 +297,7 @@ def parse_time(text: str) -> float | None:
         return None
 
 
-def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+def find_job_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
     """Return why an allocation was ended from outside; None if it still runs, is unknown, or exited by itself.
 
     Args:
@@ -307,7 +309,7 @@ def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | N
     restarts = int(restart_count) if restart_count.isdigit() else 0
     if restart is not None and restart < restarts:
         # Requeued since: the job itself did not end that allocation.
-        return _get_job_outcome(_list_rows_of_run(job_id, restart)) or "preempted"
+        return _derive_job_outcome(_list_rows_of_run(job_id, restart)) or "preempted"
     state = _parse_state_name(record.get("JobState", ""))
     if state in PENDING_STATES or (state in RUNNING_STATES and state != "COMPLETING"):
         return None
@@ -318,13 +320,17 @@ def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | N
     # DerivedExitCode of an earlier run is kept when a job is requeued.
     if record.get("DerivedExitCode") == OOM_KILLED and not restarts:
         return "host_oom"
-    return _get_job_outcome(_list_rows_of_run(job_id, restart))
+    return _derive_job_outcome(_list_rows_of_run(job_id, restart))
 
 
 def _read_controller_record(job_id: str) -> dict[str, str]:
     """Return the controller's record of a job, which it keeps for some minutes after the end; empty if unknown."""
-    answer = call_slurm("scontrol", "--details", "--oneliner", "show", "job", job_id)
-    lines = [line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")] if answer.ok else []
+    answer = call_slurm_command("scontrol", "--details", "--oneliner", "show", "job", job_id)
+    lines = (
+        [line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")]
+        if answer.has_succeeded
+        else []
+    )
     # parse_record keeps the first value of a field: 24.05 and later append the submission's command line.
     return parse_record(lines[-1]) if lines else {}
 
@@ -332,9 +338,9 @@ def _read_controller_record(job_id: str) -> dict[str, str]:
 def _list_rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
     """Return sacct's rows (id, state, derived exit code) of one run of a job and its steps (None: the last run)."""
     form = "--format=JobID,State,DerivedExitCode"
-    answer = call_slurm("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)
+    answer = call_slurm_command("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)
     runs: list[list[list[str]]] = []
-    for row in (line.split("|") for line in answer.text.splitlines() if answer.ok):
+    for row in (line.split("|") for line in answer.text.splitlines() if answer.has_succeeded):
         if len(row) == 3 and row[0] == job_id:
             runs.append([row])
         elif len(row) == 3 and runs and row[0].startswith(f"{job_id}."):
@@ -343,7 +349,7 @@ def _list_rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
     return runs[run_index] if 0 <= run_index < len(runs) else []
 
 
-def _get_job_outcome(rows: list[list[str]]) -> OutcomeClass | None:
+def _derive_job_outcome(rows: list[list[str]]) -> OutcomeClass | None:
     """Return why a job was ended; for a failed job, storage or out-of-memory if exit codes show it, else None."""
     if not rows:
         return None
@@ -366,8 +372,8 @@ def list_live_jobs(names: Sequence[str]) -> list[QueuedJob]:
         SchedulerError: squeue does not answer, so that the jobs are unknown.
     """
     form = "--format=%i|%T|%j|%o"
-    answer = call_slurm("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
-    if not answer.ok:
+    answer = call_slurm_command("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
+    if not answer.has_succeeded:
         raise SchedulerError(
             f"{SQUEUE_UNREACHABLE_MESSAGE}: {answer.error_message}",
             "nothing was submitted; run the same command again later",
@@ -386,8 +392,8 @@ def cancel_jobs(ids: Sequence[str]) -> str:
     job_ids = [id_ for id_ in ids if id_.isdigit()]  # scancel would interpret other words differently
     if not job_ids:
         return ""
-    answer = call_slurm("scancel", *job_ids)
-    return "" if answer.ok or ALREADY_ENDED.search(answer.error_message) else answer.error_message
+    answer = call_slurm_command("scancel", *job_ids)
+    return "" if answer.has_succeeded or ALREADY_ENDED.search(answer.error_message) else answer.error_message
 
 
 def change_jobs(order: str, ids: Sequence[str], *settings: str) -> str:
@@ -396,5 +402,5 @@ def change_jobs(order: str, ids: Sequence[str], *settings: str) -> str:
     if not job_ids:
         return ""
     subject = f"JobId={','.join(job_ids)}" if settings else ",".join(job_ids)
-    answer = call_slurm("scontrol", order, subject, *settings)
-    return "" if answer.ok else answer.error_message or "scontrol failed"
+    answer = call_slurm_command("scontrol", order, subject, *settings)
+    return "" if answer.has_succeeded else answer.error_message or "scontrol failed"

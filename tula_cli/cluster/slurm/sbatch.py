@@ -57,7 +57,7 @@ def make_submitit_parameters(
     slurm = _get_slurm_section(task.spec)
     minutes = task.time_limit
     options = {key: value for key in _DEFAULTED_OPTIONS if (value := getattr(slurm, key))}
-    if nodes := list_excluded_nodes(run, task):
+    if nodes := make_excluded_nodes_option(run, task):
         options["exclude"] = nodes
     if dependency:
         options["dependency"] = dependency
@@ -70,16 +70,16 @@ def make_submitit_parameters(
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
         "setup": [
-            *_make_lines_for_granted_nodes(task, run.submitit_dir.absolute()),
+            *_make_granted_nodes_lines(task, run.submitit_dir.absolute()),
             *_make_setup_lines(task, slurm),
-            *package.make_shell_lines(run.path),
+            *package.make_package_path_lines(run.path),
         ],
         "srun_args": [*_list_srun_options(task, slurm), *_make_single_log_options(run, task)],
         "additional_parameters": _list_extra_options(task, slurm),
     }
 
 
-def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
+def make_excluded_nodes_option(run: RunDir, task: Task, *, also: str = "") -> str:
     """Return the nodes excluded for a job: those of the spec, and those with a device fault in the last FAULT_SECONDS.
 
     Faults of jobs with another cluster section are ignored, as those jobs request other GPUs of a node.
@@ -213,7 +213,7 @@ def _make_single_log_options(run: RunDir, task: Task) -> list[str]:
     return [f"--output={folder}/%j_0_log.out", f"--error={folder}/%j_0_log.err"]
 
 
-def _make_lines_for_granted_nodes(task: Task, folder: Path) -> list[str]:
+def _make_granted_nodes_lines(task: Task, folder: Path) -> list[str]:
     """Return the shell lines that adapt a job which requested a range of nodes to the nodes that it was granted.
 
     SLURM grants any number within the range; 22.05 knows no lists. Nodes that the batch does not divide among go back to

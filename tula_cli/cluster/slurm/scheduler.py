@@ -13,7 +13,7 @@ from typing import Any
 
 from tula_cli.cluster.scheduler import JobRequest, PartitionLimits, ProcessPosition, QueuedJob, SchedulerState
 from tula_cli.cluster.slurm import command, queue, site
-from tula_cli.cluster.slurm.command import call_slurm
+from tula_cli.cluster.slurm.command import call_slurm_command
 from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run.records.base import OutcomeClass
 
@@ -122,7 +122,7 @@ class SlurmScheduler:
 
         submitit's call is not used: it has no timeout, passes on variables of an allocation and prints the answer.
         """
-        answer = call_slurm("sbatch", str(script), environ=make_sbatch_environment(script))
+        answer = call_slurm_command("sbatch", str(script), environ=make_sbatch_environment(script))
         if answer.end == "missing":
             raise SchedulerError(f"sbatch cannot be started: {answer.error_message}", "run tula on a login node")
         if answer.end == "hung":
@@ -130,7 +130,7 @@ class SlurmScheduler:
         if match := re.search(r"Submitted batch job (\d+)", answer.text):
             return match[1]
         message = answer.error_message or answer.text
-        if not answer.ok and not any(undecided in message for undecided in UNDECIDED_ERRORS):
+        if not answer.has_succeeded and not any(undecided in message for undecided in UNDECIDED_ERRORS):
             raise make_refusal_error(message)
         return _find_accepted_job(script, job.name, message.rpartition("\n")[2].removeprefix("sbatch: error: "))
 
@@ -188,7 +188,7 @@ class SlurmScheduler:
         return queue.find_end_time(job_id, environ)
 
     def find_end_reason(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
-        return queue.find_outcome(job_id, restart=restart)
+        return queue.find_job_outcome(job_id, restart=restart)
 
 
 # --- Submission

@@ -42,12 +42,12 @@ class ScriptWriter(submitit.SlurmExecutor):
         setup = self.parameters.get("setup") or []
         # SLURM fails a job whose log it cannot open, so the script opens it.
         self.update_parameters(
-            setup=[*self._open_log(options), *setup],
+            setup=[*self._make_lines_to_open_log(options), *setup],
             additional_parameters={"output": NULL_DEVICE, "error": NULL_DEVICE, **options},
         )
         return str(self._make_submission_file_text(command or self._submitit_command_str, ""))
 
-    def _open_log(self, options: Mapping[str, Any]) -> Sequence[str]:
+    def _make_lines_to_open_log(self, options: Mapping[str, Any]) -> Sequence[str]:
         """Return the lines that open the log; a comment set by the options of sbatch is restored after a wait."""
         comment = str(options.get("comment", ""))
         job = 'scontrol update JobId="$SLURM_JOB_ID"'

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from tula_cli.cluster.slurm.command import call_slurm, parse_record
+from tula_cli.cluster.slurm.command import call_slurm_command, parse_record
 from tula_cli.spec.sections import MIN_AUTO_WORKERS
 from tula_cli.spec.slurm_options import EXTRA_MINUTES
 from tula_cli.words import format_count
@@ -82,14 +82,14 @@ class Site:
     accounts: tuple[str, ...]  # accounts of the user; empty if there is no accounting
 
     @property
-    def default(self) -> Partition | None:
+    def default_partition(self) -> Partition | None:
         """Partition of jobs that name none; None if unknown."""
         named = [partition for partition in self.partitions if partition.default]
         return named[0] if named else self.partitions[0] if len(self.partitions) == 1 else None
 
     def find_partition(self, name: str) -> Partition | None:
         """Return the partition of a job that requests `name`, the default one if it is empty; None if unknown."""
-        return next((each for each in self.partitions if each.name == name), None) if name else self.default
+        return next((each for each in self.partitions if each.name == name), None) if name else self.default_partition
 
 
 # --- Queries
@@ -140,8 +140,8 @@ def list_allocated_hosts(job_id: str) -> tuple[str, ...]:
 
 def _run_command(*command: str) -> str:
     """Return the output of a command; empty if it fails, hangs or is missing."""
-    answer = call_slurm(*command, patience=COMMAND_TIMEOUT)
-    return answer.text if answer.ok else ""
+    answer = call_slurm_command(*command, patience=COMMAND_TIMEOUT)
+    return answer.text if answer.has_succeeded else ""
 
 
 # --- Parsing
@@ -222,13 +222,13 @@ def _parse_node_types(rows: list[list[str]], nodes: Mapping[str, Record], limits
     for *_, count, state, cpus, memory, gres, names in rows:
         if _is_usable_state(state):
             whole = PartitionNodeType(0, _parse_leading_number(cpus), _parse_leading_number(memory), parse_gres(gres))
-            kind = _subtract_reserved_part(whole, nodes.get(_find_first_host(names), {}), limits)
+            kind = _subtract_reserved_resources(whole, nodes.get(_find_first_host(names), {}), limits)
             counts[kind] = counts.get(kind, 0) + int(count)
     kinds = [replace(kind, nodes=count) for kind, count in counts.items() if count]
     return sorted(kinds, key=lambda kind: (not kind.gpus, -kind.nodes))
 
 
-def _subtract_reserved_part(kind: PartitionNodeType, node: Record, limits: Record) -> PartitionNodeType:
+def _subtract_reserved_resources(kind: PartitionNodeType, node: Record, limits: Record) -> PartitionNodeType:
     """Return the part of a node that one job can use, without system resources and within the partition's limits.
 
     Args:
@@ -314,10 +314,10 @@ class TemplateLine:
 
 def fill_template(template: str, site: Site) -> str:
     """Return the template with the site's values for its settings, including settings that are commented out."""
-    return write_settings(template, list_site_settings(site))
+    return replace_setting_lines(template, list_site_settings(site))
 
 
-def write_settings(template: str, settings: Iterable[TemplateLine]) -> str:
+def replace_setting_lines(template: str, settings: Iterable[TemplateLine]) -> str:
     """Return a job file with the lines of some keys replaced, including keys that are commented out."""
     lines = template.splitlines()
     for setting in settings:
@@ -351,29 +351,29 @@ def _find_setting_line(lines: Sequence[str], key: str) -> tuple[int, str]:
 
 def list_site_settings(site: Site) -> Iterator[TemplateLine]:
     """Yield the settings of a job spec for the default partition of a site, with other partitions as comments."""
-    default_partition = site.default
+    default_partition = site.default_partition
     others = [partition for partition in site.partitions if partition is not default_partition]
     below = ("others:", *(f"  {describe_partition(partition)}" for partition in others)) if others else ()
     if default_partition is None:
         names = ", ".join(partition.name for partition in site.partitions)
         why = f"SLURM has no default partition here: choose one of {names}"
-        name = quote_word(site.partitions[0].name)
+        name = quote_yaml_name(site.partitions[0].name)
         yield TemplateLine("cluster.slurm.partition", name, why, below[1:], commented=True)
     else:
         why = f"the default: {_describe_size(default_partition)}"
-        yield TemplateLine("cluster.slurm.partition", quote_word(default_partition.name), why, below)
+        yield TemplateLine("cluster.slurm.partition", quote_yaml_name(default_partition.name), why, below)
         yield from _list_size_settings(default_partition)
     if len(site.accounts) == 1:
-        yield TemplateLine("cluster.slurm.account", quote_word(site.accounts[0]), "your only one")
+        yield TemplateLine("cluster.slurm.account", quote_yaml_name(site.accounts[0]), "your only one")
     elif site.accounts:
         why = f"yours: {', '.join(site.accounts)}"
-        yield TemplateLine("cluster.slurm.account", quote_word(site.accounts[0]), why, commented=True)
+        yield TemplateLine("cluster.slurm.account", quote_yaml_name(site.accounts[0]), why, commented=True)
 
 
 def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
     if partition.kinds:
         yield from _list_node_settings(partition.kinds[0])
-    yield from list_search_settings(suggest_nodes(partition), _choose_probe_job_minutes(partition))
+    yield from list_search_settings(suggest_node_counts(partition), _choose_probe_job_minutes(partition))
     limit = partition.minutes
     if limit is not None and limit < _TRAINING_JOB_MINUTES:
         comment = "time limit of a training job, the maximum here; a longer training continues in the next job"
@@ -402,7 +402,7 @@ _PROBE_JOB_MINUTES = 20  # minutes of a measuring job, if the partition allows t
 _DEFAULT_NODE_COUNTS = (2, 4, 8, 16)
 
 
-def suggest_nodes(partition: Partition) -> tuple[int, ...]:
+def suggest_node_counts(partition: Partition) -> tuple[int, ...]:
     """Return the numbers of nodes to measure: powers of two within the partition's limits, and the least if they are few."""
     identical_nodes = partition.kinds[0].nodes if partition.kinds else 1
     max_nodes = min(identical_nodes, partition.usable or 1)
@@ -434,7 +434,7 @@ def _list_node_settings(kind: PartitionNodeType) -> Iterator[TemplateLine]:
     else:
         yield TemplateLine("cluster.device", "cpu", "the partition's nodes have no GPUs")
     if gpus.type:
-        yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type), "the GPU's name in SLURM")
+        yield TemplateLine("cluster.slurm.gpu_type", quote_yaml_name(gpus.type), "the GPU's name in SLURM")
     yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"per rank; a node has {kind.cpus}")
     if cpus <= MIN_AUTO_WORKERS:
         why = "data-loader processes per GPU; the ranks share the node's CPUs"
@@ -470,7 +470,7 @@ def _describe_minutes(minutes: int) -> str:
     return f"{minutes} min"
 
 
-def quote_word(text: str) -> str:
+def quote_yaml_name(text: str) -> str:
     """Return a name as a YAML string, quoted if YAML could read it as another type."""
     plain = re.fullmatch(r"[A-Za-z_][\w.-]*", text)
     reserved = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "none")

@@ -12,7 +12,7 @@ from tula_cli.cluster.batch_launcher import BatchLauncher
 from tula_cli.cluster.chains import compute_start_delay, list_chain_tasks
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduler import JobRequest, QueuedJob
-from tula_cli.cluster.slurm.command import call_slurm
+from tula_cli.cluster.slurm.command import call_slurm_command
 from tula_cli.cluster.slurm.queue import parse_time
 from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler, make_sbatch_environment, require_plain_path
@@ -51,7 +51,7 @@ class SlurmLauncher(BatchLauncher):
         return render_job_script(run, task, name=name, dependency=",".join(waits_for) or None)
 
     def write_job_files(self, run: RunDir, task: Task, id_: str) -> None:
-        _write_call(run, task, id_)
+        _write_pickled_call(run, task, id_)
 
     def make_first_job_name(self, run: RunDir, task: Task) -> str:
         """Return the name of a task's first job; has no hash of the run's path, as SLURM reports each job's script."""
@@ -83,7 +83,7 @@ def render_job_script(run: RunDir, task: Task, *, name: str | None = None, depen
     return writer.render_text()
 
 
-def _write_call(run: RunDir, task: Task, id_: str) -> None:
+def _write_pickled_call(run: RunDir, task: Task, id_: str) -> None:
     """Write the pickled call of a job to the file for which submitit waits, up to a minute, after its start."""
     from submitit.core.utils import DelayedSubmission, JobPaths
 
@@ -102,7 +102,7 @@ _ESTIMATE_PATIENCE = 10.0
 _ESTIMATE_JOB = "start-estimate"
 
 
-def estimate_start(run: Run, *, nodes: int, batch: int, now: float) -> StartEstimate | None:
+def estimate_job_start(run: Run, *, nodes: int, batch: int, now: float) -> StartEstimate | None:
     """Return SLURM's estimate of when the first job of a training would start; nothing is submitted.
 
     SLURM is given the script that would be submitted, and considers running jobs and their time limits. Jobs of higher
@@ -125,7 +125,7 @@ def estimate_start(run: Run, *, nodes: int, batch: int, now: float) -> StartEsti
         with tempfile.TemporaryDirectory(prefix="tula-") as folder:
             script = Path(folder) / "job.sh"
             script.write_text(script_text, encoding="utf-8")
-            answer = call_slurm(
+            answer = call_slurm_command(
                 "sbatch",
                 "--test-only",
                 str(script),
@@ -138,7 +138,7 @@ def estimate_start(run: Run, *, nodes: int, batch: int, now: float) -> StartEsti
     if answer.end == "missing":
         return None
     match = re.search(r"to start at (\S+)", f"{answer.text}\n{answer.error_message}")
-    start = parse_time(match.group(1)) if match and answer.ok else None
+    start = parse_time(match.group(1)) if match and answer.has_succeeded else None
     if start is None:
         last_error = answer.error_message.rpartition("\n")[2].removeprefix("sbatch: error: ")
         reason = last_error or "sbatch reported no start time"

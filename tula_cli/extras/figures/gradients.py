@@ -10,9 +10,9 @@ from tula_cli.extras.report.values import (
     MAX_POINTS,
     Row,
     TrainingCurve,
-    as_number,
     choose_scale,
-    get_value_at,
+    convert_to_number,
+    get_value_at_path,
     has_position,
     make_mean_series,
 )
@@ -85,7 +85,10 @@ def _add_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Seri
     assert quantity.ends is not None
     folder = quantity.path.rpartition(".")[0]
     at = {float(row["samples"]): row for row in rows if has_position(row)}
-    low, high = (tuple(as_number(get_value_at(at[x], f"{folder}.{name}")) for x in series.x) for name in quantity.ends)
+    low, high = (
+        tuple(convert_to_number(get_value_at_path(at[x], f"{folder}.{name}")) for x in series.x)
+        for name in quantity.ends
+    )
     return replace(series, low=low, high=high)
 
 
@@ -136,7 +139,7 @@ def _build_factor_density(curve: TrainingCurve, *, key: str) -> Iterator[Figure]
 
 
 def _read_bin_counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    edges, counts = (get_value_at(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
+    edges, counts = (get_value_at_path(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
     if (
         not _are_numbers(edges)
         or not _are_numbers(counts)
@@ -149,7 +152,9 @@ def _read_bin_counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | No
 
 
 def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and len(values) > 1 and all(as_number(value) is not None for value in values)
+    return (
+        isinstance(values, list) and len(values) > 1 and all(convert_to_number(value) is not None for value in values)
+    )
 
 
 # --- Figures of steps

@@ -100,7 +100,7 @@ def _check_output_paths(html: Path | None, svg: Path | None, csv: Path | None) -
 def _write_files(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
     """Write the requested files, and return the given paths, relative to the current folder."""
     from tula_cli.extras.report import formats
-    from tula_cli.run.files import MODE_FOR_ALL, write_atomic
+    from tula_cli.run.files import MODE_FOR_ALL, write_file_atomically
 
     texts: dict[Path, str] = {}
     if html is not None:
@@ -117,7 +117,7 @@ def _write_files(document: "Document", html: Path | None, svg: Path | None, csv:
     elif csv is not None and csv != Path("-"):
         texts |= {csv / f"{name}.csv": text for name, text in formats.render_csv_files(document).items()}
     for path, text in texts.items():
-        write_atomic(path, text, mode=MODE_FOR_ALL)
+        write_file_atomically(path, text, mode=MODE_FOR_ALL)
     given_paths = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
     return [make_relative_path(path.absolute()) for path in given_paths]
 

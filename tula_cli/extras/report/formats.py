@@ -134,13 +134,13 @@ def _render_csv_rows(rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def _render_text(document: Document, markup: "Markdown | Latex", *, end: str) -> str:
-    blocks = [markup.render_header(document), markup.list_facts(document.facts)]
+    blocks = [markup.render_header(document), markup.render_facts(document.facts)]
     for section in document.sections:
-        blocks += [markup.heading(section.title), *map(markup.escape, section.text)]
-        blocks += [markup.emphasise(f"Missing: {section.missing.removesuffix('.')}.") if section.missing else ""]
-        blocks += [markup.list_facts(section.facts), *map(markup.tabulate, section.tables)]
+        blocks += [markup.render_heading(section.title), *map(markup.escape_text, section.text)]
+        blocks += [markup.emphasise_text(f"Missing: {section.missing.removesuffix('.')}.") if section.missing else ""]
+        blocks += [markup.render_facts(section.facts), *map(markup.render_table, section.tables)]
         blocks += [
-            f"{markup.render_figure_caption(figure)}: {markup.escape(_describe_figure(figure))}"
+            f"{markup.render_figure_caption(figure)}: {markup.escape_text(_describe_figure(figure))}"
             for figure in section.figures
         ]
     return "\n\n".join(block for block in [*blocks, end] if block) + "\n"
@@ -148,13 +148,13 @@ def _render_text(document: Document, markup: "Markdown | Latex", *, end: str) ->
 
 def render_markdown(document: Document) -> str:
     """Return a report as GitHub-flavoured Markdown; figures are described by caption, see `--csv` and `--svg`."""
-    return _render_text(document, Markdown(), end=f"Made {Markdown().escape(document.made)}.")
+    return _render_text(document, Markdown(), end=f"Made {Markdown().escape_text(document.made)}.")
 
 
 class Markdown:
     """GitHub-flavoured Markdown."""
 
-    def escape(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         r"""Escape text for Markdown (``*``, ``_``, brackets, HTML tags) and join its lines into one.
 
         ``<`` becomes an entity, because some Markdown readers do not support a backslash before it.
@@ -163,23 +163,25 @@ class Markdown:
         return re.sub(r"([\\`*_\[\]>#|])", r"\\\1", line)
 
     def render_header(self, document: Document) -> str:
-        title, question, answer = map(self.escape, (document.title, document.question, document.answer))
+        title, question, answer = map(self.escape_text, (document.title, document.question, document.answer))
         return f"# {title}\n\n**{question}**\n\n{answer}"
 
-    def heading(self, title: str) -> str:
-        return f"## {self.escape(title)}"
+    def render_heading(self, title: str) -> str:
+        return f"## {self.escape_text(title)}"
 
-    def emphasise(self, text: str) -> str:
-        return f"*{self.escape(text)}*"
+    def emphasise_text(self, text: str) -> str:
+        return f"*{self.escape_text(text)}*"
 
-    def list_facts(self, facts: Sequence[Fact]) -> str:
-        return "\n".join(f"- {self.escape(fact.name)}: {self.escape(fact.value)}" for fact in facts)
+    def render_facts(self, facts: Sequence[Fact]) -> str:
+        return "\n".join(f"- {self.escape_text(fact.name)}: {self.escape_text(fact.value)}" for fact in facts)
 
-    def tabulate(self, table: Table) -> str:
-        header, *rows = [f"| {' | '.join(map(self.escape, row))} |" for row in format_table(table)]
+    def render_table(self, table: Table) -> str:
+        header, *rows = [f"| {' | '.join(map(self.escape_text, row))} |" for row in format_table(table)]
         rule = " | ".join(":--" if align == "left" else "--:" for align in _list_alignments(table))
         text = "\n".join([header, f"| {rule} |", *rows])
-        return "\n\n".join(filter(None, [f"**{self.escape(table.title)}**", text, self.escape(_describe_table(table))]))
+        return "\n\n".join(
+            filter(None, [f"**{self.escape_text(table.title)}**", text, self.escape_text(_describe_table(table))])
+        )
 
     def render_figure_caption(self, figure: Figure) -> str:
         return f"Figure `{figure.key}`"
@@ -204,7 +206,7 @@ def render_latex(document: Document) -> str:
 class Latex:
     """LaTeX of class article, without packages."""
 
-    def escape(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         """Escape text for LaTeX.
 
         Letters missing in its standard fonts lose their accents; other unsupported characters become a question mark.
@@ -219,7 +221,7 @@ class Latex:
 
     def render_header(self, document: Document) -> str:
         title, made, question, answer = map(
-            self.escape, (document.title, document.made, document.question, document.answer)
+            self.escape_text, (document.title, document.made, document.question, document.answer)
         )
         return (
             "\\documentclass[a4paper]{article}\n"
@@ -229,24 +231,24 @@ class Latex:
             f"\\noindent\\textbf{{{question}}}\n\n\\noindent {answer}"
         )
 
-    def heading(self, title: str) -> str:
-        return rf"\section*{{{self.escape(title)}}}"
+    def render_heading(self, title: str) -> str:
+        return rf"\section*{{{self.escape_text(title)}}}"
 
-    def emphasise(self, text: str) -> str:
-        return rf"\emph{{{self.escape(text)}}}"
+    def emphasise_text(self, text: str) -> str:
+        return rf"\emph{{{self.escape_text(text)}}}"
 
-    def list_facts(self, facts: Sequence[Fact]) -> str:
-        items = [rf"\item[{{{self.escape(fact.name)}}}] {self.escape(fact.value)}" for fact in facts]
+    def render_facts(self, facts: Sequence[Fact]) -> str:
+        items = [rf"\item[{{{self.escape_text(fact.name)}}}] {self.escape_text(fact.value)}" for fact in facts]
         return "\n".join([r"\begin{description}", *items, r"\end{description}"]) if items else ""
 
-    def tabulate(self, table: Table) -> str:
+    def render_table(self, table: Table) -> str:
         header, *rows = format_table(table)
         letters = "".join("l" if align == "left" else "r" for align in _list_alignments(table))
         size = r"\small" if len(header) < WIDE_TABLE else r"\scriptsize\setlength{\tabcolsep}{2pt}"
         titles = [self._wrap_column_title(title, character) for title, character in zip(header, letters, strict=True)]
-        lines = [titles, *([self.escape(cell) for cell in row] for row in rows)]
+        lines = [titles, *([self.escape_text(cell) for cell in row] for row in rows)]
         first, *others = [rf"{' & '.join(line)} \\" for line in lines]
-        caption = self.escape(" ".join(filter(None, [f"{table.title}.", _describe_table(table)])))
+        caption = self.escape_text(" ".join(filter(None, [f"{table.title}.", _describe_table(table)])))
         begin = [
             rf"\begin{{table}}[htbp]\centering{size}",
             rf"\caption{{{caption}}}",
@@ -257,11 +259,11 @@ class Latex:
 
     def _wrap_column_title(self, title: str, character: str) -> str:
         lines = textwrap.wrap(title, 10, break_long_words=False, break_on_hyphens=False)
-        text = r"\\".join(map(self.escape, lines))
+        text = r"\\".join(map(self.escape_text, lines))
         return rf"\begin{{tabular}}[b]{{@{{}}{character}@{{}}}}{text}\end{{tabular}}" if len(lines) > 1 else text
 
     def render_figure_caption(self, figure: Figure) -> str:
-        return rf"\noindent Figure \texttt{{{self.escape(figure.key)}}}"
+        return rf"\noindent Figure \texttt{{{self.escape_text(figure.key)}}}"
 
 
 RENDERERS: Mapping[TextForm, Callable[[Document], str]] = {

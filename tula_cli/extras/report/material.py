@@ -43,11 +43,11 @@ class RunReportData:
         """Node type of the run; empty if the job names none."""
         return self.run.type or ""
 
-    def name_key(self, key: str) -> str:
+    def make_unique_key(self, key: str) -> str:
         """Return the key of a table, figure or section on this run, unique in the report."""
         return f"{key}_{self.name}" if self.name else key
 
-    def name_title(self, title: str) -> str:
+    def make_unique_title(self, title: str) -> str:
         """Return the title of a table, figure or section on this run."""
         return f"{title}: {self.name}" if self.name else title
 
@@ -179,11 +179,11 @@ def collect_report_data(
         for run in list_runs_with_data(runs)
     ]
     stored = find_recommendation(runs)
-    answer, why = _recommend_now([part.run for part in parts], stored, launcher_for, now=now)
+    answer, why = _recommend_from_current_probes([part.run for part in parts], stored, launcher_for, now=now)
     return ReportData(tuple(parts), stored, answer, why, now)
 
 
-def _recommend_now(
+def _recommend_from_current_probes(
     runs: Sequence[Run], stored: Recommendation | None, launcher_for: Callable[[JobSpec], Launcher], *, now: float
 ) -> tuple[Answer | None, str]:
     """Recommend from the current probes by the stored objective, else by the knee; return the answer or the reason."""
@@ -220,7 +220,7 @@ class TrainingReportData:
         """Rows of the training's metrics; the steps of a long training are subsampled."""
         return [row for row in self.files.read_sampled_metrics() if has_position(row)]
 
-    def rows_of_kind(self, *kinds: str) -> list[Row]:
+    def select_rows_of_kind(self, *kinds: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] in kinds]
 
     @cached_property
@@ -244,7 +244,7 @@ class TrainingReportData:
 
         Preferred are `train.best_checkpoint`, top1 and perplexity, in this order, or the metrics of a script.
         """
-        requested_metric, epochs = self.task.spec.train.best_checkpoint.metric, self.rows_of_kind("epoch")
+        requested_metric, epochs = self.task.spec.train.best_checkpoint.metric, self.select_rows_of_kind("epoch")
         names = get_workload(self.task.spec).reported_metrics or (requested_metric, "top1", "perplexity")
         logged = (name for name in names if any(get_metric_value(row, name) is not None for row in epochs))
         return next(logged, "eval_loss")

@@ -5,7 +5,7 @@ from typing import Any
 
 from tula_cli.extras.report import sections, training_sections
 from tula_cli.extras.report.material import ReportData, list_newest_trainings
-from tula_cli.extras.report.values import describe_software, is_priced
+from tula_cli.extras.report.values import describe_software, has_prices
 from tula_cli.models.cost import describe_price
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.secrets import redact_secrets
@@ -33,7 +33,7 @@ def build_document(material: ReportData) -> Document:
         sections.build_measured_section(material),
         training_sections.build_training_section(material),
         training_sections.build_gradients_section(material),
-        *training_sections.build_comparison_sections_of_parts(material),
+        *training_sections.build_comparison_sections_of_node_types(material),
     )
     return Document(
         material.parts[0].run.job_name,
@@ -88,7 +88,7 @@ def _describe_choice(choice: Prediction, currency: str) -> str:
     on_spot = ", on spot nodes" if choice.market == "spot" else ""
     configuration_text = describe_configuration(choice.nodes, choice.batch, choice.local_batch)
     time = format_duration(3600 * choice.hours) + format_interval_of_hours(choice.hours_low, choice.hours_high)
-    cost = f", {format_number(choice.cost)} {currency}" if is_priced([choice], currency) else ""
+    cost = f", {format_number(choice.cost)} {currency}" if has_prices([choice], currency) else ""
     return f"{configuration_text}{kind}{on_spot}: {time}, {format_number(choice.all_node_hours)} node-hours{cost}"
 
 

@@ -13,7 +13,7 @@ from tula_cli.extras.report.values import (
     describe_nodes,
     describe_notes,
     explain_notes,
-    is_priced,
+    has_prices,
     make_chosen_mark,
 )
 from tula_cli.models.choice.grid import Config
@@ -91,7 +91,7 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
     """Build the table of configurations: the choice first, the others in the order of `rows`."""
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
     to_size, size = choose_bytes_unit(row.peak_memory for row in rows)
-    chosen, priced = choice.configuration, is_priced(rows, currency)
+    chosen, priced = choice.configuration, has_prices(rows, currency)
     has_spot = any(row.market == "spot" for row in rows)
 
     def list_notes(row: Prediction) -> list[str]:
@@ -323,7 +323,7 @@ def build_scaling_section(material: ReportData) -> Section:
 def _build_scaling_table(study: Sequence[ScalingPoint], key: str, title: str, material: ReportData, gpus: int) -> Table:
     rows = [point.row for point in study]
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
-    priced, choice = is_priced(rows, material.currency), material.choice
+    priced, choice = has_prices(rows, material.currency), material.choice
     fewest = format_count(rows[0].nodes) if rows else "the fewest nodes"
     return build_table(
         key,
@@ -404,32 +404,35 @@ def build_measured_section(material: ReportData) -> Section:
 def _build_probe_table(part: RunReportData) -> Table:
     to_size, size = choose_bytes_unit(probe.memory.peak for probe in part.snapshot.measured)
 
-    def of_measured(get_cell: Callable[[Measured], float | None]) -> Callable[[Result], Cell]:
+    def make_measured_getter(get_cell: Callable[[Measured], float | None]) -> Callable[[Result], Cell]:
         return lambda result: get_cell(result) if isinstance(result, Measured) else None
 
-    def get_part(index: int) -> Callable[[Result], Cell]:
-        return of_measured(lambda probe: convert_unit(_list_step_parts(probe)[index], 1000))
+    def make_part_getter(index: int) -> Callable[[Result], Cell]:
+        return make_measured_getter(lambda probe: convert_unit(_list_step_parts(probe)[index], 1000))
 
     return build_table(
-        part.name_key("probes"),
-        part.name_title("Probes"),
+        part.make_unique_key("probes"),
+        part.make_unique_title("Probes"),
         sorted(part.snapshot.results, key=lambda result: (result.nodes, result.local_batch)),
         (
             (Column("nodes"), lambda result: result.nodes),
             (Column("batch"), lambda result: result.nodes * result.gpus_per_node * result.local_batch),
             (Column("batch/GPU"), lambda result: result.local_batch),
-            (Column("step", "ms", digits=3), of_measured(lambda probe: 1000 * compute_trimmed_mean(probe.step_times))),
-            (Column("low", "ms", digits=3), of_measured(lambda probe: _compute_step_interval(probe)[0])),
-            (Column("high", "ms", digits=3), of_measured(lambda probe: _compute_step_interval(probe)[1])),
-            (Column("compute", "ms", digits=3), get_part(0)),
-            (Column("exposed comm", "ms", digits=3), get_part(1)),
-            (Column("data wait", "ms", digits=3), get_part(2)),
+            (
+                Column("step", "ms", digits=3),
+                make_measured_getter(lambda probe: 1000 * compute_trimmed_mean(probe.step_times)),
+            ),
+            (Column("low", "ms", digits=3), make_measured_getter(lambda probe: _compute_step_interval(probe)[0])),
+            (Column("high", "ms", digits=3), make_measured_getter(lambda probe: _compute_step_interval(probe)[1])),
+            (Column("compute", "ms", digits=3), make_part_getter(0)),
+            (Column("exposed comm", "ms", digits=3), make_part_getter(1)),
+            (Column("data wait", "ms", digits=3), make_part_getter(2)),
             (
                 Column("samples/s", digits=4),
-                of_measured(lambda probe: probe.batch / compute_trimmed_mean(probe.step_times)),
+                make_measured_getter(lambda probe: probe.batch / compute_trimmed_mean(probe.step_times)),
             ),
-            (Column("memory/GPU", size, digits=3), of_measured(lambda probe: probe.memory.peak * to_size)),
-            (Column("steps"), of_measured(lambda probe: len(probe.step_times))),
+            (Column("memory/GPU", size, digits=3), make_measured_getter(lambda probe: probe.memory.peak * to_size)),
+            (Column("steps"), make_measured_getter(lambda probe: len(probe.step_times))),
             (Column("outcome", align="left"), _describe_outcome),
         ),
         caption="Mean step times without the fastest and the slowest 10 % of the steps; low and high: 90 % interval of the mean."
@@ -468,8 +471,8 @@ def _build_parts_figure(part: RunReportData) -> Iterator[Figure]:
     components = zip(*map(_list_step_parts, shown), strict=True)
     names = ("compute", "exposed communication", "data-loader wait")
     yield Figure(
-        part.name_key("step_parts"),
-        part.name_title("Step time by component"),
+        part.make_unique_key("step_parts"),
+        part.make_unique_title("Step time by component"),
         "Measured step time by nodes and batch per GPU."
         + f" Shown: the first {len(shown)} of {len(probes)} probes." * (len(shown) < len(probes)),
         "nodes x batch per GPU",
@@ -507,7 +510,7 @@ def build_memory_section(material: ReportData) -> Section:
     probes = [result for result in measurements.results if isinstance(result, Measured)]
     if estimator.memory.sharded:  # probes on other numbers of GPUs have other shards
         probes = [probe for probe in probes if probe.nodes == choice.nodes]
-    text = [_describe_limit(measurements, choice.nodes)]
+    text = [_describe_memory_limit(measurements, choice.nodes)]
     if model.error is not None:
         text.append(f"Median absolute error of the model: {format_number(100 * model.error, 2)} %.")
     if not model.by_component:
@@ -518,7 +521,7 @@ def build_memory_section(material: ReportData) -> Section:
     return replace(section, text=tuple(text), figures=(figure,))
 
 
-def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
+def _describe_memory_limit(measurements: TypeMeasurements, nodes: int) -> str:
     capacity, largest = measurements.estimator.capacity, measurements.estimator.compute_largest_local_batch(nodes)
     if capacity is None:
         return "The memory per rank has no limit. To set one, use cluster.memory_per_gpu."

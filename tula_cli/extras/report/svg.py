@@ -78,7 +78,7 @@ def format_tick(value: float) -> str:
     return EngFormatter(sep="")(value) if abs(value) >= 1e4 and not is_power else f"{value:.4g}".replace("-", "−")
 
 
-def place_ticks(low: float, high: float, scale: str) -> list[float]:
+def choose_tick_positions(low: float, high: float, scale: str) -> list[float]:
     """Return round numbers between two bounds, ascending; both are positive on a logarithmic scale."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -375,7 +375,7 @@ def _draw_figure(figure: Figure, style_indices: Mapping[str, int], *, dpi: int =
     symbols += _list_basis_symbols([series for series, _ in shown])
     only = len(symbols) == 1 and symbols[0].get_label() in ("", figure.title, figure.y_label)
     symbols += (marks := _draw_marks(axes, figure))
-    _set_axes(axes, figure)
+    _set_axis_limits(axes, figure)
     has_numbers = len({mark.text for mark in figure.marks if _is_event(mark)}) > 1
     axes.set_title(wrap_text(figure.y_label), pad=17 if has_numbers else 8, color=COLORS["ink"])
     axes.set_xlabel(wrap_text(figure.x_label))
@@ -399,15 +399,15 @@ def _list_basis_symbols(shown: Sequence[Series]) -> "list[Artist]":
     ]
 
 
-def _set_axes(axes: "Axes", figure: Figure) -> None:
+def _set_axis_limits(axes: "Axes", figure: Figure) -> None:
     """Set limits and ticks; a linear axis starts at 0 if 0 is near."""
     if figure.y_scale == "linear" and 0 <= axes.dataLim.y0 <= 0.4 * axes.dataLim.y1:
         axes.set_ylim(bottom=0.0)
     if figure.x_scale == "linear" and 0 <= axes.dataLim.x0 <= 0.4 * axes.dataLim.x1:
         axes.set_xlim(left=0.0)
-    _set_ticks(axes.yaxis, place_ticks(*axes.get_ylim(), figure.y_scale))
+    _set_ticks(axes.yaxis, choose_tick_positions(*axes.get_ylim(), figure.y_scale))
     if figure.x_scale != "category":
-        _set_ticks(axes.xaxis, place_ticks(*axes.get_xlim(), figure.x_scale))
+        _set_ticks(axes.xaxis, choose_tick_positions(*axes.get_xlim(), figure.x_scale))
         return
     axes.set_xlim(-0.5, max(axes.dataLim.x1, len(figure.categories) - 1) + 0.5)
     axes.grid(visible=False, axis="x")

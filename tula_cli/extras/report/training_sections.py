@@ -89,7 +89,7 @@ def _list_training_facts(training: TrainingReportData) -> Iterator[Fact]:
             yield Fact("result", f"{describe_best_epoch(end)}{at}")
         yield from (Fact(names.get(name, name), format_number(value, 4)) for name, value in end.metrics.items())
     yield from (Fact("weights", describe_evaluation(evaluation)) for evaluation in training.files.read_evaluations())
-    warnings = dict.fromkeys(row["message"] for row in training.rows_of_kind("warning"))
+    warnings = dict.fromkeys(row["message"] for row in training.select_rows_of_kind("warning"))
     yield from (Fact("warning", text) for text in warnings)
 
 
@@ -132,7 +132,7 @@ def _build_predicted_against_actual(training: TrainingReportData, end: Summary) 
     )
     counted = "" if end.counted is None else f" Energy was measured over {format_percent(end.counted)} % of the time."
     caption = f"Errors are relative to the actual value.{counted}"
-    return Table(training.part.name_key("predicted_actual"), "Predicted and actual", columns, rows, caption)
+    return Table(training.part.make_unique_key("predicted_actual"), "Predicted and actual", columns, rows, caption)
 
 
 def _build_attempts_table(training: TrainingReportData) -> Table:
@@ -140,7 +140,7 @@ def _build_attempts_table(training: TrainingReportData) -> Table:
     at = training.part.status.at
     divisor, unit = choose_time_unit(max(attempt.count_seconds(at) for attempt in training.attempts))
     return build_table(
-        training.part.name_key("attempts"),
+        training.part.make_unique_key("attempts"),
         "Attempts",
         training.attempts,
         (
@@ -161,8 +161,10 @@ def _build_training_figures(training: TrainingReportData) -> Iterator[Figure]:
 
     Events are the starts of attempts after the first one, and changes of the batch.
     """
-    starts = [(row, f"attempt {number}") for number, row in enumerate(training.rows_of_kind("start"), 1) if number > 1]
-    stages = [(row, f"batch {row['batch']}") for row in training.rows_of_kind("stage")[1:]]
+    starts = [
+        (row, f"attempt {number}") for number, row in enumerate(training.select_rows_of_kind("start"), 1) if number > 1
+    ]
+    stages = [(row, f"batch {row['batch']}") for row in training.select_rows_of_kind("stage")[1:]]
     events = tuple(Annotation(float(row["samples"]), None, text, "event") for row, text in (*starts, *stages))
     yield from _build_loss_figure(training, events)
     yield from _build_metric_figure(training, events)
@@ -170,7 +172,7 @@ def _build_training_figures(training: TrainingReportData) -> Iterator[Figure]:
 
 
 def _build_loss_figure(training: TrainingReportData, events: tuple[Annotation, ...]) -> Iterator[Figure]:
-    steps, epochs = training.rows_of_kind("step"), training.rows_of_kind("epoch")
+    steps, epochs = training.select_rows_of_kind("step"), training.select_rows_of_kind("epoch")
     losses = (
         *_make_metric_series("training", steps or epochs, "loss"),
         *_make_metric_series("evaluation", epochs, "eval_loss", style="line+points"),
@@ -178,7 +180,7 @@ def _build_loss_figure(training: TrainingReportData, events: tuple[Annotation, .
     if losses:
         is_positive = all(y is not None and y > 0 for series in losses for y in series.y)
         yield Figure(
-            training.part.name_key("loss_by_samples"),
+            training.part.make_unique_key("loss_by_samples"),
             "Loss over samples",
             "Loss of logged training steps, and on the evaluation set at the end of each epoch.",
             "samples seen",
@@ -191,7 +193,7 @@ def _build_loss_figure(training: TrainingReportData, events: tuple[Annotation, .
 
 def _build_metric_figure(training: TrainingReportData, events: tuple[Annotation, ...]) -> Iterator[Figure]:
     """Yield the figure of the metric of the job; nothing if that is eval_loss, which is in the figure of the loss."""
-    epochs, name = training.rows_of_kind("epoch"), training.metric
+    epochs, name = training.select_rows_of_kind("epoch"), training.metric
     if name == "eval_loss":
         return
     title, label = METRIC_TITLES.get(name, name), name
@@ -203,13 +205,13 @@ def _build_metric_figure(training: TrainingReportData, events: tuple[Annotation,
     values = (*_make_metric_series(label.removesuffix(" (%)"), epochs, name, style="line+points"), *top5)
     if values:
         caption = "On the evaluation set, at the end of each epoch."
-        key = training.part.name_key("metric_by_samples")
+        key = training.part.make_unique_key("metric_by_samples")
         yield Figure(key, f"{title} over samples", caption, "samples seen", label, values, marks=events)
 
 
 def _build_step_time_figure(training: TrainingReportData, events: tuple[Annotation, ...]) -> Iterator[Figure]:
     """Yield the figure of the step time with its prediction; its changes are events too."""
-    steps, epochs = training.rows_of_kind("step"), training.rows_of_kind("epoch")
+    steps, epochs = training.select_rows_of_kind("step"), training.select_rows_of_kind("epoch")
     times = [*_make_metric_series("logged", steps, "step_time", factor=1000)]
     if predicted := subsample_evenly([row for row in epochs if row.get("predicted_step") is not None]):
         xs = tuple(float(row["samples"]) for row in predicted)
@@ -224,7 +226,7 @@ def _build_step_time_figure(training: TrainingReportData, events: tuple[Annotati
             for change in training.files.read_step_changes()
         ]
         yield Figure(
-            training.part.name_key("step_time"),
+            training.part.make_unique_key("step_time"),
             "Step time",
             "Means over the steps between two log entries; the band is the 90 % interval of the prediction.",
             "samples seen",
@@ -254,7 +256,7 @@ def build_gradients_section(material: ReportData) -> Section:
     if paper_figures is None:
         return replace(section, missing=FIGURES_NOT_INSTALLED)
     figures = tuple(
-        replace(figure, key=training.part.name_key(figure.key))
+        replace(figure, key=training.part.make_unique_key(figure.key))
         for training in trainings
         for figure in paper_figures.build_gradient_figures([_make_training_curve(training)])
     )
@@ -273,8 +275,8 @@ def _make_training_curve(training: TrainingReportData) -> TrainingCurve:
     return TrainingCurve(
         training.task.spec.train.method,
         training.task.batch,
-        training.rows_of_kind("epoch"),
-        training.rows_of_kind("hessian"),
+        training.select_rows_of_kind("epoch"),
+        training.select_rows_of_kind("hessian"),
         training.files.read_steps(),
     )
 
@@ -282,7 +284,7 @@ def _make_training_curve(training: TrainingReportData) -> TrainingCurve:
 HOW_TO_COMPARE = "nothing has been compared yet. Run tula compare to train the job with several methods and batches"
 
 
-def build_comparison_sections_of_parts(material: ReportData) -> Iterator[Section]:
+def build_comparison_sections_of_node_types(material: ReportData) -> Iterator[Section]:
     """Yield the sections of the comparison on each node type, or a single empty one if nothing was compared."""
     compared_parts = [
         (part, comparison) for part in material.parts if (comparison := part.snapshot.comparison) is not None
@@ -293,4 +295,4 @@ def build_comparison_sections_of_parts(material: ReportData) -> Iterator[Section
         report = accuracy.build_compare_report(part.run, comparison, jobs=part.status.jobs)
         curves = comparison_document.read_training_curves(part.run, comparison)
         for section in comparison_document.build_comparison_sections(report, curves):
-            yield replace(section, key=part.name_key(section.key), title=part.name_title(section.title))
+            yield replace(section, key=part.make_unique_key(section.key), title=part.make_unique_title(section.title))

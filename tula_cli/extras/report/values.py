@@ -50,7 +50,7 @@ def choose_scale(values: Iterable[float | None], *, span: float = 10) -> Literal
     return "log" if finite and min(finite) > 0 and max(finite) > span * min(finite) else "linear"
 
 
-def is_priced(rows: Iterable[Prediction], currency: str) -> bool:
+def has_prices(rows: Iterable[Prediction], currency: str) -> bool:
     """Return whether costs are prices, rather than the node-hours that are already shown."""
     return not all(is_cost_in_node_hours(row.cost, row.all_node_hours, currency) for row in rows)
 
@@ -135,10 +135,10 @@ def has_position(row: Row) -> bool:
 def get_metric_value(row: Row, metric: str) -> float | None:
     """Return a metric of an epoch's row, user-defined ones included; None if missing or not a finite number."""
     user_metrics = row.get("metrics")
-    return as_number(row.get(metric, user_metrics.get(metric) if isinstance(user_metrics, Mapping) else None))
+    return convert_to_number(row.get(metric, user_metrics.get(metric) if isinstance(user_metrics, Mapping) else None))
 
 
-def get_value_at(row: Any, path: str) -> Any:
+def get_value_at_path(row: Any, path: str) -> Any:
     """Return the value of a row under a path such as "ags.mean", or None if there is none."""
     for key in path.split("."):
         if not isinstance(row, Mapping):
@@ -147,7 +147,7 @@ def get_value_at(row: Any, path: str) -> Any:
     return row
 
 
-def as_number(value: object) -> float | None:
+def convert_to_number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
@@ -175,7 +175,7 @@ def make_mean_series(
     for curve in curves:
         values_by_samples = values_by_name.setdefault(name or curve.name, {})
         for row in rows(curve):
-            if has_position(row) and (value := as_number(get_value_at(row, path))) is not None:
+            if has_position(row) and (value := convert_to_number(get_value_at_path(row, path))) is not None:
                 values_by_samples.setdefault(float(row["samples"]), []).append(value)
     for series_name, values_by_samples in values_by_name.items():
         points = subsample_evenly(sorted(values_by_samples.items()))

@@ -170,7 +170,7 @@ def check_balance(
     return BalanceCheck(
         account=balance.account,
         limits=balance.limits,
-        words=f"{_describe_limit(worst, spec)}; the training needs {_describe_need(worst, need, spec)}",
+        words=f"{_describe_limit(worst, spec)}; the training needs {_describe_needed_minutes(worst, need, spec)}",
         lacking=_warn_insufficient_balance(worst, need, spec),
         lacking_at_most=_warn_insufficient_balance(worst, max_minutes, spec),
         unknown=balance.unseen,
@@ -186,7 +186,9 @@ def _describe_missing_limit(balance: Balance) -> str:
 def _warn_insufficient_balance(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> Diagnostic | None:
     if need[limit.tres] <= limit.remaining:
         return None
-    return messages.balance_too_low(available=_describe_limit(limit, spec), needed=_describe_need(limit, need, spec))
+    return messages.balance_too_low(
+        available=_describe_limit(limit, spec), needed=_describe_needed_minutes(limit, need, spec)
+    )
 
 
 def _describe_limit(limit: TresLimit, spec: JobSpec) -> str:
@@ -195,7 +197,7 @@ def _describe_limit(limit: TresLimit, spec: JobSpec) -> str:
     return f"{limit.where} has {remaining} of {whole} {_get_unit_name(limit.tres, spec)} left{runs}"
 
 
-def _describe_need(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> str:
+def _describe_needed_minutes(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> str:
     return f"{_describe_minutes(need[limit.tres], limit.tres)} {_get_unit_name(limit.tres, spec)}"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from tula_cli.cluster.slurm.command import call_slurm, parse_record
+from tula_cli.cluster.slurm.command import call_slurm_command, parse_record
 from tula_cli.cluster.slurm.site import COMMAND_TIMEOUT
 from tula_cli.errors import SchedulerError, SpecError, TulaError
 from tula_cli.extras.slurm_site.tres import (
@@ -241,8 +241,8 @@ def run_slurm_command(*command: str) -> str:
     Raises:
         SchedulerError: the command fails or does not answer.
     """
-    answer = call_slurm(*command, patience=_TIMEOUT)
-    if not answer.ok:
+    answer = call_slurm_command(*command, patience=_TIMEOUT)
+    if not answer.has_succeeded:
         raise SchedulerError(
             answer.error_message.splitlines()[-1] if answer.error_message else f"{command[0]} printed nothing"
         )
@@ -431,11 +431,11 @@ def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
     """
     if not ids:
         return None
-    answer = call_slurm(
+    answer = call_slurm_command(
         "sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={_SACCT_FIELDS}",
         patience=COMMAND_TIMEOUT,
     )  # fmt: skip
-    return parse_billed_jobs(answer.text) if answer.ok else None
+    return parse_billed_jobs(answer.text) if answer.has_succeeded else None
 
 
 def parse_billed_jobs(output: str) -> BilledJobs | None:

@@ -22,9 +22,9 @@ class Trackers:
     def export(
         self, runs: "Sequence[Run]", to: Sequence[str], request: "ExportRequest"
     ) -> "Work[tuple[ExportResult, ...]]":
-        from tula_cli.extras.trackers.export import export_requested, require_all_sent
+        from tula_cli.extras.trackers.export import export_to_requested_trackers, require_all_sent
 
-        results = yield from export_requested(runs, to, request)
+        results = yield from export_to_requested_trackers(runs, to, request)
         require_all_sent(results)
         return results
 

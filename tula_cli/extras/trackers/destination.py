@@ -129,7 +129,7 @@ class Destination:
         return self.folder / f"{word}-{compute_digest([self.to, uri, self.project])[:8]}.json"
 
     @property
-    def offline(self) -> bool:
+    def is_offline(self) -> bool:
         """Whether values are only written to a folder that the user uploads: W&B without an address."""
         return self.to == "wandb" and "://" not in self.uri
 
@@ -170,19 +170,19 @@ def resolve_destination(export: Export, run: Run) -> Destination:
     """
     folder = run.path.absolute() / FOLDER
     try:
-        uri = strip_password(export.uri) if export.uri else _get_default_place(export.to, folder)
+        uri = strip_password(export.uri) if export.uri else _get_default_address(export.to, folder)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
-    return Destination(export.to, _make_absolute(export.to, uri), export.project or run.job_name, folder)
+    return Destination(export.to, _make_absolute_address(export.to, uri), export.project or run.job_name, folder)
 
 
-def _get_default_place(to: str, folder: Path) -> str:
+def _get_default_address(to: str, folder: Path) -> str:
     if to == "mlflow":
         return strip_password(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
     return str(folder / to) if to in TRACKERS else ""
 
 
-def _make_absolute(to: str, uri: str) -> str:
+def _make_absolute_address(to: str, uri: str) -> str:
     """Return an address that is valid from every working directory."""
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"

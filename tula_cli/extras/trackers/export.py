@@ -17,7 +17,7 @@ from tula_cli.extras.trackers.destination import Destination, Exporter, TrackedR
 from tula_cli.extras.trackers.payload import RunPayload, make_run_payload, make_training_payload
 from tula_cli.options import ExportRequest, Trackers
 from tula_cli.run.directory import Run
-from tula_cli.run.files import read_record, write_atomic, write_record
+from tula_cli.run.files import read_record, write_file_atomically, write_record
 from tula_cli.run.job_runs import list_runs_with_data
 from tula_cli.run.lock import FolderLock
 from tula_cli.run.owner import require_ownership
@@ -60,7 +60,7 @@ def write_report_file(run: Run) -> tuple[Path, ...]:
     if newest is None or package is None:
         return ()
     if not path.is_file() or path.stat().st_mtime < newest:
-        write_atomic(path, package.render_text(package.build([run], now=time.time()), "markdown"))
+        write_file_atomically(path, package.render_text(package.build([run], now=time.time()), "markdown"))
     return (path,)
 
 
@@ -108,7 +108,7 @@ class Session:
         require_ownership(run.path)
         self.run, self.destination, self.reports = run, destination, reports
         self.path = run.path / FOLDER / destination.record_path.name
-        self.sent = self._read_sent()
+        self.sent = self._read_export_record()
         self.problem = self.hint = ""  # why the newest update failed, and what to do; empty if it did not
         self.new_runs = self.new_points = self.files = 0
         self._exporter: Exporter | None = None
@@ -127,10 +127,10 @@ class Session:
             files=self.files,
             problem=self.problem,
             hint=self.hint,
-            offline=self.destination.offline,
+            offline=self.destination.is_offline,
         )
 
-    def update(self, *, active: bool) -> Iterator[WarningEvent]:
+    def send_updates(self, *, active: bool) -> Iterator[WarningEvent]:
         """Send new values. If the tracker fails, values sent until then are recorded, and the error is reported once.
 
         If another command is sending the run, wait for it at the end; before the end, leave this update to it.
@@ -147,8 +147,8 @@ class Session:
             time.sleep(LOCK_POLL_SECONDS)
         problem = hint = ""
         try:
-            self.sent = self._read_sent()
-            self._send(self.run.read_snapshot(), active=active)
+            self.sent = self._read_export_record()
+            self._send_snapshot(self.run.read_snapshot(), active=active)
         except TrackerError as error:
             self._open, self._exporter = {}, None  # their connection may be lost
             problem, hint = error.message, error.hint
@@ -158,7 +158,7 @@ class Session:
             self._lock.release()
         self.problem, self.hint = problem, hint
 
-    def _read_sent(self) -> ExportRecord:
+    def _read_export_record(self) -> ExportRecord:
         known, destination = read_record(self.path, _RECORD), self.destination
         return ExportRecord(
             to=destination.to,
@@ -167,7 +167,7 @@ class Session:
             runs={} if known is None else known.runs,
         )
 
-    def _send(self, snapshot: Snapshot, *, active: bool) -> None:
+    def _send_snapshot(self, snapshot: Snapshot, *, active: bool) -> None:
         files = tuple(path for name in SENT_FILES if (path := snapshot.path / name).is_file())
         if not active:  # while jobs run, the report would change with each update
             files += self.reports(self.run)
@@ -267,13 +267,15 @@ def require_all_sent(results: Iterable[ExportResult]) -> None:
         )
 
 
-def export_requested(runs: Sequence[Run], to: Sequence[str], request: ExportRequest) -> Work[tuple[ExportResult, ...]]:
+def export_to_requested_trackers(
+    runs: Sequence[Run], to: Sequence[str], request: ExportRequest
+) -> Work[tuple[ExportResult, ...]]:
     """Send new values of the runs of a job to the requested trackers.
 
-    Args and errors are as of `list_requested_trackers` and `export_run`.
+    Args and errors are as of `list_requested_trackers` and `export_runs`.
     """
     trackers = list_requested_trackers(runs[0].spec, to, request)
-    return export_run(runs, trackers, follow=request.follow, every=request.every)
+    return export_runs(runs, trackers, follow=request.follow, every=request.every)
 
 
 def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportRequest) -> tuple[Export, ...]:
@@ -312,7 +314,7 @@ def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportReq
         raise SpecError(f"--{option}: {reason.removeprefix(f'{option}: ')}") from None
 
 
-def export_run(
+def export_runs(
     runs: Sequence[Run],
     trackers: Iterable[Export],
     *,
@@ -344,12 +346,12 @@ def export_run(
         while True:
             last = not follow or not any(map(is_active, runs))
             for session in sessions:
-                yield from session.update(active=is_active(session.run))
+                yield from session.send_updates(active=is_active(session.run))
             if last:
                 break
             if (now := time.monotonic()) - last_note >= compute_seconds_to_next_progress_line(now - began):
                 last_note = now
-                yield Note("; ".join(map(_describe_count, sessions)))
+                yield Note("; ".join(map(_describe_sent_count, sessions)))
             sleep(interval)
         yield from (WarningEvent(damage) for run in runs for damage in run.read_snapshot().damage_warnings)
     except KeyboardInterrupt:
@@ -378,18 +380,18 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
     for event in waiting:
         yield event
         if time.monotonic() >= next_update:
-            yield from _update_with_warnings(sessions, lambda _: True)
+            yield from _send_updates_with_warnings(sessions, lambda _: True)
             next_update = time.monotonic() + POLL_INTERVAL
-    yield from _update_with_warnings(sessions, _has_active_jobs)
+    yield from _send_updates_with_warnings(sessions, _has_active_jobs)
     for session in sessions:
         yield from session.close()
 
 
-def _update_with_warnings(sessions: Sequence[Session], active: Callable[[Run], bool]) -> Iterator[WarningEvent]:
+def _send_updates_with_warnings(sessions: Sequence[Session], active: Callable[[Run], bool]) -> Iterator[WarningEvent]:
     """Send new values; all errors are warnings, since the jobs of the command do not depend on it."""
     for session in sessions:
         try:
-            for event in session.update(active=active(session.run)):
+            for event in session.send_updates(active=active(session.run)):
                 yield WarningEvent(f"export: {event.text}")
         except TulaError as error:
             yield _make_warning(error)
@@ -399,8 +401,8 @@ def _make_warning(error: TulaError) -> WarningEvent:
     return WarningEvent(f"export: {error.message}; {error.hint or _SEND_AGAIN_HINT}")
 
 
-def _describe_count(session: Session) -> str:
-    verb = "written for" if session.destination.offline else "sent to"
+def _describe_sent_count(session: Session) -> str:
+    verb = "written for" if session.destination.is_offline else "sent to"
     return f"{format_count(session.new_points, 'point')} {verb} {session.destination.to}"
 
 
@@ -413,7 +415,7 @@ def export(screen: Screen, chosen: ExistingRun, to: Trackers = (), *, request: E
 
     Sends parameters, probes, the recommendation and trainings. Data that were sent before are not sent again.
     """
-    results = follow_work(screen, export_requested(chosen.find_runs(screen), to, request))
+    results = follow_work(screen, export_to_requested_trackers(chosen.find_runs(screen), to, request))
     screen.print_answer(results, describe_exports(results))
     require_all_sent(results)
 

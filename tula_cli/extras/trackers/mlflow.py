@@ -40,7 +40,7 @@ class MlflowRun:
         self.given = set(client.get_run(run_id).data.params)  # parameters cannot be changed
 
     def params(self, values: Mapping[str, Scalar]) -> None:
-        params = [Param(_make_key(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
+        params = [Param(_make_metric_key(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
         for chunk in _split_into_chunks(
             [param for param in params if param.key not in self.given], _MAX_PARAMS_PER_CALL
         ):
@@ -48,14 +48,14 @@ class MlflowRun:
         self.given |= {param.key for param in params}
 
     def tags(self, values: Mapping[str, str]) -> None:
-        tags = [RunTag(_make_key(name), value[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
+        tags = [RunTag(_make_metric_key(name), value[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
         for chunk in _split_into_chunks(tags, _MAX_PARAMS_PER_CALL):
             self.client.log_batch(self.id, tags=chunk)
 
     def points(self, points: Sequence[Point]) -> None:
         self._log_metrics(
             [
-                Metric(_make_key(name), value, round(1000 * point.time), point.samples)
+                Metric(_make_metric_key(name), value, round(1000 * point.time), point.samples)
                 for point in points
                 for name, value in point.values.items()
             ]
@@ -63,7 +63,7 @@ class MlflowRun:
 
     def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         now = round(1000 * time.time())
-        self._log_metrics([Metric(_make_key(name), value, now, samples) for name, value in values.items()])
+        self._log_metrics([Metric(_make_metric_key(name), value, now, samples) for name, value in values.items()])
 
     def _log_metrics(self, metrics: Sequence[Metric]) -> None:
         for chunk in _split_into_chunks(metrics, _MAX_METRICS_PER_CALL):
@@ -87,7 +87,7 @@ class MlflowExporter:
         if uri.startswith("sqlite:///"):  # the default is relative to the current folder
             folder = Path(uri.removeprefix("sqlite:///")).parent
             folder.mkdir(parents=True, exist_ok=True)
-            files = (folder / ARTIFACT_FOLDER / _make_key(project)).as_uri()
+            files = (folder / ARTIFACT_FOLDER / _make_metric_key(project)).as_uri()
         self.client = MlflowClient(tracking_uri=uri)
         existing = self.client.get_experiment_by_name(project)
         self.experiment = existing.experiment_id if existing else self.client.create_experiment(project, files)
@@ -111,6 +111,6 @@ def _split_into_chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
         yield items[begin : begin + size]
 
 
-def _make_key(name: str) -> str:
+def _make_metric_key(name: str) -> str:
     """Replace characters that MLflow does not accept in a name."""
     return re.sub(r"[^\w\-. /]", "_", name)[:250]

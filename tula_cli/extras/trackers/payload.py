@@ -90,13 +90,13 @@ def make_run_payload(run: Run, snapshot: Snapshot, *, active: bool, artifacts: t
         "running" if active else "finished",
         max([*moments, *([answer.created_at] if answer else [])], default=0.0),
         {**list_settings(run.spec.model_dump(mode="json", exclude={"export"})), **environment},
-        {} if answer is None else _list_answer_words(answer),
-        select_finite_numbers({**counts, **answer_numbers, **dict(_list_probe_numbers(measured))}),
+        {} if answer is None else _list_recommendation_tags(answer),
+        select_finite_numbers({**counts, **answer_numbers, **dict(_list_probe_metrics(measured))}),
         artifacts,
     )
 
 
-def _list_answer_words(answer: Recommendation) -> dict[str, str]:
+def _list_recommendation_tags(answer: Recommendation) -> dict[str, str]:
     texts = {
         "recommended": describe_configuration(answer.choice.nodes, answer.choice.batch, answer.choice.local_batch),
         "objective": answer.objective,
@@ -124,7 +124,7 @@ def _collect_recommendation_metrics(answer: Recommendation) -> dict[str, Any]:
     return {f"recommended/{name}": getattr(answer.choice, name) for name in names}
 
 
-def _list_probe_numbers(probes: Iterable[Measured]) -> Iterator[tuple[str, Any]]:
+def _list_probe_metrics(probes: Iterable[Measured]) -> Iterator[tuple[str, Any]]:
     """Yield step time (seconds), samples per second and peak memory (bytes of one GPU) of each probe."""
     for probe in probes:
         prefix, step = f"probes/{probe.id.removeprefix('probe-')}", compute_trimmed_mean(probe.step_times)
@@ -172,8 +172,8 @@ def make_training_payload(
             **_list_predicted_values(first),
             **(environment[-1] if environment else {}),
         },
-        {**_list_attempt_words(attempts, tasks), **{key: redact_secrets(text) for key, text in texts.items() if text}},
-        select_finite_numbers(dict(_list_end_numbers(training))),
+        {**_list_attempt_tags(attempts, tasks), **{key: redact_secrets(text) for key, text in texts.items() if text}},
+        select_finite_numbers(dict(_list_result_metrics(training))),
         points=points[:-1] if state == "running" else points,
     )
 
@@ -191,7 +191,7 @@ def _list_predicted_values(task: TrainTask) -> dict[str, float]:
     return select_finite_numbers({f"predicted.{name}": getattr(task.prediction, name, None) for name in names})
 
 
-def _list_attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> dict[str, str]:
+def _list_attempt_tags(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> dict[str, str]:
     """Return one tag per start of the ranks, with its configuration and outcome."""
     by_id = {task.id: task for task in tasks}
     texts = {}
@@ -205,7 +205,7 @@ def _list_attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask])
     return texts
 
 
-def _list_end_numbers(training: TrainingRun) -> Iterator[tuple[str, Any]]:
+def _list_result_metrics(training: TrainingRun) -> Iterator[tuple[str, Any]]:
     """Yield the results of a training, its time and cost as predicted and actual, and metrics of evaluated weights."""
     if (result := training.read_result()) is not None:
         yield from ((f"final/{name}", value) for name, value in result.metrics.items())

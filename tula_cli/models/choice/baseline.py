@@ -116,7 +116,7 @@ def make_headline(
     """
     spec, chosen = estimator.spec, choice.prediction
     basis = make_risk_basis(spec, noise, dataset_size=estimator.dataset_size)
-    risk = basis.assess(chosen.batch, accuracy)
+    risk = basis.assess_batch(chosen.batch, accuracy)
     chosen_row, baseline_row = (_convert_to_same_progress(row, objective) for row in (chosen, baseline.prediction))
     assert chosen_row is not None
     currency = spec.pricing.currency

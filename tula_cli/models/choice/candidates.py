@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tula_cli.models.choice.grid import Config
 from tula_cli.query import Query
-from tula_cli.run.frames import list_columns, make_column_frame, read_records
+from tula_cli.run.frames import convert_frame_to_records, list_columns, make_column_frame
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Candidates:
     def make_predictions(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
         stages: Any = [self.stages.build_records(row) for row in self["stages"].tolist()]
-        return read_records(self.frame.assign(stages=stages), Prediction)
+        return convert_frame_to_records(self.frame.assign(stages=stages), Prediction)
 
     def with_pareto_front(self) -> "Candidates":
         """Mark the rows of the Pareto front of time, cost and, if all rows have it, energy."""

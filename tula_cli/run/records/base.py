@@ -66,7 +66,7 @@ class ModelStates(Record):
     factors: Count  # AGS scaling factors, which Eq. 3 does not include
 
     @property
-    def static(self) -> int:
+    def static_bytes(self) -> int:
         """Sum of all terms."""
         return self.parameters + self.gradients + self.optimizer + self.factors
 

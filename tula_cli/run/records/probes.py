@@ -66,7 +66,7 @@ class Environment(Record):
     variables: dict[str, str] = {}  # environment variables of rank 0 that affect computation and communication
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed(self) -> bool:
         """Whether the ranks ran on different hardware, so that the slowest determines the step time."""
         return len({name for node in self.nodes for name in node.hardware}) > 1
 

@@ -326,7 +326,7 @@ class RiskBasis(Record):
     is_lower_bound: bool  # noise_scale is only a lower bound
     batch_grows: bool  # the batch grows during the training
 
-    def assess(self, batch: int, accuracy: Accuracy | None = None) -> AccuracyRisk:
+    def assess_batch(self, batch: int, accuracy: Accuracy | None = None) -> AccuracyRisk:
         """Return the risk of a global batch; a result of `tula compare` that covers the batch takes precedence."""
         ratio = None if self.noise_scale is None else batch / max(self.noise_scale, 1e-9)
         if batch <= self.reference_batch:
@@ -546,7 +546,9 @@ class Recommendation(Record):
         return RowNotes(
             chosen=row == self.choice,
             speed_up=headline.compute_speed_up(row) if headline is not None else None,
-            accuracy_risk=headline.risk_basis.assess(row.batch, self.accuracy).level if headline is not None else None,
+            accuracy_risk=headline.risk_basis.assess_batch(row.batch, self.accuracy).level
+            if headline is not None
+            else None,
             caveats=list_caveats(row, self.choice),
         )
 

@@ -303,7 +303,7 @@ class TrainTask(BaseTask):
         splits = next(n for n in range(1, whole + 1) if whole % n == 0 and whole // n <= max_micro_batch)
         return resized.model_copy(update={"splits": splits})
 
-    def with_usable_sizes(self) -> "TrainTask":
+    def with_divisible_sizes(self) -> "TrainTask":
         """Return this task with only the sizes among whose ranks its batch and those of its stages can be divided."""
         parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
         batches = [self.batch, *(stage.batch for stage in self.stages)]

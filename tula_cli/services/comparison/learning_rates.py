@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.cluster.inspection import Inspect
-from tula_cli.cluster.launcher import list_unfinished_jobs, lock_submission, submit_missing
+from tula_cli.cluster.launcher import list_unfinished_jobs, lock_submission, submit_missing_tasks
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
@@ -142,7 +142,7 @@ def prepare_rate_search(
     hours = training.prediction.hours if training.prediction is not None else None
     arms = tuple(rate_search.list_rate_arms(spec, batch))
     starts = 0 if spec.script is None else plan.branches + 1
-    seconds = max((probe.overheads.startup for probe in run.read_measured()), default=0.0)
+    seconds = max((probe.overheads.startup for probe in run.read_measurements()), default=0.0)
     return LearningRateSearchPlan(run, task, plan, arms, training.code, hours, training.price, starts * seconds / 3600)
 
 
@@ -230,7 +230,7 @@ def run_rate_search(search: LearningRateSearchPlan, submission: Submission) -> W
     submission.save_runs([run])
     with explain_interruption([run]):
         with lock_submission(run):
-            submit_missing(run, launcher, [task], search.code)
+            submit_missing_tasks(run, launcher, [task], search.code)
         list_branches = _NewBranches(search).list_notes
         outcome = yield from submission.wait_for_jobs_or_detach(run, launcher, [task.job], unfinished, list_branches)
     if isinstance(outcome, DetachedJobs):

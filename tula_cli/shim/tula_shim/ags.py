@@ -76,17 +76,17 @@ class AgsHooks:
         """Register a new optimizer, and hooks that save and load the AGS state with it."""
         self._optimizers.append(weakref.ref(optimizer))
         if hasattr(optimizer, "register_load_state_dict_pre_hook"):  # since torch 2.1
-            optimizer.register_state_dict_post_hook(self._add_state)
-            optimizer.register_load_state_dict_pre_hook(self._load_state)
+            optimizer.register_state_dict_post_hook(self._add_ags_state)
+            optimizer.register_load_state_dict_pre_hook(self._load_ags_state)
 
-    def bind_largest(self) -> None:
+    def bind_largest_model(self) -> None:
         """Bind to the largest DDP module and the largest optimizer of its parameters, once both exist.
 
         Raises:
             CannotScaleError: they cannot be scaled.
         """
-        if self.tula is None and (optimizer := self._find_target()) is not None:
-            self.bind(*optimizer)
+        if self.tula is None and (optimizer := self._find_largest_optimizer_and_model()) is not None:
+            self.bind_optimizer(*optimizer)
 
     def register_model(self, optimizer: Any, model: Any) -> None:
         """Bind to the optimizer and the model that the loop declares.
@@ -106,9 +106,9 @@ class AgsHooks:
                 f"tula_hooks.wrap was given {get_full_name(model)} on {count_ranks()} ranks: give it the"
                 " DistributedDataParallel object that wraps the model"
             )
-        self.bind(optimizer, model)
+        self.bind_optimizer(optimizer, model)
 
-    def _find_target(self) -> tuple[Any, Any] | None:
+    def _find_largest_optimizer_and_model(self) -> tuple[Any, Any] | None:
         modules = self.split.list_modules()
         if not modules:
             return None
@@ -125,7 +125,7 @@ class AgsHooks:
     def _list_optimizers(self) -> list[Any]:
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
-    def bind(self, base: Any, model: Any) -> None:
+    def bind_optimizer(self, base: Any, model: Any) -> None:
         """Wrap an optimizer in AGS.
 
         Args:
@@ -135,11 +135,11 @@ class AgsHooks:
         Raises:
             CannotScaleError: they cannot be scaled.
         """
-        if why := explain_unsupported() or self._describe_hook_conflict(model):
+        if why := explain_unsupported_library() or self._describe_hook_conflict(model):
             self.fail(why)
         sys.path.append(self.settings["code"])  # kept, because parts of the package are imported late
         dividing = importlib.import_module(f"{AGS_PACKAGE_NAME}.presets").NORMALISING_OPTIMIZERS
-        target = self.settings["apply_to"] or ("gradient" if scales_gradients(base, dividing) else "update")
+        target = self.settings["apply_to"] or ("gradient" if can_scale_gradients(base, dividing) else "update")
         try:
             tula = self.tula = self._wrap_optimizer(base, model, target)
         except ValueError as error:
@@ -182,7 +182,7 @@ class AgsHooks:
 
     def _wrap_optimizer(self, base: Any, model: Any, target: str) -> Any:
         settings, library = self.settings, importlib.import_module(AGS_PACKAGE_NAME)
-        if not self.plan.training:  # the last steps of a probe have no reductions, as planned
+        if not self.plan.is_training:  # the last steps of a probe have no reductions, as planned
             warnings.simplefilter("ignore", library.MissedRefreshWarning)
         wrapped = library.configure_ags({**settings["settings"], "apply_to": target})
         with warnings.catch_warnings():
@@ -220,7 +220,7 @@ class AgsHooks:
         """
         if self.failed is not None:
             raise self.failed  # raised again, because the script caught the first one
-        base = self.tula.base if self.tula is not None else (self._find_target() or (None,))[0]
+        base = self.tula.base if self.tula is not None else (self._find_largest_optimizer_and_model() or (None,))[0]
         if optimizer is not base:
             return None
         from torch import no_grad
@@ -300,7 +300,7 @@ class AgsHooks:
         """Discard the gradients of a step that a GradScaler has skipped."""
         self.rounds = 0
         if self.tula is not None:
-            self.tula._discard_pending()
+            self.tula._discard_pending_gradients()
 
     def compute_small_batch_gradient(self, loss: Callable[[int], Any]) -> None:
         """Compute the small batch's gradient if AGS needs it in this step (`TulaOptimizer.small_batch`)."""
@@ -323,12 +323,12 @@ class AgsHooks:
 
     # --- State and reports
 
-    def _add_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    def _add_ags_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         if self.tula is None or optimizer is not self.tula.base:
             return state
         return {**state, STATE_DICT_KEY: self.tula.ags_state_dict()}
 
-    def _load_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+    def _load_ags_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         state_of_ags = state.pop(STATE_DICT_KEY, None)  # `state` is a shallow copy, so the script's dict is unchanged
         if state_of_ags is None:
             return
@@ -382,7 +382,7 @@ _NO_PEERS_EXPLANATION = (
 _HINT_OTHER_SOURCES = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset: robust does not need this call"
 
 
-def explain_unsupported(what: str = "AGS") -> str:
+def explain_unsupported_library(what: str = "AGS") -> str:
     """Return why the library cannot be imported in this process; empty if it can."""
     torch = str(getattr(sys.modules.get("torch"), "__version__", ""))
     torch_version = tuple(int(part) if part.isdigit() else 0 for part in torch.split(".")[:2])
@@ -392,7 +392,7 @@ def explain_unsupported(what: str = "AGS") -> str:
     return f"{what} needs Python {python} and torch {least} or newer, but the script runs Python {platform.python_version()} with torch {torch}"
 
 
-def scales_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
+def can_scale_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
     """Return whether a factor on the gradient scales the step, as in SGD; for other optimizers, updates are scaled."""
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     return not names & dividing and any("SGD" in name for name in names)
@@ -429,7 +429,7 @@ def hook_steps(ags: Callable[[], AgsHooks]) -> None:
 
     @functools.wraps(run)
     def backward(*arguments: Any, **named: Any) -> Any:
-        ags().bind_largest()
+        ags().bind_largest_model()
         return run(*arguments, **named)
 
     torch.optim.Optimizer.__init__ = __init__  # type: ignore[method-assign]

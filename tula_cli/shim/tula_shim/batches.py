@@ -23,7 +23,7 @@ class LoaderPass:
         self.withheld: list[float] = [0, 0, 0.0]  # the same of the previous pass, not counted so far
         self.withheld_from: LoaderPass | None = None  # the previous pass, if its batches are withheld
 
-    def is_of(self, iterator: Any) -> bool:
+    def is_pass_of(self, iterator: Any) -> bool:
         return iterator is None or self._iterator() is iterator
 
 
@@ -79,15 +79,15 @@ class DeliveredBatches:
         if newest is None:
             return
         before = newest.withheld_from
-        if before is not None and iterator is not None and before.is_of(iterator):
+        if before is not None and iterator is not None and before.is_pass_of(iterator):
             self._restore_withheld_batches(key, newest)  # both iterators are read alternately
-        if newest.is_of(iterator):
+        if newest.is_pass_of(iterator):
             newest.batches += 1
             if not newest.trained:
                 earlier_samples, batches, seconds = newest.untrained
                 newest.untrained = [earlier_samples + samples, batches + 1, seconds + waited]
 
-    def add(self, key: int, batch: object, *, waited: float, size: int | None, iterator: Any = None) -> None:
+    def add_batch(self, key: int, batch: object, *, waited: float, size: int | None, iterator: Any = None) -> None:
         """Count a batch of the dataset `key`; `size` is the batch size that its sampler reports."""
         try:
             samples = self._count_batch_samples(key, batch, size)
@@ -100,10 +100,10 @@ class DeliveredBatches:
         path = self._paths.get(key)
         if path is None and key in self._paths:
             return None
-        samples = _get_at_path(batch, path) if path is not None else None
+        samples = _get_count_at_path(batch, path) if path is not None else None
         if samples is None:
-            path = self._paths[key] = find_samples(batch, size)
-            samples = _get_at_path(batch, path) if path is not None else None
+            path = self._paths[key] = find_samples_path(batch, size)
+            samples = _get_count_at_path(batch, path) if path is not None else None
         return samples
 
     def pop_batch_counts(self) -> dict[int, list[float]]:
@@ -144,7 +144,7 @@ class DeliveredBatches:
         return key is not None and self._paths.get(key) is not None
 
 
-def find_samples(batch: object, size: int | None) -> tuple[Hashable, ...] | None:
+def find_samples_path(batch: object, size: int | None) -> tuple[Hashable, ...] | None:
     """Return the path within a batch that leads to its number of samples; None if there is nothing to count.
 
     This is the first path whose count is `size`: images of different sizes come as a list with one tensor per image.
@@ -172,7 +172,7 @@ def _list_tensor_paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[
         yield (*path, LENGTH_PATH_PART), len(item)
 
 
-def _get_at_path(batch: Any, path: tuple[Hashable, ...]) -> int | None:
+def _get_count_at_path(batch: Any, path: tuple[Hashable, ...]) -> int | None:
     try:
         for part in path:
             if part is LENGTH_PATH_PART:
@@ -207,7 +207,7 @@ def hook_loaders(delivered: Callable[[], DeliveredBatches | None], began: Callab
             began()
             raise
         size = getattr(getattr(self, "_index_sampler", None), "batch_size", None)
-        counts.add(id(self._dataset), batch, waited=time.perf_counter() - start, size=size, iterator=self)
+        counts.add_batch(id(self._dataset), batch, waited=time.perf_counter() - start, size=size, iterator=self)
         return batch
 
     @functools.wraps(begin)

@@ -45,7 +45,7 @@ class BranchSteps:
                 self._rates[id(group)] = group["lr"]
                 group["lr"] = group["lr"] * share
 
-    def restore(self, optimizer: Any) -> None:
+    def restore_learning_rates(self, optimizer: Any) -> None:
         """Restore the learning rates that the script and its schedule know."""
         for group in optimizer.param_groups:
             if id(group) in self._rates:
@@ -77,7 +77,7 @@ def hook_branch(recorder: Any) -> None:
             optimizer, recorder.branch.compute_lr_share(recorder.step)
         )
     )
-    register_optimizer_step_post_hook(lambda optimizer, *_: recorder.branch.restore(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, *_: recorder.branch.restore_learning_rates(optimizer))
     scaler = get_scaler_class()
     scale = scaler.scale
 

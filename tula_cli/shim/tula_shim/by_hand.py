@@ -6,7 +6,7 @@ from typing import Any, Callable
 
 from .install import count_step, get_recorder
 from .optimizers import get_full_name, get_learning_rate
-from .stopping import stop
+from .stopping import stop_process
 
 
 def wrap(optimizer: Any, model: Any) -> Any:
@@ -36,9 +36,9 @@ def step(samples: float | None, loss: Any, lr: Any) -> None:
     if not recorder.by_hand:
         recorder.restart(by_hand=True)
     if lr is None:
-        lr = get_learning_rate(recorder.optimizers.clock)
+        lr = get_learning_rate(recorder.optimizers.main_optimizer)
     count_step(recorder, lr=lr, samples=samples, loss=loss.detach() if hasattr(loss, "detach") else loss)
-    if recorder.asked_to and recorder.requests.save(recorder.step, recorder.count_samples(), recorder.rank):
+    if recorder.asked_to and recorder.requests.save_training(recorder.step, recorder.count_samples(), recorder.rank):
         _stop_after_save(recorder)
 
 
@@ -62,4 +62,4 @@ def saved(path: str) -> None:
 def _stop_after_save(recorder: Any) -> None:
     action, recorder.asked_to = recorder.asked_to, ""
     if action == "stop":
-        stop(recorder, "saved")
+        stop_process(recorder, "saved")

@@ -33,7 +33,7 @@ def install_excepthook(plan: Plan, step: Callable[[], int]) -> None:
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
         unknown = issubclass(kind, Exception) and not (is_launcher_error(plan.folder, kind) or is_reported(value))
-        if unknown and not plan.observing:
+        if unknown and not plan.is_observing:
             write_failure(plan, value, step=step(), where="script")
         return before(kind, value, trace)
 

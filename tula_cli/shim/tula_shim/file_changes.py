@@ -121,12 +121,14 @@ class FileChangeRecorder:
         self._seen[absolute_path] = self.stepped
         self._here.busy = True
         try:
-            earlier_state = self._back_up(absolute_path) if first else {"existed": None, "copy": None, "modified": None}
+            earlier_state = (
+                self._back_up_file(absolute_path) if first else {"existed": None, "copy": None, "modified": None}
+            )
             self._append_rows(path=absolute_path, folder=folder, late=self.stepped, **earlier_state)
         finally:
             self._here.busy = False
 
-    def _back_up(self, absolute_path: str) -> dict[str, Any]:
+    def _back_up_file(self, absolute_path: str) -> dict[str, Any]:
         """Return whether a path existed before this probe, its copy, and its modification time (ns)."""
         status = None
         with contextlib.suppress(OSError):
@@ -136,10 +138,10 @@ class FileChangeRecorder:
             return {"existed": is_folder, "copy": None, "modified": None}
         copy = None
         with contextlib.suppress(OSError):  # no space, or not readable: the change is reported without a copy
-            copy = self._copy(absolute_path, status.st_size)
+            copy = self._copy_file(absolute_path, status.st_size)
         return {"existed": True, "copy": copy, "modified": status.st_mtime_ns}
 
-    def _copy(self, absolute_path: str, size: int) -> str | None:
+    def _copy_file(self, absolute_path: str, size: int) -> str | None:
         """Return the copy of a file, shared by all processes of a node and made before the first of them changes it.
 
         None if the copies of this process would exceed MAX_COPIED_BYTES.

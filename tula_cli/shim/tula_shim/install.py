@@ -17,7 +17,7 @@ from .branch import hook_branch
 from .optimizers import get_learning_rate
 from .plan import OBSERVE_FILE, PLAN_VARIABLE, PlanError, read_plan
 from .recorder import EPOCH, EVAL, Recorder
-from .stopping import stop, write_first_steps, write_result
+from .stopping import stop_process, write_first_steps, write_result
 
 _recorders: list[Recorder] = []
 """The recorder of this process, once it has been created."""
@@ -71,16 +71,16 @@ def install() -> None:
     _hook_optimizers(recorder)
     _hook_backward(recorder)
     _hook_gaps(recorder)
-    batches.hook_loaders(_make_counter(recorder), lambda: recorder.record_disturbance(EPOCH))
+    batches.hook_loaders(_make_batch_counter_getter(recorder), lambda: recorder.record_disturbance(EPOCH))
     ddp_split.hook_ddp(lambda: recorder.split)
 
 
-def _make_counter(recorder: Recorder) -> Callable[[], DeliveredBatches | None]:
+def _make_batch_counter_getter(recorder: Recorder) -> Callable[[], DeliveredBatches | None]:
     """Return a function that returns the counter of a new batch; None during an evaluation, whose batches are not
     trained on, and once recording is over."""
     from torch import is_grad_enabled
 
-    def counts() -> DeliveredBatches | None:
+    def get_batch_counter() -> DeliveredBatches | None:
         if recorder.over:
             return None
         if not is_grad_enabled():
@@ -89,7 +89,7 @@ def _make_counter(recorder: Recorder) -> Callable[[], DeliveredBatches | None]:
         recorder.record_activity()
         return recorder.delivered
 
-    return counts
+    return get_batch_counter
 
 
 def _hook_ags(recorder: Recorder) -> None:
@@ -132,7 +132,7 @@ def count_step(recorder: Recorder, *, lr: Any, samples: float | None = None, los
         failing.write_failure(recorder.plan, error, step=recorder.step, where="shim")
         raise
     if done:
-        stop(recorder, "stopped")
+        stop_process(recorder, "stopped")
 
 
 def stop_recording(recorder: Recorder, error: Exception) -> None:
@@ -140,7 +140,7 @@ def stop_recording(recorder: Recorder, error: Exception) -> None:
     sys.stderr.write(f"tula: this training is no longer monitored: {error!r}\n")
     recorder.over = True
     recorder.pulse.lost = repr(error)
-    if recorder.plan.observing and not recorder.step:
+    if recorder.plan.is_observing and not recorder.step:
         return  # the folder of an observed job has no name before its first step
     with contextlib.suppress(OSError):  # the disk may be the cause of the failure
         recorder.pulse.write()
@@ -201,6 +201,6 @@ def write_at_exit(recorder: Recorder) -> None:
     try:
         write_result(recorder, "ended")
     except OSError as error:
-        if not recorder.plan.observing:
+        if not recorder.plan.is_observing:
             raise
         sys.stderr.write(f"tula: the observation of this job was not written: {error}\n")

@@ -32,14 +32,14 @@ class Optimizers:
             self.seen.append({"name": get_full_name(optimizer), "elements": count_elements(optimizer)})
         entry = self.seen[index]
         if entry["elements"] <= self._largest:
-            return self.clock is optimizer
+            return self.main_optimizer is optimizer
         changed = self._largest >= 0
         self._largest = entry["elements"]
         self._clock = weakref.ref(optimizer)
         return None if changed else True
 
     @property
-    def clock(self) -> Any | None:
+    def main_optimizer(self) -> Any | None:
         return self._clock() if self._clock is not None else None
 
     def describe_main_optimizer(self) -> dict[str, Any] | None:
@@ -171,7 +171,7 @@ class FakeOptimizer:
     def step(self) -> None:
         """Do nothing."""
 
-    def rates(self) -> list[float]:
+    def get_learning_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.param_groups]
 
 
@@ -181,10 +181,10 @@ def changes_rate_soon(scheduler: Any) -> bool | None:
         warnings.simplefilter("ignore")
         stand_in = FakeOptimizer(scheduler.optimizer)
         projected = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
-        before, deadline = stand_in.rates(), time.perf_counter() + PROJECTED_SECONDS
+        before, deadline = stand_in.get_learning_rates(), time.perf_counter() + PROJECTED_SECONDS
         for _ in range(PROJECTED_STEPS):
             projected.step()
-            if stand_in.rates() != before:
+            if stand_in.get_learning_rates() != before:
                 return True
             if time.perf_counter() > deadline:
                 return None

@@ -15,7 +15,7 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
-from .ags import AGS_PACKAGE_NAME, OTHER_METHODS_HINT, evaluate_closure, explain_unsupported
+from .ags import AGS_PACKAGE_NAME, OTHER_METHODS_HINT, evaluate_closure, explain_unsupported_library
 from .failing import write_failure
 from .optimizers import get_full_name, get_scaler_class, list_parameters
 
@@ -130,7 +130,7 @@ class OrthoHooks:
 
     def _make_ortho(self, optimizer: Any) -> Any | None:
         assert self.plan.ortho is not None
-        if why := explain_unsupported("method ortho"):
+        if why := explain_unsupported_library("method ortho"):
             self.fail(why)
         if self.plan.ortho["code"] not in sys.path:
             sys.path.append(self.plan.ortho["code"])  # kept, because parts of the package are imported late

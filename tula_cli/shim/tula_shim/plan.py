@@ -53,11 +53,11 @@ class Plan:
     files: list[str] | None
 
     @property
-    def training(self) -> bool:
+    def is_training(self) -> bool:
         return self.mode == "train"
 
     @property
-    def observing(self) -> bool:
+    def is_observing(self) -> bool:
         return self.mode == "observe"
 
 
@@ -132,7 +132,7 @@ def _read_part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[
     return part
 
 
-def name_observed_folder(root: Path, world: int) -> Path:
+def make_observed_folder_path(root: Path, world: int) -> Path:
     """Return the folder of an observed training, root/<script>/<job>-<start>, the same on all of its ranks.
 
     Called at the first step, when the module that `python -m` runs and the number of ranks are known.
@@ -153,11 +153,13 @@ def name_observed_folder(root: Path, world: int) -> Path:
     else:
         job = socket.gethostname()
     return (
-        root.expanduser() / ("python" if script.startswith("-") else script or "python") / f"{job}-{_name_start(world)}"
+        root.expanduser()
+        / ("python" if script.startswith("-") else script or "python")
+        / f"{job}-{_make_start_name(world)}"
     )
 
 
-def _name_start(world: int) -> str:
+def _make_start_name(world: int) -> str:
     """Return a name that distinguishes the trainings of a job, and that all ranks of one of them share."""
     environ = os.environ
     if world == 1:
@@ -182,8 +184,8 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> 
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    with open(draft, "w", encoding="utf-8", opener=_open_private) as file:
-        file.write(json.dumps(_convert_infinite(content), allow_nan=False))
+    with open(draft, "w", encoding="utf-8", opener=_open_private_file) as file:
+        file.write(json.dumps(_replace_non_finite(content), allow_nan=False))
         if durable:
             file.flush()
             os.fsync(file.fileno())
@@ -193,20 +195,20 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> 
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append a line to a JSONL file; a process killed meanwhile leaves a partial line, which readers skip."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8", opener=_open_private) as file:
-        file.write(json.dumps(_convert_infinite(row), allow_nan=False) + "\n")
+    with open(path, "a", encoding="utf-8", opener=_open_private_file) as file:
+        file.write(json.dumps(_replace_non_finite(row), allow_nan=False) + "\n")
 
 
-def _open_private(path: str, flags: int) -> int:
+def _open_private_file(path: str, flags: int) -> int:
     """Open a file; if it is created, only this user can access it."""
     return os.open(path, flags, 0o600)
 
 
-def _convert_infinite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _convert_infinite(entry) for key, entry in value.items()}
+        return {str(key): _replace_non_finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_convert_infinite(entry) for entry in value]
+        return [_replace_non_finite(entry) for entry in value]
     return value

@@ -20,7 +20,7 @@ from .ddp_split import DdpSplit
 from .file_changes import FileChangeRecorder
 from .optimizers import Optimizers, ScheduleReporter, get_base_learning_rate
 from .ortho import OrthoHooks
-from .plan import Plan, name_observed_folder
+from .plan import Plan, make_observed_folder_path
 from .ranks import NoStoreError, count_ranks, get_backend_name, get_rank, share_decision
 from .supervision import HeartbeatWriter, SaveRequestPoller, StepKiller
 
@@ -121,7 +121,7 @@ class Recorder:
 
     def record_load(self, path: Any) -> None:
         """Record a file that is loaded before the first step of a training: it may be one of its checkpoints."""
-        if self.step or not self.plan.training or not isinstance(path, (str, os.PathLike)):
+        if self.step or not self.plan.is_training or not isinstance(path, (str, os.PathLike)):
             return
         real_path = os.path.realpath(path)
         with contextlib.suppress(OSError):  # the script's own call reports the error
@@ -154,9 +154,9 @@ class Recorder:
         if samples is not None:
             self._reported_samples = (self._reported_samples or 0) + samples
         self.pulse.record_step(self.step, self.count_samples())
-        if self.plan.training:
+        if self.plan.is_training:
             self._record_training_step(counts, samples, lr=lr, loss=loss)
-        elif self.plan.observing:
+        elif self.plan.is_observing:
             self._record_observed_step(counts, samples)
         else:
             self.lrs.append(lr)
@@ -181,7 +181,7 @@ class Recorder:
         causes = [name for cause, name in GAP_CAUSES.items() if self.gap & cause]
         self.pulse.write_row_if_due(causes, lr=lr, loss=observed_loss if loss is None else loss, saved=self.saved)
         self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.get_dataset_size())
-        self.asked_to = self.requests.poll(self.step, self.pulse, self.world)
+        self.asked_to = self.requests.poll_request(self.step, self.pulse, self.world)
         self._begin_training(counts, samples)
 
     def _watch_branch_norms(self, branch: BranchSteps) -> None:
@@ -193,12 +193,15 @@ class Recorder:
 
     def _make_row_extras(self) -> dict[str, Any]:
         scaled = self.ags.report() if self.ags is not None else {}
-        return {**scaled, **(self.schedule.describe_schedule(self.optimizers.clock) if self.plan.schedule else {})}
+        return {
+            **scaled,
+            **(self.schedule.describe_schedule(self.optimizers.main_optimizer) if self.plan.schedule else {}),
+        }
 
     def _start_training(self) -> None:
         self.rank, self.world = get_rank() or 0, count_ranks(by_hand=self.by_hand)
-        if self.plan.observing:
-            folder = name_observed_folder(self.root, self.world)
+        if self.plan.is_observing:
+            folder = make_observed_folder_path(self.root, self.world)
             self.plan = self.pulse.plan = dataclasses.replace(self.plan, folder=folder)
         self.startup = compute_process_age()
         self.clock = make_clock()
@@ -206,13 +209,13 @@ class Recorder:
             self.files.mark_first_step()
         self.pulse.rank = self.rank
         for path, written in self.loads.items():
-            self.pulse.load(path, written)
+            self.pulse.write_loaded_file(path, written)
 
     def _write_notes(self) -> None:
         notes = [text for steps in (self.ags, self.ortho) if steps is not None for text in steps.pop_notes()]
         for text in notes:
-            if self.plan.training:
-                self.pulse.note(self.step, text)
+            if self.plan.is_training:
+                self.pulse.write_note(self.step, text)
             else:
                 self.notes.append(text)
 
@@ -251,7 +254,7 @@ class Recorder:
     def _has_timed_enough_steps(self, timed: int) -> bool:
         if timed < self.plan.min_steps:
             return False
-        return timed >= self.plan.max_steps or timed * self.pulse.median >= self.plan.seconds
+        return timed >= self.plan.max_steps or timed * self.pulse.median_step_time >= self.plan.seconds
 
     def _end_observation(self) -> None:
         self.phase, self.begun = OBSERVED, True
@@ -269,7 +272,7 @@ class Recorder:
             totals["data"] += waited
             cause = next((name for cause, name in GAP_CAUSES.items() if self.gap & cause), None)
             if cause is not None:
-                totals[cause] += max(0.0, seconds - waited - self.pulse.median)
+                totals[cause] += max(0.0, seconds - waited - self.pulse.median_step_time)
         self._stepped = now
 
     def _store_step(self, counts: dict[int, list[float]], samples: float | None) -> None:
@@ -329,7 +332,7 @@ class Recorder:
         return plan.min_steps if self._timed is None else self._timed
 
     def _estimate_timed_steps(self) -> str:
-        fitting = int(self.plan.seconds / max(self.pulse.median, 1e-9))
+        fitting = int(self.plan.seconds / max(self.pulse.median_step_time, 1e-9))
         return str(max(self.plan.min_steps, min(self.plan.max_steps, fitting)))
 
 
@@ -384,7 +387,7 @@ def _list_learning_rates(recorder: Recorder) -> dict[str, float | None] | None:
     lrs = [float(lr) for lr in recorder.lrs if lr is not None]
     if not lrs:
         return None
-    base = get_base_learning_rate(recorder.optimizers.clock)
+    base = get_base_learning_rate(recorder.optimizers.main_optimizer)
     return {"base": base, "first": lrs[0], "timed": lrs[min(recorder.plan.warmup, len(lrs) - 1)], "last": lrs[-1]}
 
 

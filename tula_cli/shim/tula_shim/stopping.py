@@ -34,15 +34,15 @@ def write_first_steps(recorder: Recorder) -> None:
 def write_result(recorder: Recorder, why: str) -> None:
     """Write this rank's result and its last heartbeat and row."""
     recorder.over = True
-    if recorder.plan.observing:
+    if recorder.plan.is_observing:
         recorder.peaks[TIMED] = read_peak_memory()
     recorder.pulse.write()
-    if recorder.plan.training:
+    if recorder.plan.is_training:
         recorder.pulse.close()
     write_json(recorder.plan.folder / f"result-{recorder.rank}.json", make_report(recorder, why))
 
 
-def stop(recorder: Recorder, why: str) -> None:
+def stop_process(recorder: Recorder, why: str) -> None:
     """Exit this process once all ranks have written, with exit code 0; never returns."""
     write_result(recorder, why)
     wait_for_ranks(recorder.plan.folder, recorder.world)

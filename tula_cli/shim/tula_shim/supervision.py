@@ -42,7 +42,7 @@ class HeartbeatWriter:
         self.totals: dict[str, float] = {}  # seconds of an observed job by kind, since its first step
 
     @property
-    def median(self) -> float:
+    def median_step_time(self) -> float:
         """Return the median time of the last steps in seconds; 0.0 before the second step."""
         return statistics.median(self._recent) if self._recent else 0.0
 
@@ -73,7 +73,7 @@ class HeartbeatWriter:
             "step": self.step,
             "samples": self.samples,
             "stepped_at": self._stepped_at,
-            "seconds": self.median,
+            "seconds": self.median_step_time,
             "step_samples": statistics.median(self._recent_samples) if self._recent_samples else None,
             "alive_at": time.time(),
             "lost": self.lost,
@@ -89,7 +89,7 @@ class HeartbeatWriter:
         if causes and self._recent:
             where = {"step": self.step, "samples": self.samples, "time": time.time()}
             files = {"saved": saved} if saved else {}
-            self._append(kind="gap", **where, before=self.before, seconds=self._recent[-1], causes=causes, **files)
+            self._append_row(kind="gap", **where, before=self.before, seconds=self._recent[-1], causes=causes, **files)
         if self._began is not None and self._began - self._row_at >= self.plan.row:
             self._row_at = self._began
             self.close()
@@ -97,17 +97,17 @@ class HeartbeatWriter:
     def close(self) -> None:
         """Write a row with the current state of the training. Only this call waits for a tensor on a GPU."""
         newest = {name: None if value is None else float(value) for name, value in self._newest.items()}
-        self._append(kind="row", step=self.step, samples=self.samples, time=time.time(), **newest, **self.more())
+        self._append_row(kind="row", step=self.step, samples=self.samples, time=time.time(), **newest, **self.more())
 
-    def note(self, step: int, text: str) -> None:
+    def write_note(self, step: int, text: str) -> None:
         """Write a note about the training."""
-        self._append(kind="note", step=step, samples=self.samples, time=time.time(), text=text)
+        self._append_row(kind="note", step=step, samples=self.samples, time=time.time(), text=text)
 
-    def load(self, path: str, written: float) -> None:
+    def write_loaded_file(self, path: str, written: float) -> None:
         """Write that a file was loaded before the first step."""
-        self._append(kind="load", step=0, samples=0.0, time=time.time(), path=path, written=written)
+        self._append_row(kind="load", step=0, samples=0.0, time=time.time(), path=path, written=written)
 
-    def _append(self, **row: Any) -> None:
+    def _append_row(self, **row: Any) -> None:
         append_row(self.plan.folder / f"steps-{self.rank}.jsonl", row)
 
 
@@ -128,13 +128,17 @@ class SaveRequestPoller:
         self._every = 0
         self._off = not plan.save
 
-    def poll(self, step: int, pulse: HeartbeatWriter, world: int) -> str:
+    def poll_request(self, step: int, pulse: HeartbeatWriter, world: int) -> str:
         """Return "save" or "stop" if requested after this step, else "". `pulse` provides the step time."""
         if self._off or step < self.plan.warmup or (self._every and step % self._every):
             return ""
         try:
             if not self._every:
-                self._every = int(share_decision("every", lambda: str(_count_steps_between(pulse.median)), world=world))
+                self._every = int(
+                    share_decision(
+                        "every", lambda: str(_count_steps_between_polls(pulse.median_step_time)), world=world
+                    )
+                )
                 return ""
             return share_decision(f"asked/{step}", self._read_request, world=world)
         except NoStoreError as error:
@@ -149,7 +153,7 @@ class SaveRequestPoller:
             return ""  # no file, or a partly written one, which the next poll reads completely
         return "stop" if request.get("then") == "stop" else "save"
 
-    def save(self, step: int, samples: float | None, rank: int) -> bool:
+    def save_training(self, step: int, samples: float | None, rank: int) -> bool:
         """Save through the loop's callback; return whether there is one."""
         if self.callback is None:
             return False
@@ -166,7 +170,7 @@ class SaveRequestPoller:
                 (self.plan.folder / "save.json").unlink()
 
 
-def _count_steps_between(median: float) -> int:
+def _count_steps_between_polls(median: float) -> int:
     return max(1, min(MAX_STEPS_BETWEEN_POLLS, round(REQUEST_POLL_SECONDS / max(median, 1e-6))))
 
 
@@ -202,7 +206,7 @@ class StepKiller:
         if rank == 0:
             self._find_checkpoint(step, before, dataset)
             if self._checkpoint is not None and step >= self._last:
-                self._kill()
+                self._kill_process()
 
     def _request_save(self, how: str, rank: int) -> None:
         if how.startswith("SIG"):
@@ -220,24 +224,24 @@ class StepKiller:
         if seen.changed < self._since:
             return
         before, self._seen = self._seen, seen
-        if not seen.replaces(before):
+        if not seen.is_newer_than(before):
             return
         if self._checkpoint is None:
             self._last = step - 1 + int(self.wanted["after"])
         self._checkpoint = {"steps": step - 1, "samples": samples, "dataset": dataset, "killed": False}
-        self._write()
+        self._write_record()
 
-    def _kill(self) -> None:
+    def _kill_process(self) -> None:
         deadline, stable_seconds = time.time() + CHECKPOINT_TIMEOUT_SECONDS, float(self.wanted.get("settled", 2.0))
         pattern = str(self.wanted["checkpoint"])
         while time.time() - _find_newest_checkpoint(pattern).changed < stable_seconds and time.time() < deadline:
             time.sleep(stable_seconds / 20)
         assert self._checkpoint is not None
         self._checkpoint["killed"] = True
-        self._write()
+        self._write_record()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _write(self) -> None:
+    def _write_record(self) -> None:
         assert self._checkpoint is not None
         write_json(self.plan.folder / "rehearsal.json", self._checkpoint)
 
@@ -250,7 +254,7 @@ class _NewestCheckpoint(NamedTuple):
     inode: int = 0
     size: int = 0  # bytes
 
-    def replaces(self, before: _NewestCheckpoint) -> bool:
+    def is_newer_than(self, before: _NewestCheckpoint) -> bool:
         """Return whether this is another checkpoint, not the previous one still being written (which grows)."""
         if (self.path, self.inode) != (before.path, before.inode):
             return True

@@ -64,7 +64,7 @@ def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, from_use
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
             return tuple(leaf[start:stop]) if isinstance(leaf, tuple) else leaf[start:stop] if _is_list(leaf) else leaf
         if len(leaf) != samples:
-            raise _describe_wrong_first_dimension(path, leaf, samples)
+            raise _make_first_dimension_error(path, leaf, samples)
         return leaf[start:stop]
 
     return tree_map_with_path(
@@ -88,7 +88,7 @@ def allocate_batch(batch: Any, *, samples: int, target_samples: int, from_user: 
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
             return leaf
         if len(leaf) != samples:
-            raise _describe_wrong_first_dimension(path, leaf, samples)
+            raise _make_first_dimension_error(path, leaf, samples)
         return torch.empty((target_samples, *leaf.shape[1:]), dtype=leaf.dtype)
 
     return tree_map_with_path(
@@ -141,7 +141,7 @@ def _is_list(node: Any) -> bool:
     return isinstance(node, tuple | list)
 
 
-def _describe_wrong_first_dimension(path: Any, leaf: torch.Tensor, samples: int) -> SpecError:
+def _make_first_dimension_error(path: Any, leaf: torch.Tensor, samples: int) -> SpecError:
     return SpecError(
         f"batch{keystr(path)} is {describe_tree(leaf)}, but its first dimension must be the batch's {samples} samples:"
         f" ({samples}, ...)",

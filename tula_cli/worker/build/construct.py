@@ -44,7 +44,7 @@ def call_with_arguments(
         return target(*first, **given, **args)
     except (TypeError, ValueError) as error:
         if isinstance(error, TypeError) and (
-            problem := _describe_argument_problem(error, target, args, path=path, name=name, given=given, first=first)
+            problem := _make_argument_error(error, target, args, path=path, name=name, given=given, first=first)
         ):
             raise problem from error
         if is_import_string(name):
@@ -71,7 +71,7 @@ def accepts_argument(target: Callable[..., Any], argument: str) -> bool:
     return argument in list_parameter_names(target)
 
 
-def _describe_argument_problem(
+def _make_argument_error(
     error: TypeError,
     target: Callable[..., Any],
     args: Mapping[str, Any],
@@ -89,7 +89,7 @@ def _describe_argument_problem(
             f"it takes {', '.join(parameter_names)}" if parameter_names else ""
         )
         return SpecError(f"{path}.{unexpected[1]}: {name} has no such argument", hint)
-    if _can_bind(target, *first, **given, **args):
+    if _can_bind_arguments(target, *first, **given, **args):
         return None
     missing = _MISSING.search(str(error))
     if missing:
@@ -98,7 +98,7 @@ def _describe_argument_problem(
     return SpecError(f"{name} cannot be called by tula: {error}", f"tula calls it as {name}({expected})")
 
 
-def _can_bind(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+def _can_bind_arguments(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     try:
         inspect.signature(target).bind(*args, **kwargs)
     except TypeError:

@@ -54,7 +54,7 @@ def download_dataset(spec: JobSpec) -> None:
     splits = ({"train": True}, {"train": False}) if name.startswith("CIFAR") else ({},)
     for split in splits:
         try:
-            _construct_torchvision(spec, root=str(root), download=True, **split)
+            _construct_torchvision_dataset(spec, root=str(root), download=True, **split)
         except OSError as error:
             raise SpecError(
                 f"{name} cannot be downloaded to {root}: {error}",
@@ -120,7 +120,7 @@ def build_test_dataset(spec: JobSpec, datasets: Datasets) -> EvaluationDataset |
     if is_import_string(of_test.dataset.name):
         samples = _construct_user_dataset(of_test, is_train=False, transform=transform, path="dataset.test.args")
     else:
-        samples = _construct_torchvision(of_test, root=str(_get_data_folder(of_test)), transform=transform)
+        samples = _construct_torchvision_dataset(of_test, root=str(_get_data_folder(of_test)), transform=transform)
     dataset = _make_evaluation_dataset(of_test, samples)
     if len(dataset) == 0:
         raise SpecError(f"dataset.test: {of_test.dataset.name} has no samples")
@@ -138,7 +138,7 @@ def _check_classes(samples: Any, datasets: Datasets) -> None:
         if unmatched := ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]):
             raise SpecError(f"dataset.test and the training set have different classes: {unmatched}")
         raise SpecError("dataset.test lists the classes in another order than the training set")
-    count = _find_classes(samples)
+    count = _find_class_count(samples)
     if None not in (count, datasets.classes) and count != datasets.classes:
         raise SpecError(f"dataset.test has {count} classes, but the training set has {datasets.classes}")
 
@@ -176,7 +176,7 @@ Split = tuple[Samples, Samples, int | None]
 def _build_imported_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return both splits of a callable `(train, transform, **args)`."""
     samples = _construct_user_dataset(spec, is_train=True, transform=train)
-    return samples, _construct_user_dataset(spec, is_train=False, transform=evaluate), _find_classes(samples)
+    return samples, _construct_user_dataset(spec, is_train=False, transform=evaluate), _find_class_count(samples)
 
 
 def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transform, path: str = "dataset.args") -> Any:
@@ -200,7 +200,7 @@ def accepts_transform(target: Callable[..., Any]) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds or accepts_argument(target, "transform")
 
 
-def _find_classes(samples: Any) -> int | None:
+def _find_class_count(samples: Any) -> int | None:
     """Return the number of classes from `num_classes`, or torchvision's `classes` or `categories`; else None."""
     count = getattr(samples, "num_classes", None)
     if isinstance(count, int):
@@ -216,8 +216,8 @@ def _make_official_split_builder(
 
     def build(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
         root = str(_get_data_folder(spec))
-        samples = _construct_torchvision(spec, root=root, transform=train, **{key: train_value})
-        held_out = _construct_torchvision(spec, root=root, transform=evaluate, **{key: eval_value})
+        samples = _construct_torchvision_dataset(spec, root=root, transform=train, **{key: train_value})
+        held_out = _construct_torchvision_dataset(spec, root=root, transform=evaluate, **{key: eval_value})
         return samples, held_out, len(samples.classes)
 
     return build
@@ -228,8 +228,8 @@ def _build_caltech_split(spec: JobSpec, train: Transform, evaluate: Transform) -
     folder = root / spec.dataset.name.lower()
     if not folder.is_dir():  # torchvision would create an empty one
         raise _make_missing_files_error(spec, folder)
-    samples = _construct_torchvision(spec, root=str(root), transform=train)
-    held_out = _construct_torchvision(spec, root=str(root), transform=evaluate)
+    samples = _construct_torchvision_dataset(spec, root=str(root), transform=train)
+    held_out = _construct_torchvision_dataset(spec, root=str(root), transform=evaluate)
     return *_build_stratified_split(spec, samples, held_out, samples.y), len(samples.categories)
 
 
@@ -237,8 +237,8 @@ def _build_image_folder_split(spec: JobSpec, train: Transform, evaluate: Transfo
     root = _get_data_folder(spec)
     official = (root / "train").is_dir() and (root / "val").is_dir()
     folders = (root / "train", root / "val") if official else (root, root)
-    samples = _construct_torchvision(spec, root=str(folders[0]), transform=train)
-    held_out = _construct_torchvision(spec, root=str(folders[1]), transform=evaluate)
+    samples = _construct_torchvision_dataset(spec, root=str(folders[0]), transform=train)
+    held_out = _construct_torchvision_dataset(spec, root=str(folders[1]), transform=evaluate)
     if samples.classes != held_out.classes:
         unmatched = sorted(set(samples.classes) ^ set(held_out.classes))
         raise SpecError(f"{folders[0]} and {folders[1]} have different classes: {', '.join(unmatched[:5])}")
@@ -247,7 +247,7 @@ def _build_image_folder_split(spec: JobSpec, train: Transform, evaluate: Transfo
     return *_build_stratified_split(spec, samples, held_out, samples.targets), len(samples.classes)
 
 
-def _construct_torchvision(spec: JobSpec, **given: Any) -> Any:
+def _construct_torchvision_dataset(spec: JobSpec, **given: Any) -> Any:
     name = spec.dataset.name
     try:
         return call_with_arguments(

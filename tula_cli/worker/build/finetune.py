@@ -150,7 +150,7 @@ def _make_frozen_class(kind: Any) -> Any:
     return type(f"Frozen{kind.__name__}", (FrozenStatistics, kind), {})
 
 
-def describe_frozen(model: nn.Module, patterns: Sequence[str]) -> str:
+def describe_frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> str:
     """Describe the frozen parameters and statistics; empty if nothing is frozen."""
     if not patterns:
         return ""
@@ -176,13 +176,13 @@ def make_parameter_groups(section: Optimizer, model: nn.Module) -> Parameters:
     Raises:
         SpecError: a pattern matches nothing, or a group is left without a parameter.
     """
-    groups = _build_groups(section, model)
+    groups = _build_parameter_groups(section, model)
     if section.name == "SGD":
         return _split_off_sparse_gradients(groups, model)
     return split_parameters(groups, model) if section.name == "Muon" else groups
 
 
-def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
+def _build_parameter_groups(section: Optimizer, model: nn.Module) -> Parameters:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not section.groups:
         return trained
@@ -200,14 +200,17 @@ def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
                 "remove this group, or change its patterns",
             )
     ungrouped = [{"params": members[-1]}] if members[-1] else []
-    return [*ungrouped, *(_make_group(section, index, members[index]) for index in range(len(section.groups)))]
+    return [
+        *ungrouped,
+        *(_make_parameter_group(section, index, members[index]) for index in range(len(section.groups))),
+    ]
 
 
 def _split_off_sparse_gradients(groups: Parameters, model: nn.Module) -> Parameters:
     """Return the groups with the weights of sparse embeddings in groups of their own, for which `fused` is off."""
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     sparse = {embedding.weight for embedding in embeddings if embedding.sparse}
-    if not sparse.intersection(flatten_groups(groups)):
+    if not sparse.intersection(flatten_parameter_groups(groups)):
         return groups
     split = []
     for group in [group for group in groups if isinstance(group, dict)] or [{"params": groups}]:
@@ -218,7 +221,7 @@ def _split_off_sparse_gradients(groups: Parameters, model: nn.Module) -> Paramet
     return split
 
 
-def _make_group(section: Optimizer, index: int, parameters: list[nn.Parameter]) -> dict[str, Any]:
+def _make_parameter_group(section: Optimizer, index: int, parameters: list[nn.Parameter]) -> dict[str, Any]:
     group = section.groups[index]
     decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
     return {"params": parameters, "lr": section.lr * group.lr_factor, **decay}
@@ -228,15 +231,15 @@ def _format_parameters_path(index: int) -> str:
     return f"optimizer.groups[{index}].parameters"
 
 
-def flatten_groups(parameters: Parameters) -> list[nn.Parameter]:
+def flatten_parameter_groups(parameters: Parameters) -> list[nn.Parameter]:
     """Return the parameters of all groups as one list."""
     entries = (entry["params"] if isinstance(entry, dict) else [entry] for entry in parameters)
     return [parameter for entry in entries for parameter in entry]
 
 
-def describe_groups(section: Optimizer, model: nn.Module) -> tuple[str, ...]:
+def describe_parameter_groups(section: Optimizer, model: nn.Module) -> tuple[str, ...]:
     """Return one line of description per group."""
-    groups = [group for group in _build_groups(section, model) if isinstance(group, dict)]
+    groups = [group for group in _build_parameter_groups(section, model) if isinstance(group, dict)]
     lines = []
     for settings, group in zip(section.groups, groups[len(groups) - len(section.groups) :], strict=True):
         decay = section.weight_decay if settings.weight_decay is None else settings.weight_decay
@@ -489,7 +492,7 @@ def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = WE
     if section.weights is None:
         return ""
     if is_sharded(model):
-        return _load_sharded(section, model, first=first, key=key)
+        return _load_sharded_weights(section, model, first=first, key=key)
     mismatch = ""
     if first:
         fit = check_weights_fit_model(section, model, key=key)
@@ -500,7 +503,7 @@ def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = WE
     return mismatch
 
 
-def _load_sharded(section: Model, model: nn.Module, *, first: bool, key: str) -> str:
+def _load_sharded_weights(section: Model, model: nn.Module, *, first: bool, key: str) -> str:
     """Load the file's weights into a sharded model, one tensor at a time; return the mismatches, on rank 0."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -521,7 +524,7 @@ def _load_sharded(section: Model, model: nn.Module, *, first: bool, key: str) ->
     return "" if fit is None else fit.mismatch_text
 
 
-def describe_weights(section: Model, fit: WeightFit) -> str:
+def describe_loaded_weights(section: Model, fit: WeightFit) -> str:
     """Describe the weights loaded from a file."""
     mismatch = f"; {fit.mismatch_text}" if fit.mismatch_text else ""
     return f"weights: {len(fit.common)} tensors of {section.weights}{mismatch}"

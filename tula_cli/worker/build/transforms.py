@@ -36,11 +36,11 @@ def build_transforms(items: Sequence[str | dict[str, dict[str, Any]]], *, path: 
     """
     steps = [_build_transform(item, path=f"{path}[{index}]") for index, item in enumerate(items)]
     if not steps:
-        return to_tensor
+        return convert_to_tensor
     return steps[0] if len(steps) == 1 else v2.Compose(steps)
 
 
-def to_tensor(image: Any) -> torch.Tensor:
+def convert_to_tensor(image: Any) -> torch.Tensor:
     """Return an image as float32 (channels, height, width) in [0, 1], as ToImage and ToDtype(float32, scale) do."""
     if not isinstance(image, PIL.Image.Image) or image.mode not in ("L", "RGB"):
         pixels = convert_to_plain_tensor(
@@ -82,7 +82,7 @@ def _build_argument(key: str, value: Any, *, path: str) -> Any:
 TRANSFORMS: dict[str, Any] = {
     **{name: kind for name, kind in vars(v2).items() if isinstance(kind, type) and issubclass(kind, v2.Transform)},
     "Compose": v2.Compose,
-    "ToTensor": lambda: to_tensor,
+    "ToTensor": lambda: convert_to_tensor,
 }
 
 ENUMERATIONS: dict[str, dict[str, Any]] = {

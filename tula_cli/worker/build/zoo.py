@@ -17,7 +17,7 @@ from tula_cli.plugins import is_import_string, load_named_object, suggest_name
 from tula_cli.spec.job import JobSpec, compute_beta2, get_beta2_half_life
 from tula_cli.worker.build.batches import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, make_refused_arguments_error
-from tula_cli.worker.build.finetune import Parameters, flatten_groups, freeze_parameters
+from tula_cli.worker.build.finetune import Parameters, flatten_parameter_groups, freeze_parameters
 from tula_cli.worker.build.text import TRANSFORMERS_PREFIX, FromConfig
 
 # --- Networks for small images
@@ -28,7 +28,7 @@ from tula_cli.worker.build.text import TRANSFORMERS_PREFIX, FromConfig
 
 def build_small_resnet(name: str, **arguments: Any) -> nn.Module:
     """Return a ResNet with a 3x3 stem of stride 1 and no pooling before the first block (He et al. 2016, section 4.2)."""
-    model = _build_torchvision(name, arguments)
+    model = _build_torchvision_model(name, arguments)
     model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision initialises it
     model.maxpool = nn.Identity()
@@ -37,7 +37,7 @@ def build_small_resnet(name: str, **arguments: Any) -> nn.Module:
 
 def build_small_vgg(name: str, *, num_classes: int = 1000, **arguments: Any) -> nn.Module:
     """Return a VGG with a single linear layer as its head: five poolings leave one pixel of 512 channels."""
-    model = _build_torchvision(name, arguments)
+    model = _build_torchvision_model(name, arguments)
     model.avgpool = nn.AdaptiveAvgPool2d(1)
     model.classifier = nn.Linear(512, num_classes)
     return model  # type: ignore[no-any-return]
@@ -45,7 +45,7 @@ def build_small_vgg(name: str, *, num_classes: int = 1000, **arguments: Any) -> 
 
 def build_small_alexnet(*, num_classes: int = 1000, **arguments: Any) -> nn.Module:
     """Return an AlexNet with a first convolution of 3x3 and stride 2, and 2x2 pooling; its head sees 2x2 pixels."""
-    model = _build_torchvision("alexnet", {**arguments, "num_classes": num_classes})
+    model = _build_torchvision_model("alexnet", {**arguments, "num_classes": num_classes})
     model.features[0] = nn.Conv2d(3, 64, 3, stride=2, padding=1)
     for index, layer in enumerate(model.features):
         if isinstance(layer, nn.MaxPool2d):
@@ -57,14 +57,14 @@ def build_small_alexnet(*, num_classes: int = 1000, **arguments: Any) -> nn.Modu
 
 def build_small_mobilenet_v3(name: str, **arguments: Any) -> nn.Module:
     """Return a MobileNetV3 that reduces images by a factor of 8 instead of 32: its first two strides are 1."""
-    model = _build_torchvision(name, arguments)
+    model = _build_torchvision_model(name, arguments)
     strided = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.stride == (2, 2)]
     for layer in strided[:2]:
         layer.stride = (1, 1)
     return model  # type: ignore[no-any-return]
 
 
-def _build_torchvision(name: str, arguments: dict[str, Any]) -> Any:
+def _build_torchvision_model(name: str, arguments: dict[str, Any]) -> Any:
     return torchvision.models.get_model_builder(name)(**arguments)
 
 
@@ -205,7 +205,7 @@ def build_optimizer(
         SpecError: unknown optimizer, LBFGS, one that the method does not replace, or a momentum, weight decay or
             argument that it does not accept.
     """
-    name, tensors = spec.optimizer.name, flatten_groups(parameters)
+    name, tensors = spec.optimizer.name, flatten_parameter_groups(parameters)
     if name == "LBFGS":
         raise SpecError(
             "optimizer.name: LBFGS evaluates the loss several times per step, which tula's loop does not support"

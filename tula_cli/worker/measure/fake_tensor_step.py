@@ -45,36 +45,36 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.track(tree_leaves(result))
+        self.track_storages(tree_leaves(result))
         return result
 
-    def track(self, values: Iterable[Any]) -> None:
+    def track_storages(self, values: Iterable[Any]) -> None:
         """Count the storages of the tensors among the values until they are freed."""
         for value in values:
             if isinstance(value, torch.Tensor):
-                self._track(value.untyped_storage())
+                self._track_storage(value.untyped_storage())
         self.peak = max(self.peak, self.live_bytes)
 
     def restart(self) -> None:
         """Start a new peak at the bytes in use now."""
         self.peak = self.live_bytes
 
-    def list_alive(self) -> list[int]:
+    def list_live_storages(self) -> list[int]:
         """Return the numbers of the storages in use, ascending."""
         return sorted(number for _, number in self._live.values())
 
-    def _track(self, storage: torch.UntypedStorage) -> None:
+    def _track_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._live:
             return
         number, size = len(self.sizes), storage.nbytes()
         # The Python object lives as long as the storage, even if only autograd in C++ holds it.
-        self._live[key] = weakref.ref(storage, lambda _: self._release(key)), number
+        self._live[key] = weakref.ref(storage, lambda _: self._release_storage(key)), number
         self.sizes.append(size)
         self.events.append(number + 1)
         self.live_bytes += size
 
-    def _release(self, key: int) -> None:
+    def _release_storage(self, key: int) -> None:
         _, number = self._live.pop(key)
         self.events.append(-number - 1)
         self.live_bytes -= self.sizes[number]
@@ -240,7 +240,7 @@ def _scale_size(size: int, samples: int) -> float:
     return float(quotient * samples**power)
 
 
-def _renumber(event: int, index_by_number: Mapping[int, int], shift: int) -> int:
+def _renumber_event(event: int, index_by_number: Mapping[int, int], shift: int) -> int:
     number = abs(event) - 1
     renumbered = index_by_number.get(number, number + shift) + 1
     return renumbered if event > 0 else -renumbered
@@ -269,7 +269,7 @@ class FakeStep:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @property
-    def scaled(self) -> list[nn.Parameter]:
+    def scaled_parameters(self) -> list[nn.Parameter]:
         """The parameters that AGS scales if the method uses it: all except `list_excluded_parameters`."""
         if not self.spec.train.training_method.uses_section("ags"):
             return self.parameters
@@ -277,19 +277,19 @@ class FakeStep:
         return [p for p in self.parameters if p not in excluded]
 
     @property
-    def elementwise(self) -> bool:
+    def has_elementwise_factors(self) -> bool:
         """Whether AGS has a factor per element; otherwise it has one per tensor."""
         return self.spec.ags.fill_from_preset().granularity == "element"
 
     @property
-    def several(self) -> bool:
+    def has_several_ranks(self) -> bool:
         """Whether some configuration has more than one rank."""
         return self.spec.max_ranks > 1
 
     @property
     def memory(self) -> Memory:
         """Return the memory that the method needs in a step."""
-        return get_method(self.spec).estimate_memory(self.spec, self.scaled, several=self.several)
+        return get_method(self.spec).estimate_memory(self.spec, self.scaled_parameters, several=self.has_several_ranks)
 
     def make_batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
@@ -300,9 +300,9 @@ class FakeStep:
             from_user=self.spec.dataset.collate_fn is not None,
         )
 
-    def measure(self, micro_batch: int) -> Components:
+    def measure_memory(self, micro_batch: int) -> Components:
         """Return the memory of one optimizer step at a micro-batch; the fake step itself is run only once."""
-        usage = self._replay(micro_batch)
+        usage = self._replay_allocations(micro_batch)
         return split_memory(
             self.model,
             self.optimizer,
@@ -322,15 +322,15 @@ class FakeStep:
         return max(map(self._measure_allocator_margin, MARGIN_MICRO_BATCHES)) if self.gpu else HEAP_MARGIN
 
     def _measure_allocator_margin(self, micro_batch: int) -> float:
-        peak = self.measure(micro_batch).peak
+        peak = self.measure_memory(micro_batch).peak
         for margin in ALLOCATOR_MARGINS:
-            usage = self._replay(micro_batch, capacity=round(margin * peak))
+            usage = self._replay_allocations(micro_batch, capacity=round(margin * peak))
             if usage.fits and not usage.flushes:
                 return margin
         return ALLOCATOR_MARGINS[-1]
 
-    def _replay(self, micro_batch: int, *, capacity: int | None = None) -> AllocatorPeaks:
-        recording = self._recording = self._recording or self._record()
+    def _replay_allocations(self, micro_batch: int, *, capacity: int | None = None) -> AllocatorPeaks:
+        recording = self._recording = self._recording or self._record_step()
         sizes = recording.compute_sizes(micro_batch, small_batch=self.spec.requested_small_batch)
         if not self.gpu:
             peak = compute_peak_without_allocator(range(recording.in_use), recording.events, sizes)
@@ -340,33 +340,33 @@ class FakeStep:
 
     def make_output(self, size: int) -> Any:
         """Return the model's fake output for `size` samples."""
-        with self._activate():
+        with self._activate_fake_mode():
             return self.call.compute_outputs(self.model, self.make_batch(size))
 
-    def _record(self) -> Recording:
+    def _record_step(self) -> Recording:
         """Run one optimizer step on fake tensors and record its storages."""
-        with self._activate():
-            alive = self.storages.list_alive()
+        with self._activate_fake_mode():
+            alive = self.storages.list_live_storages()
             first_number, first_event = len(self.storages.sizes), len(self.storages.events)
             batch = self.make_batch(REFERENCE_SAMPLES)
-            self._backward(batch)
+            self._run_backward(batch)
             small = len(self.storages.sizes)
-            staged = self._refresh(batch) if self.memory.small_batch else []
+            staged = self._run_refresh(batch) if self.memory.small_batch else []
             small_end = len(self.storages.sizes)
-            self._update(staged)
+            self._run_update(staged)
             events, sizes = self.storages.events[first_event:], self.storages.sizes
         index_by_number = {number: index for index, number in enumerate(alive)}
         shift = len(alive) - first_number  # renumber without the storages that were freed before
         return Recording(
             early=sum(number < self.early for number in alive),
             in_use=len(alive),
-            events=tuple(_renumber(event, index_by_number, shift) for event in events),
+            events=tuple(_renumber_event(event, index_by_number, shift) for event in events),
             sizes=tuple(sizes[number] for number in [*alive, *range(first_number, len(sizes))]),
             small=range(small + shift, small_end + shift),
         )
 
     @contextmanager
-    def _activate(self) -> Iterator[None]:
+    def _activate_fake_mode(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.fake)
             stack.enter_context(self.storages)
@@ -382,7 +382,7 @@ class FakeStep:
         if self.synchronise:
             parameter.grad = self.buckets[parameter]
 
-    def _backward(self, batch: Any) -> None:
+    def _run_backward(self, batch: Any) -> None:
         """Compute the gradients; all micro-batches except the last leave them outside of the buckets."""
         micro_batches = min(2, self.spec.train.accumulate)
         for micro_batch in range(micro_batches):
@@ -391,20 +391,20 @@ class FakeStep:
                 loss = self.call.compute_loss(self.model, batch)
             loss.backward()
 
-    def _refresh(self, batch: Any) -> list[torch.Tensor]:
+    def _run_refresh(self, batch: Any) -> list[torch.Tensor]:
         """Compute the small batch's gradient in addition to the large one's, as TulaOptimizer does."""
         with make_autocast_context(self.spec.train, CPU):
             loss = self.call.compute_loss(self.model, batch)
-        used = [g for g in torch.autograd.grad(loss, self.scaled, allow_unused=True) if g is not None]
-        if self.several:
+        used = [g for g in torch.autograd.grad(loss, self.scaled_parameters, allow_unused=True) if g is not None]
+        if self.has_several_ranks:
             # As in the reduction: weighted copies are packed into one tensor before the first two copies are freed.
             weighted = [g * 1.0 for g in used]
             flat = torch.empty(sum(g.numel() for g in used), dtype=used[0].dtype)
             used = list(split_flat(flat, used))
             del weighted
-        return used if self.elementwise else [g.sum() for g in used]
+        return used if self.has_elementwise_factors else [g.sum() for g in used]
 
-    def _update(self, staged: list[torch.Tensor]) -> None:
+    def _run_update(self, staged: list[torch.Tensor]) -> None:
         if self.spec.train.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.spec.train.max_grad_norm, error_if_nonfinite=False)
         new: list[torch.Tensor] = []
@@ -430,7 +430,7 @@ class FakeStep:
         while staged:
             small = staged.pop(0)
             ratio = small + 1.0
-            new.append(small if self.several else ratio)
+            new.append(small if self.has_several_ranks else ratio)
         return new
 
 
@@ -453,16 +453,16 @@ def build_fake_step(
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
     model.train()
-    _make_fake(model, fake)
+    _convert_to_fake_tensors(model, fake)
     with fake:
         call = zoo.make_model_call(spec, model, zoo.build_loss(spec))
         optimizer = get_method(spec).build_base_optimizer(spec, make_parameter_groups(spec.optimizer, model))
     if gpu:
-        _use_foreach(optimizer)
+        _use_foreach_kernels(optimizer)
     batch = make_batch(collate, [sample] * SAMPLES_IN_FAKE_BATCH)
     fake_step = FakeStep(spec, batch, gpu, fake, storages, model, call, optimizer)
     with fake, storages:
-        storages.track([*model.parameters(), *model.buffers()])
+        storages.track_storages([*model.parameters(), *model.buffers()])
         fake_step.buckets = make_ddp_buckets(fake_step.parameters)
         for parameter in fake_step.parameters:
             parameter.register_post_accumulate_grad_hook(fake_step.move_to_bucket)
@@ -472,7 +472,8 @@ def build_fake_step(
         optimizer.zero_grad()
         if fake_step.memory.factors:
             fake_step.factors = [
-                torch.empty_like(p) if fake_step.elementwise else p.new_empty(()) for p in fake_step.scaled
+                torch.empty_like(p) if fake_step.has_elementwise_factors else p.new_empty(())
+                for p in fake_step.scaled_parameters
             ]
     return fake_step
 
@@ -490,7 +491,7 @@ def _build_model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn
         return zoo.build_model(spec, classes)
 
 
-def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
+def _convert_to_fake_tensors(model: nn.Module, fake: FakeTensorMode) -> None:
     """Replace every parameter and buffer that is not fake by a fake one; tied ones remain tied."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -499,7 +500,7 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
                     tensors[name] = fake.from_tensor(tensor)  # type: ignore[assignment]
 
 
-def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
+def _use_foreach_kernels(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer process all tensors at once, as torch's optimizers do on a GPU by default."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):

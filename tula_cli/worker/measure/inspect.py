@@ -82,7 +82,9 @@ def estimate_footprints(fake_step: FakeStep, *, largest: int = MICRO_BATCHES[-1]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
     accumulate, margin = fake_step.spec.train.accumulate, fake_step.compute_allocator_margin()
     gathered = _count_gathered_bytes(fake_step.model) if fake_step.spec.train.is_sharded else 0
-    components = {size * accumulate: _add_unattributed_bytes(fake_step.measure(size), gathered) for size in sizes}
+    components = {
+        size * accumulate: _add_unattributed_bytes(fake_step.measure_memory(size), gathered) for size in sizes
+    }
     return tuple(
         Footprint(local_batch=b, memory=memory, room=round(margin * memory.peak)) for b, memory in components.items()
     )
@@ -110,7 +112,7 @@ def _list_block_sizes(model: nn.Module) -> tuple[list[int], int]:
     return blocks, count_tensor_bytes(model.parameters()) - sum(blocks)
 
 
-def describe_gathering(model: nn.Module) -> str:
+def describe_gathered_part(model: nn.Module) -> str:
     """Describe which part of a model is gathered at a time (`train.parallel: fsdp`)."""
     blocks, outside_blocks = _list_block_sizes(model)
     if not blocks:
@@ -208,14 +210,16 @@ def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.op
     """
     section = spec.model
     weights = (
-        finetune.describe_weights(section, finetune.check_weights_fit_model(section, model)) if section.weights else ""
+        finetune.describe_loaded_weights(section, finetune.check_weights_fit_model(section, model))
+        if section.weights
+        else ""
     )
     descriptions = (
         weights,
-        finetune.describe_frozen(model, section.frozen),
-        *finetune.describe_groups(spec.optimizer, model),
+        finetune.describe_frozen_parameters(model, section.frozen),
+        *finetune.describe_parameter_groups(spec.optimizer, model),
         zoo.describe_beta2(spec, optimizer),
-        describe_gathering(model) if spec.train.is_sharded else "",
+        describe_gathered_part(model) if spec.train.is_sharded else "",
     )
     return tuple(note for note in descriptions if note)
 

@@ -114,7 +114,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         report = ClusterReport(id=task.id, job=task.job, backend=backend, ranks=ranks.world, nodes=tuple(nodes))
         if ranks.is_first:
-            run.checks.write_draft(report)  # written now because a broken NCCL may kill this process
+            run.checks.write_draft_report(report)  # written now because a broken NCCL may kill this process
         report = report.model_copy(update=_measure_network(ranks, first_ranks, backend=backend, device=device))
         if ranks.is_first:
             run.checks.write_report(report)
@@ -134,7 +134,7 @@ def _try_write_token(task: CheckTask, run: RunDir) -> str:
 def _make_rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankReport:
     gpus = tuple(Gpu(get_gpu_uuid(index), get_gpu_name(index), get_gpu_memory(index)) for index in range(count_gpus()))
     # The interface configured for gloo by the spec or by the site's environment.
-    address = network.find_own_address(os.environ.get("GLOO_SOCKET_IFNAME") or task.spec.cluster.interface)
+    address = network.find_node_address(os.environ.get("GLOO_SOCKET_IFNAME") or task.spec.cluster.interface)
     return RankReport(
         host=platform.node(),
         gpus=gpus,
@@ -247,13 +247,13 @@ def _measure_network(ranks: Ranks, first_ranks: Sequence[int], *, backend: str, 
     error = ""
     with nccl.record_nccl_output(enabled=backend == "nccl", to="nccl_warnings"):
         try:
-            everyone = _make_group(range(ranks.world), backend=backend)
+            everyone = _make_process_group(range(ranks.world), backend=backend)
             assert everyone is not None
             fields["latency"] = _measure_latency(everyone, device)
             if len(first_ranks) > 1:
-                fields["transfers"] = tuple(_measure_pair(first_ranks[:2], backend=backend, device=device))
+                fields["transfers"] = tuple(_measure_pair_transfers(first_ranks[:2], backend=backend, device=device))
             if backend == "nccl" and len(first_ranks) < ranks.world:
-                fields["inside"] = tuple(_measure_pair((0, 1), backend=backend, device=device))
+                fields["inside"] = tuple(_measure_pair_transfers((0, 1), backend=backend, device=device))
         except RuntimeError as failure:  # torch raises RuntimeError for failures of a backend
             error = "; ".join([str(failure).strip().splitlines()[0], *nccl.list_nccl_warnings()])
     errors = [text for text in ranks.gather(error) if text]  # over gloo, the backend of the rendezvous
@@ -268,13 +268,13 @@ def _measure_latency(group: dist.ProcessGroup, device: torch.device) -> float:
     return statistics.median(_time_calls(lambda: dist.all_reduce(number, group=group), timed, device))
 
 
-def _measure_pair(pair: Sequence[int], *, backend: str, device: torch.device) -> list[Transfer]:
+def _measure_pair_transfers(pair: Sequence[int], *, backend: str, device: torch.device) -> list[Transfer]:
     """Return transfers between two ranks; the other ranks only take part in creating the group."""
-    group = _make_group(pair, backend=backend)
+    group = _make_process_group(pair, backend=backend)
     return [] if group is None else list(_measure_transfers(group, device))
 
 
-def _make_group(members: Sequence[int], *, backend: str) -> dist.ProcessGroup | None:
+def _make_process_group(members: Sequence[int], *, backend: str) -> dist.ProcessGroup | None:
     """Create a group, which every rank must take part in; return None on a rank that is not a member."""
     group = dist.new_group(list(members), backend=backend, timeout=NCCL_TIMEOUT)
     return group if isinstance(group, dist.ProcessGroup) else None

@@ -131,7 +131,7 @@ class GpuStateRecorder:
         self._device = open_nvml_device(get_gpu_uuid()) if ranks.device.type == "cuda" else None
         self._samples: list[GpuState] = []
 
-    def sample(self) -> None:
+    def sample_state(self) -> None:
         """Read the state now, before waiting for the GPU: the clocks of an idle GPU differ from those under load."""
         if self._device is not None and (state := _read_gpu_state(*self._device)) is not None:
             self._samples = [*self._samples[:1], state]
@@ -205,7 +205,7 @@ class GradientNormRecorder:
         self.local.append(_compute_bucket_norm(gradient))
         return lambda: self.reduced.append(_compute_bucket_norm(gradient))
 
-    def watch(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
+    def watch_steps(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
         """Yield the steps unchanged, and record the gradient norms of each."""
         self.watching = True
         scale = float(scaler.get_scale())  # scale of the coming step; GradScaler may change it after each step
@@ -264,7 +264,7 @@ MIN_BATCHES_LOADED = 4
 """The fewest batches with which a data loader is timed."""
 
 
-def measure_breakdown(
+def measure_step_breakdown(
     trainer: Trainer, stream: Generator[Step, None, None], *, steps: int, norms: int, free_bytes: int | None
 ) -> dict[str, Any]:
     """Return the measurements that need additional steps, by their field names in a result.
@@ -351,7 +351,7 @@ def _measure_gradient_stats(
     replicated = trainer.parallel.separates_communication
     if replicated and (too_small or max(trainer.ranks.world, trainer.spec.max_ranks) > 1):
         recorder = GradientNormRecorder.attach(trainer)
-        for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
+        for _ in recorder.watch_steps(itertools.islice(stream, norms), trainer.scaler):
             pass
         return summarize_gradient_norms(recorder.gather_pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
     if too_small:
@@ -506,7 +506,7 @@ def measure_probe(
     with use_zero_learning_rate(trainer):
         energy, gpu_states = EnergyMeter(ranks), GpuStateRecorder(ranks)
         more = partial(count_steps_to_time, search=trainer.spec.search)
-        window = StepBlocks(trainer, more, at_work=gpu_states.sample)
+        window = StepBlocks(trainer, more, at_work=gpu_states.sample_state)
         window.run(stream)
         joules, gpus = energy.read_joules(), gpu_states.get_first_and_last()
         refresh_time = _measure_refresh_time(trainer, stream, window.steps)
@@ -516,7 +516,7 @@ def measure_probe(
     capacity = get_memory_capacity(ranks, task.spec.cluster.memory_per_gpu)
     free_bytes = None if capacity is None else capacity - memory.reserved - memory.libraries
     steps = ranks.broadcast(count_steps_for_median(window.steps, trainer.spec.search) if ranks.is_first else 0)
-    breakdown = measure_breakdown(
+    breakdown = measure_step_breakdown(
         trainer, stream, steps=steps, norms=min(MAX_NORM_STEPS, len(window.steps)), free_bytes=free_bytes
     )
     if retries:
@@ -539,7 +539,7 @@ def measure_probe(
             checkpoint=overheads.save,
             refresh=refresh_time,
         ),
-        environment=environment.describe_environment(ranks, workers=trainer.workers),
+        environment=environment.collect_environment(ranks, workers=trainer.workers),
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
         energy=None if joules is None else joules / len(window.steps),
@@ -643,7 +643,7 @@ def _measure_save_time(trainer: Trainer, run: RunDir) -> float:
     """Return the seconds in which a checkpoint is written to the file system on which training will write them."""
     if trainer.parallel.needs_all_ranks:
         began = time.perf_counter()
-        checkpoint.write_sharded(run.path / ".timing.dcp", trainer, best={})
+        checkpoint.write_sharded_checkpoint(run.path / ".timing.dcp", trainer, best={})
         seconds = time.perf_counter() - began
         if trainer.ranks.is_first:
             shutil.rmtree(run.path / ".timing.dcp")

@@ -53,7 +53,7 @@ class PostLocal(Plain):
         average_replicas(loop.parallel.module, loop.base)
         if loop.scaler.is_enabled():  # the ranks' loss scales differ after different overflows
             state = loop.scaler.state_dict()
-            scale, steps = loop.ranks.elementwise_max([-state["scale"], -state["_growth_tracker"]])
+            scale, steps = loop.ranks.compute_elementwise_max([-state["scale"], -state["_growth_tracker"]])
             loop.scaler.load_state_dict({**state, "scale": -scale, "_growth_tracker": int(-steps)})
         loop.apart = False
 

@@ -17,8 +17,8 @@ from torch import nn
 from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run import files
 from tula_cli.run.damage import CHECKSUM_FILE
-from tula_cli.run.disk_space import choose_full_disk_errno
-from tula_cli.run.files import make_folder, make_write_error, write_atomic
+from tula_cli.run.disk_space import find_full_disk_errno
+from tula_cli.run.files import make_folder, make_write_error, write_file_atomically
 from tula_cli.worker.ranks import Ranks
 
 UNSHARDED_STATE_FILE = "rest.pt"
@@ -26,7 +26,7 @@ UNSHARDED_STATE_FILE = "rest.pt"
 _READ_BYTES = 2**24  # bytes read at a time to compute a check sum
 
 
-def save_sharded(
+def save_sharded_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, content: dict[str, Any], ranks: Ranks
 ) -> None:
     """Write a checkpoint completely or not at all: into a draft folder, which is renamed when all ranks have finished.
@@ -56,13 +56,15 @@ def save_sharded(
         if isinstance(why, OSError):
             raise make_write_error(folder, why) from error
         # torch's archive writer raises its own RuntimeError for a full disk.
-        if code := choose_full_disk_errno(folder.parent):
+        if code := find_full_disk_errno(folder.parent):
             raise make_write_error(folder, OSError(code, os.strerror(code))) from error
         first_line = next(iter(str(why).splitlines()), type(why).__name__)
         raise CannotWrite(
             f"cannot write {folder}: {first_line}", "check the free disk space; older checkpoints are still valid"
         ) from error
-    _run_on_first_rank(lambda: write_atomic(draft / UNSHARDED_STATE_FILE, _serialize(content)), folder, ranks)
+    _run_on_first_rank(
+        lambda: write_file_atomically(draft / UNSHARDED_STATE_FILE, _serialize_content(content)), folder, ranks
+    )
     names = sorted(path.name for path in draft.iterdir()) if ranks.is_first else []
     sums = _list_file_checksums(draft, json.loads(ranks.gather(json.dumps(names))[0]), ranks)
     if lost := [name for name, total in sums.items() if total < 0]:
@@ -88,7 +90,7 @@ def _read_checksums(folder: Path) -> dict[str, int]:
     return {name: total for name, total in content.items() if isinstance(total, int)}
 
 
-def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_sharded_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load a checkpoint into a sharded model, on any number of ranks, and its optimizer; every rank must call this.
 
     Raises:
@@ -175,7 +177,7 @@ def _run_on_first_rank(work: Callable[[], None], folder: Path, ranks: Ranks) -> 
             work()
         except (OSError, CannotWrite) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
-            assert isinstance(cause, OSError)  # raised by write_atomic
+            assert isinstance(cause, OSError)  # raised by write_file_atomically
             why = [cause.errno, cause.strerror]
     problem = json.loads(ranks.gather(json.dumps(why))[0])
     if problem:
@@ -187,7 +189,7 @@ def _create_draft(draft: Path) -> None:
     make_folder(draft)
 
 
-def _serialize(content: dict[str, Any]) -> bytes:
+def _serialize_content(content: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
@@ -195,7 +197,7 @@ def _serialize(content: dict[str, Any]) -> bytes:
 
 def _publish_draft(draft: Path, folder: Path, sums: dict[str, int]) -> None:
     """Write the check sums, and rename the draft; an existing folder is moved aside first and deleted afterwards."""
-    write_atomic(draft / CHECKSUM_FILE, json.dumps(sums))
+    write_file_atomically(draft / CHECKSUM_FILE, json.dumps(sums))
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -188,7 +188,7 @@ class BranchContext:
         )
 
 
-def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> ArmChoice | None:
+def load_arm_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> ArmChoice | None:
     """Return the choice recorded in tuning.json, read by rank 0, on every rank; None if branches are missing.
 
     A choice made at a larger batch (before an out-of-memory error) is kept, with the learning-rate factor limited to
@@ -250,7 +250,7 @@ def run_tuning(task: TrainTask, training: TrainContext, datasets: Datasets, metr
         Preempted: the ranks stop; the current branch is lost.
     """
     run, ranks = training.run, training.ranks
-    newest = checkpoint.load_newest_on_all_ranks(run, task.signature, ranks)
+    newest = checkpoint.load_newest_checkpoint_on_all_ranks(run, task.signature, ranks)
     assert newest is not None
     position = TrainingPosition(**newest["position"])
     context = BranchContext(
@@ -274,11 +274,11 @@ def run_tuning(task: TrainTask, training: TrainContext, datasets: Datasets, metr
             run.write_tuning(tuning)
             row = branch.model_dump(exclude={"samples"})  # "samples" of a row are those of the training
             eta = _estimate_seconds_left(context, tuning)
-            metrics.add("branch", position, context.epoch, **row, trained=branch.samples, eta=eta)
+            metrics.add_row("branch", position, context.epoch, **row, trained=branch.samples, eta=eta)
     if ranks.is_first:
         winner = self_tuning.find_winning_arm(tuning.branches) if tuning.branches else arms[0].name
         run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
-    choice = load_choice(task, run, ranks)
+    choice = load_arm_choice(task, run, ranks)
     assert choice is not None
     return choice
 
@@ -314,7 +314,7 @@ def _load_record(context: BranchContext, run: RunDir, position: TrainingPosition
         start=position.samples,
         epoch=context.epoch,
         arms=arms,
-        beginning=_count_samples_of_beginning(context) if len(arms) > 1 else 0,
+        beginning=_count_samples_before_branches(context) if len(arms) > 1 else 0,
     )
     tuning = run.get_training(task.signature).read_tuning() if context.ranks.is_first else None
     if tuning is not None and fresh == tuning.model_copy(update={"branches": (), "chosen": None}):
@@ -322,7 +322,7 @@ def _load_record(context: BranchContext, run: RunDir, position: TrainingPosition
     return fresh
 
 
-def _count_samples_of_beginning(context: BranchContext) -> int:
+def _count_samples_before_branches(context: BranchContext) -> int:
     """Return the number of samples of the training from which all branches start."""
     control = ArmChoice(CONTROL, 0.0).make_task(context.task, size=context.size)
     sizes = compute_batch_sizes(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
@@ -390,19 +390,19 @@ def _choose_arm(task: TrainTask, context: TrainContext) -> ArmChoice:
         Preempted: the ranks stop.
     """
     run, ranks, datasets = context.run, context.ranks, context.datasets
-    if (choice := load_choice(task, run, ranks)) is not None:
+    if (choice := load_arm_choice(task, run, ranks)) is not None:
         return choice
     split = hold_out_samples(task.spec, datasets, batch=task.batch)
     control = ArmChoice(CONTROL, 0.0).make_task(task, size=len(datasets.train))
     branch_steps = self_tuning.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
     Training(control, context, until=BRANCHING_EPOCH, ahead=branch_steps).train()
-    samples = run.get_training(task.signature).find_newest_samples()
+    samples = run.get_training(task.signature).find_newest_checkpoint_samples()
     with MetricsFile(run, task, is_first=ranks.is_first, samples=samples) as metrics:
         try:
             return run_tuning(task, context, split, metrics)
         except Preempted as preempted:
             if ranks.is_first:
-                run.write_stop(task.id, context.attempt, preempted.reason)
+                run.write_stop_reason(task.id, context.attempt, preempted.reason)
             raise
 
 

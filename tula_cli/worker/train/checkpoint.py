@@ -20,7 +20,7 @@ from tula_cli.errors import DiskFull, TulaError
 from tula_cli.models.loss_level import LossLevel
 from tula_cli.run.damage import is_complete_archive
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import remove_path, wait_until_listed, write_atomic
+from tula_cli.run.files import remove_path, wait_until_listed, write_file_atomically
 from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.device import count_tensor_bytes
 from tula_cli.worker.parallel import sharded_checkpoint
@@ -83,7 +83,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
             raise
 
     try:
-        write_atomic(path, save)
+        write_file_atomically(path, save)
     except DiskFull as error:
         error.needed = count_tensor_bytes(tree_leaves(content))  # approximately the size of the file
         raise
@@ -126,7 +126,9 @@ def save_checkpoint(
     shares = trainer.parallel.needs_all_ranks
     path = run.get_training(signature).get_checkpoint_path(trainer.position.samples, shares=shares)
     if shares:
-        write_sharded(path, trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason)
+        write_sharded_checkpoint(
+            path, trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason
+        )
     else:
         write_checkpoint(
             path,
@@ -137,7 +139,7 @@ def save_checkpoint(
     return path
 
 
-def write_sharded(
+def write_sharded_checkpoint(
     path: Path, trainer: Trainer, *, best: dict[str, float], evaluation_pending: bool = False, stop_reason: str = ""
 ) -> None:
     """Write one checkpoint of a sharded model completely or not at all; every rank must call this.
@@ -149,7 +151,7 @@ def write_sharded(
     content = (
         _make_training_state(trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason) | ags
     )
-    sharded_checkpoint.save_sharded(path, trainer.parallel.module, trainer.base, content, trainer.ranks)
+    sharded_checkpoint.save_sharded_checkpoint(path, trainer.parallel.module, trainer.base, content, trainer.ranks)
 
 
 def _update_links_and_remove_old(
@@ -201,11 +203,11 @@ def load_newest_checkpoint(
         content = _read_checkpoint(path) if is_complete_archive(path) else None
         if content is not None:
             return path, content
-        warn(_rename_damaged(path))
+        warn(_rename_damaged_checkpoint(path))
     return None
 
 
-def load_newest_on_all_ranks(
+def load_newest_checkpoint_on_all_ranks(
     run: RunDir, signature: str, ranks: Ranks, warn: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any] | None:
     """Return the newest readable checkpoint that rank 0 has found, on every rank; None if there is none.
@@ -222,7 +224,7 @@ def load_newest_on_all_ranks(
         ):
             return {**unsharded_state, "folder": folder}
         if ranks.is_first:
-            warn(_rename_damaged(folder))
+            warn(_rename_damaged_checkpoint(folder))
     newest = load_newest_checkpoint(run, signature, warn) if ranks.is_first else None
     samples = ranks.broadcast(-1 if newest is None else newest[1]["position"]["samples"])
     if samples < 0:
@@ -235,7 +237,7 @@ def load_newest_on_all_ranks(
     return content
 
 
-def _rename_damaged(path: Path) -> str:
+def _rename_damaged_checkpoint(path: Path) -> str:
     """Rename a damaged checkpoint, so that no later start tries to read it; return a message about it."""
     path_aside = path.with_name(f"damaged-{path.name}")
     number = 1
@@ -273,13 +275,15 @@ def restore_checkpoint(trainer: Trainer, content: dict[str, Any]) -> dict[str, f
     Raises:
         TulaError: the checkpoint does not fit the model.
     """
-    trainer.move_to(TrainingPosition(**content["position"]))  # first, as the state depends on the batch of the position
+    trainer.move_to_position(
+        TrainingPosition(**content["position"])
+    )  # first, as the state depends on the batch of the position
     if "folder" in content:
-        sharded_checkpoint.load_sharded(content["folder"], trainer.parallel.module, trainer.base)
+        sharded_checkpoint.load_sharded_checkpoint(content["folder"], trainer.parallel.module, trainer.base)
         if trainer.ags is not None and "ags" in content:
             trainer.ags.load_ags_state_dict(content["ags"])
     else:
-        _load_whole(trainer, content)
+        _load_unsharded_state(trainer, content)
     if "method" in content:
         trainer.method.load_own_state(trainer, content["method"])
     trainer.scaler.load_state_dict(content["scaler"])
@@ -288,7 +292,7 @@ def restore_checkpoint(trainer: Trainer, content: dict[str, Any]) -> dict[str, f
     return best
 
 
-def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
+def _load_unsharded_state(trainer: Trainer, content: dict[str, Any]) -> None:
     try:
         trainer.parallel.module.load_state_dict(content["model"])
     except RuntimeError as error:
@@ -296,7 +300,7 @@ def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
             f"the checkpoint does not fit the model: {error}", "check whether the code of the model has changed"
         ) from None
     settings = [(group.get("weight_decay"), group.get("betas")) for group in trainer.base.param_groups]
-    _load_optimizer(trainer, content["optimizer"])
+    _load_optimizer_state(trainer, content["optimizer"])
     # Keep the job's settings: those of an arm (method auto) differ from its checkpoint's; beta2 is set in each step.
     for group, (decay, betas) in zip(trainer.base.param_groups, settings, strict=True):
         if decay is not None:
@@ -306,7 +310,7 @@ def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
     _match_parameter_strides(trainer.base)
 
 
-def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
+def _load_optimizer_state(trainer: Trainer, state: dict[str, Any]) -> None:
     """Load the optimizer's state; if AGS starts at this checkpoint (method auto), it is that of the base alone."""
     if trainer.ags is None or "ags" in state:
         trainer.optimizer.load_state_dict(state)

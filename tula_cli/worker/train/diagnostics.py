@@ -164,7 +164,7 @@ class Diagnostics:
             "norm": _compute_quantiles(norms),
             "delta": _compute_quantiles(changes),
             "scaled": scaled,
-            "factors": {"edges": list(HISTOGRAM_EDGES), "counts": count_per_bin(factors)} if factors else None,
+            "factors": {"edges": list(HISTOGRAM_EDGES), "counts": count_elements_per_bin(factors)} if factors else None,
         }
 
 
@@ -196,7 +196,7 @@ def _compute_quantiles(values: Sequence[float]) -> dict[str, float] | None:
     return dict(zip(QUANTILES, quantiles.tolist(), strict=True))
 
 
-def count_per_bin(tensors: Sequence[Tensor]) -> list[int]:
+def count_elements_per_bin(tensors: Sequence[Tensor]) -> list[int]:
     """Return the number of elements in each bin: len(HISTOGRAM_EDGES) + 1 counts; an edge belongs to the bin above it."""
     total = torch.zeros(len(HISTOGRAM_EDGES) + 1, dtype=torch.int64)
     for tensor in tensors:

@@ -43,17 +43,19 @@ class DivergenceDetector:
 
     def has_finite_weights(self) -> bool:
         """Return whether this rank's weights are finite: they show a non-finite gradient, whatever the loss is."""
-        self.non_finite_weights = self.non_finite_weights or not _are_finite(self.trainer.parallel.parameters())
+        self.non_finite_weights = self.non_finite_weights or not _are_parameters_finite(
+            self.trainer.parallel.parameters()
+        )
         return not self.non_finite_weights
 
     @property
-    def judges_finite_losses(self) -> bool:
+    def should_judge_finite_losses(self) -> bool:
         """Return whether finite losses are judged: on rank 0, if the batch grows, so a lower learning rate may help."""
         return self.trainer.ranks.is_first and self.trainer.spec.train.stages is not None
 
     def update_loss_level(self) -> None:
         """Add the losses since the last call to the loss level, which determines the checkpoints from before a rise."""
-        if not self.judges_finite_losses:
+        if not self.should_judge_finite_losses:
             return
         trainer, steps = self.trainer, self.losses[self.judged :]
         size, epochs = len(trainer.datasets.train), trainer.spec.train.epochs
@@ -82,11 +84,13 @@ class DivergenceDetector:
         local_values = [
             -_find_first_non_finite(losses),
             float(self.non_finite_weights),
-            float(self._scale_has_collapsed()),
+            float(self._has_scale_collapsed()),
             *self.blown_up,
         ]
         # the maximum is the earliest step, as its number is negative
-        first_step, non_finite_weights, collapsed, lowest, level = self.trainer.ranks.elementwise_max(local_values)
+        first_step, non_finite_weights, collapsed, lowest, level = self.trainer.ranks.compute_elementwise_max(
+            local_values
+        )
         if math.isfinite(first_step):
             diverged_at = next(at for at, *_ in losses if at.steps == -first_step)
             return f"the loss is not finite at {self._describe_position(diverged_at)}"
@@ -99,7 +103,7 @@ class DivergenceDetector:
             return f"the loss rose from {format_number(lowest)} and has not recovered: {format_number(level)} at {at}"
         return ""
 
-    def _scale_has_collapsed(self) -> bool:
+    def _has_scale_collapsed(self) -> bool:
         scaler = self.trainer.scaler
         return scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE
 
@@ -119,7 +123,7 @@ def _find_first_non_finite(losses: list[tuple[TrainingPosition, int, torch.Tenso
 
 
 @torch.no_grad()
-def _are_finite(parameters: Iterable[torch.Tensor]) -> bool:
+def _are_parameters_finite(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether all trainable parameters are finite, without allocating anything as large as a parameter."""
     local_tensors = [get_local_shard(p) for p in parameters if p.requires_grad]
     trained = [torch.view_as_real(p) if p.is_complex() else p for p in local_tensors if p.numel()]

@@ -71,7 +71,7 @@ def is_stateful(metric: Any) -> bool:
     return all(callable(getattr(metric, name, None)) for name in STATEFUL_METHODS)
 
 
-def has_own_synchronization(metric: Any) -> bool:
+def has_built_in_synchronization(metric: Any) -> bool:
     """Return whether a metric combines the results of all ranks by itself (`sync`)."""
     return callable(getattr(metric, "sync", None))
 
@@ -88,7 +88,7 @@ def warn_gathered_metrics(section: Train) -> list[str]:
         f"{' (and inputs)' if accepts_batch(metric.update) else ''} of all evaluation batches are gathered on rank 0."
         " To avoid this, give the metric a method merge_state"
         for name, metric in build_metrics(section).items()
-        if is_stateful(metric) and not has_own_synchronization(metric) and not can_merge_states(metric)
+        if is_stateful(metric) and not has_built_in_synchronization(metric) and not can_merge_states(metric)
     ]
 
 
@@ -120,15 +120,15 @@ class UserMetrics:
             if not is_stateful(metric):
                 if entry is not None:
                     self._add_batch_value(name, entry)
-            elif self._uses_own_batches(metric) or can_merge_states(metric):
+            elif self._uses_batches_of_its_rank(metric) or can_merge_states(metric):
                 if entry is not None:
                     self._call_metric(name, metric.update, *entry.get_arguments(metric.update))
             else:
                 for arguments in self._gather_batches(None if entry is None else entry.get_arguments(metric.update)):
                     self._call_metric(name, metric.update, *arguments)
 
-    def _uses_own_batches(self, metric: Any) -> bool:
-        return self.ranks.world == 1 or has_own_synchronization(metric)
+    def _uses_batches_of_its_rank(self, metric: Any) -> bool:
+        return self.ranks.world == 1 or has_built_in_synchronization(metric)
 
     def _add_batch_value(self, name: str, entry: "MetricInput") -> None:
         value = self._parse_number(name, self._call_metric(name, self.metrics[name], entry.outputs, entry.batch))
@@ -150,7 +150,7 @@ class UserMetrics:
             if not is_stateful(metric):
                 total, samples = self.ranks.sum(self.sums[name])
                 values[name] = total / samples if samples else math.nan
-            elif self._uses_own_batches(metric):
+            elif self._uses_batches_of_its_rank(metric):
                 values[name] = self._parse_number(name, self._call_metric(name, metric.compute))
             else:
                 if can_merge_states(metric):

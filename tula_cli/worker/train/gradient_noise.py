@@ -62,10 +62,10 @@ def measure_gradient_noise(
     ):
         trainer.parallel.train()
         for _ in range(count // size):
-            pairs.append(_measure_group(trainer, itertools.islice(stream, size), after_batch))
+            pairs.append(_measure_batch_group(trainer, itertools.islice(stream, size), after_batch))
     samples_of_gradient = trainer.parallel.count_samples_of_gradient(trainer.micro_batch)
     stats = summarize_gradient_norms(
-        _average_over_ranks(trainer, pairs), local_batch=samples_of_gradient, batch=size * samples_of_gradient
+        _average_pairs_over_ranks(trainer, pairs), local_batch=samples_of_gradient, batch=size * samples_of_gradient
     )
     noise = estimate_noise_scale([stats])
     interval = {} if noise is None else {"scale": noise.scale, "low": noise.low, "high": noise.high}
@@ -78,14 +78,14 @@ def _count_upcoming_micro_batches(trainer: Trainer) -> int:
     return (count_remaining_steps(size, samples_done, trainer.batch) + size // trainer.batch) * trainer.parts
 
 
-def _average_over_ranks(trainer: Trainer, pairs: Sequence[Pair]) -> list[Pair]:
+def _average_pairs_over_ranks(trainer: Trainer, pairs: Sequence[Pair]) -> list[Pair]:
     """Return the means over all ranks, whose samples differ."""
     world = trainer.ranks.world
     sums = trainer.ranks.sum([value for pair in pairs for value in pair])
     return [(sums[at] / world, sums[at + 1] / world) for at in range(0, len(sums), 2)]
 
 
-def _measure_group(trainer: Trainer, batches: Iterator[Any], after_batch: Callable[[], None]) -> Pair:
+def _measure_batch_group(trainer: Trainer, batches: Iterator[Any], after_batch: Callable[[], None]) -> Pair:
     """Return the mean of the squared norms of the batches' gradients, and the squared norm of their mean."""
     total: Gradient = {}
     squares = []

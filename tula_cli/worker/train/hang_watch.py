@@ -60,7 +60,9 @@ class HangWatch:
 
     def watch_steps(self, steps: Iterator["Step"]) -> Iterator["Step"]:
         """Yield the steps; work of the caller between two steps (evaluating, saving) may take any time."""
-        thread = threading.Thread(target=self._watch, args=(threading.get_ident(),), name="hang-watch", daemon=True)
+        thread = threading.Thread(
+            target=self._watch_main_thread, args=(threading.get_ident(),), name="hang-watch", daemon=True
+        )
         default_stack_size = threading.stack_size(_STACK)
         thread.start()
         threading.stack_size(default_stack_size)
@@ -84,7 +86,7 @@ class HangWatch:
             return float("inf")
         return max(MIN_HANG_SECONDS, LIMIT_IN_STEPS * statistics.median(self._step_seconds))
 
-    def _watch(self, main: int) -> None:
+    def _watch_main_thread(self, main: int) -> None:
         last_step, silent = None, 0.0
         while not self._finished.wait(POLL_SECONDS):
             step = self._step

@@ -29,10 +29,10 @@ from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.device import (
     Clock,
     Mark,
+    convert_to_channels_last,
     make_autocast_context,
     move_to_device,
     should_use_channels_last,
-    to_channels_last,
 )
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import get_method
@@ -109,7 +109,7 @@ class Trainer:
         """The beta2 of each parameter group in the coming step; empty: beta2 is not changed."""
         return self.beta2s_at[self.batch]
 
-    def move_to(self, position: TrainingPosition) -> None:
+    def move_to_position(self, position: TrainingPosition) -> None:
         """Move to a position; if its batch differs from the current one, the method is updated."""
         previous_batch, self.position = self.batch, position
         if self.batch != previous_batch:
@@ -134,7 +134,7 @@ class Trainer:
         return self.sizes.parts[self.batch]
 
     @property
-    def local_sgd(self) -> bool:
+    def is_local_sgd(self) -> bool:
         """Whether each rank takes the coming step by itself: post-local SGD after its switch."""
         return self.method.is_local(self)
 
@@ -174,7 +174,7 @@ def build_trainer(
         apply_activation_checkpointing(model)
     channels_last = should_use_channels_last(spec.train, model, ranks.device)
     if channels_last:
-        to_channels_last(model)
+        convert_to_channels_last(model)
     loss = zoo.build_loss(spec)
     if isinstance(loss, nn.Module):  # it may hold tensors, such as class weights
         loss = loss.to(ranks.device)
@@ -225,10 +225,10 @@ def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
                 remaining -= 1
                 step = _train_step(trainer, stream, epoch_ends=remaining == 0)
                 position = trainer.position.advance(step.batch)
-                trainer.move_to(position.start_next_epoch() if step.epoch_ended else position)
+                trainer.move_to_position(position.start_next_epoch() if step.epoch_ended else position)
                 yield step
         if not stages:  # resumed when less than one batch of the epoch is left
-            trainer.move_to(position.start_next_epoch())
+            trainer.move_to_position(position.start_next_epoch())
 
 
 def load_micro_batches(trainer: Trainer, epochs: int, ramp: Ramp | None = None) -> Iterator[Any]:
@@ -272,7 +272,7 @@ def _train_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) ->
     trainer.method.before_backward(trainer)
     loss, loaded = _run_backward(trainer, stream, start)
     refreshed = _refresh_scaling_factors(trainer)
-    _update(trainer)
+    _update_weights(trainer)
     trainer.method.after_step(trainer)
     return Step(loss, trainer.batch, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
 
@@ -319,7 +319,7 @@ def _refresh_scaling_factors(trainer: Trainer) -> bool:
     return trainer.method.refresh(trainer, small_loss)
 
 
-def _update(trainer: Trainer) -> None:
+def _update_weights(trainer: Trainer) -> None:
     if trainer.after_backward:  # the gradient was only read: the weights do not change
         trainer.optimizer.zero_grad()
         return

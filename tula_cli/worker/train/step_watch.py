@@ -91,7 +91,7 @@ class StepWatch:
         trainer = self.trainer
         self.steps, self.began = [], (trainer.position.samples, trainer.epoch, time.time())
         self.timer = SynchronisationTimer(trainer.clock, trainer.parallel)
-        self.watching = self.can_time_communication and trainer.ranks.world > 1 and not trainer.local_sgd
+        self.watching = self.can_time_communication and trainer.ranks.world > 1 and not trainer.is_local_sgd
         if self.watching:
             self.timer.__enter__()
             trainer.on_backward = self.timer.record_reduction
@@ -121,7 +121,7 @@ class StepWatch:
         """
         self._stop_sampling()
         steps, timer, (passed, epoch, at) = self.steps, self.timer, self.began
-        local = self.trainer.local_sgd  # local steps are compared separately from synchronous ones
+        local = self.trainer.is_local_sgd  # local steps are compared separately from synchronous ones
         step_parts = None if local else self._find_slowest_parts(steps, timer)
         self._start_sampling()
         if step_parts is None or not self.trainer.ranks.is_first:
@@ -138,7 +138,7 @@ class StepWatch:
         step_time = compute_trimmed_mean([seconds(step.start, step.end) for step in plain])
         data = compute_trimmed_mean([seconds(step.start, step.loaded) for step in plain])
         if not self.can_time_communication:
-            (data,) = self.trainer.ranks.elementwise_max([data])
+            (data,) = self.trainer.ranks.compute_elementwise_max([data])
             return StepParts(step=step_time, data=data, compute=None, sync=None)
         if self.trainer.ranks.world == 1:
             return StepParts(step=step_time, data=data, compute=step_time - data, sync=0.0)
@@ -146,5 +146,5 @@ class StepWatch:
         plain_pairs = [pair for pair in pairs if not pair[0].refreshed] or pairs
         sync = statistics.median(exposed for _, exposed in plain_pairs)
         compute = statistics.median(seconds(step.loaded, step.end) - exposed for step, exposed in plain_pairs)
-        data, compute, least = self.trainer.ranks.elementwise_max([data, compute, -sync])
+        data, compute, least = self.trainer.ranks.compute_elementwise_max([data, compute, -sync])
         return StepParts(step=step_time, data=data, compute=compute, sync=-least)

@@ -70,9 +70,9 @@ class Training:
         self.weights_mismatch = ""  # mismatches of the initial weights' file with the model; empty if none
         self.stop_reason = ""  # reason to end before the last epoch; empty if it continues
         self.evaluation_pending = False  # whether the epoch that has ended is not yet evaluated
-        self._resume()
+        self._load_checkpoint_or_weights()
         samples = self.trainer.position.samples
-        self.metrics = MetricsFile(self.run, task, is_first=self.first, samples=samples)
+        self.metrics = MetricsFile(self.run, task, is_first=self.is_first_rank, samples=samples)
         self.log = TrainingLog(self.metrics, task, self.trainer, ahead=ahead)
         self.evaluator = evaluation.Evaluator(self.trainer)
         self.divergence = DivergenceDetector(self.trainer)
@@ -80,23 +80,23 @@ class Training:
         self.last_save = time.monotonic()
 
     @property
-    def first(self) -> bool:
+    def is_first_rank(self) -> bool:
         return self.context.ranks.is_first
 
     def _record_possible_splits(self) -> None:
         """Write the possible splits for the supervisor, before a step can run out of memory on any rank."""
-        if self.first:
+        if self.is_first_rank:
             task = self.context.task
             batches = [fallback.batch for fallback in task.ladder]
             list_jobs = functools.partial(self_tuning.list_jobs_of_training, task.spec)
             splits = list_micro_batch_splits(self.trainer, batches, list_jobs)
             self.run.get_training(self.task.signature).write_micro_batches(splits)
 
-    def _resume(self) -> None:
+    def _load_checkpoint_or_weights(self) -> None:
         """Load the newest checkpoint, or the initial weights; every rank loads the one that rank 0 found."""
-        if self.first:
+        if self.is_first_rank:
             self.run.get_training(self.task.signature).drop_drafts()
-        content = checkpoint.load_newest_on_all_ranks(
+        content = checkpoint.load_newest_checkpoint_on_all_ranks(
             self.run, self.task.signature, self.context.ranks, self.damaged.append
         )
         if content is not None:
@@ -105,7 +105,7 @@ class Training:
             self.stop_reason = content.get("ended", "")  # only the result is missing
             return
         self.weights_mismatch = finetune.load_weights(
-            self.task.spec.model, self.trainer.parallel.module, first=self.first
+            self.task.spec.model, self.trainer.parallel.module, first=self.is_first_rank
         )
 
     def train(self) -> None:
@@ -125,10 +125,10 @@ class Training:
                     self._save_and_stop(preempted)  # before the loader processes are stopped, which takes time
                     raise
             if self.trainer.until is None:
-                self._finish()
+                self._finish_training()
 
     def _log_start(self) -> None:
-        self.log.start()
+        self.log.write_start()
         samples = self.trainer.position.samples
         for message in self.damaged:
             self.log.warn(messages.damaged_checkpoint_skipped(problem=message, samples=samples))
@@ -154,11 +154,11 @@ class Training:
                 self._end_epoch(step)
                 if self.stop_reason:
                     return
-            elif self.first:
+            elif self.is_first_rank:
                 self.log.write_steps_when_due()
                 # A checkpoint must hold the state of all ranks.
                 if not self.trainer.apart and not self.trainer.parallel.needs_all_ranks and self._is_checkpoint_due():
-                    self._save_if_finite()
+                    self._save_checkpoint_if_finite()
             self._stop_before_larger_stage()
             self._check_preemption()
             if step.batch != self.trainer.batch:
@@ -166,9 +166,9 @@ class Training:
 
     def _begin_stage(self) -> None:
         """Start a stage: its steps are compared only with each other and with the prediction at their batch."""
-        if self.first:
+        if self.is_first_rank:
             self.log.write_steps()
-        self.log.begin_stage()
+        self.log.write_stage_start()
         self.watch.restart()
         self.log.parts = None
 
@@ -191,7 +191,7 @@ class Training:
             self._check_step_times()
             shares = self.trainer.parallel.needs_all_ranks and not self.evaluation_pending
             if shares and self.context.ranks.broadcast(int(self._is_checkpoint_due())):
-                self._save_if_finite()
+                self._save_checkpoint_if_finite()
 
     def _check_step_times(self) -> None:
         """Report a change of the step time; every rank must call this."""
@@ -204,12 +204,12 @@ class Training:
         """Save at the current position, from which the next attempt resumes."""
         self.trainer.method.synchronize_replicas(self.trainer)
         self._check_divergence(weights=True)
-        if self.first:
+        if self.is_first_rank:
             self.log.write_steps()
-        if self.takes_part_in_saving:
-            self._save(is_best=False)
-        if self.first:
-            self.run.write_stop(self.task.id, self.context.attempt, preempted.reason)
+        if self.is_saving_rank:
+            self._save_checkpoint(is_best=False)
+        if self.is_first_rank:
+            self.run.write_stop_reason(self.task.id, self.context.attempt, preempted.reason)
 
     def _check_divergence(self, *, weights: bool = False) -> None:
         """Fail if loss or weights are not finite, or the loss has blown up. Every rank must call this.
@@ -220,15 +220,15 @@ class Training:
         problem = self.divergence.describe_divergence(weights=weights)
         if not problem:
             return
-        if self.first:
+        if self.is_first_rank:
             self.log.write_steps()  # the last row shows the divergence
         raise self._make_divergence_error(problem)
 
     def _make_divergence_error(self, description: str) -> Exception:
         """Return the error to raise on every rank; a ramp's checkpoints since the loss rose are deleted."""
-        if self.divergence.judges_finite_losses:
+        if self.divergence.should_judge_finite_losses:
             losses, factor = self.trainer.losses, compute_lr_scale(self.task.spec, self.trainer.batch)
-            self.log.add("diverged", message=description, sound=losses.sound, lr_factor=losses.lr_factor or factor)
+            self.log.add_row("diverged", message=description, sound=losses.sound, lr_factor=losses.lr_factor or factor)
             checkpoint.delete_checkpoints_after(self.run, self.task.signature, losses.sound)
         self.context.ranks.broadcast(0)  # wait for rank 0, as the first rank to exit makes the others exit
         return Diverged(description, failures.describe_advice("diverged"))
@@ -239,9 +239,9 @@ class Training:
     # --- Checkpoints
 
     @property
-    def takes_part_in_saving(self) -> bool:
+    def is_saving_rank(self) -> bool:
         """True on rank 0, and on every rank if the model is sharded."""
-        return self.first or self.trainer.parallel.needs_all_ranks
+        return self.is_first_rank or self.trainer.parallel.needs_all_ranks
 
     def _is_checkpoint_due(self) -> bool:
         interval = self.task.spec.train.checkpoint_every
@@ -250,15 +250,15 @@ class Training:
             interval = compute_checkpoint_interval(self.log.save_time, rate=rate)
         return time.monotonic() - self.last_save >= interval
 
-    def _save_if_finite(self) -> None:
+    def _save_checkpoint_if_finite(self) -> None:
         """Save, unless weights are not finite on this rank, or on any rank if all ranks take part in saving."""
         non_finite_weights = not self.divergence.has_finite_weights()
         if self.trainer.parallel.needs_all_ranks:
             non_finite_weights = bool(self.context.ranks.max(float(non_finite_weights)))
         if not non_finite_weights:
-            self._save(is_best=False)
+            self._save_checkpoint(is_best=False)
 
-    def _save(self, *, is_best: bool) -> None:
+    def _save_checkpoint(self, *, is_best: bool) -> None:
         self.log.write_step_values(close=True)
         self.divergence.update_loss_level()
         began = time.monotonic()
@@ -274,12 +274,12 @@ class Training:
         )
         self.last_save = time.monotonic()
         self.log.save_time = self.last_save - began
-        self.log.add("save", seconds=self.log.save_time)
+        self.log.add_row("save", seconds=self.log.save_time)
 
     def _list_checkpoints_before_rise(self) -> list[int]:
         """Return the samples of the newest checkpoint from before the loss rose; empty if finite losses are not
         judged."""
-        if not self.divergence.judges_finite_losses:
+        if not self.divergence.should_judge_finite_losses:
             return []
         checkpoint_samples = (int(path.stem) for path in self.run.get_training(self.task.signature).list_checkpoints())
         return [samples for samples in checkpoint_samples if samples <= self.trainer.losses.sound][:1]
@@ -298,7 +298,7 @@ class Training:
         result = self.evaluator.evaluate(after_batch=self._check_preemption)
         self.log.eval_time = time.monotonic() - began
         self._measure_curvature()
-        self._measure_noise()
+        self._measure_gradient_noise()
         self.evaluation_pending = False
         # The mean loss of the last step over all ranks; every rank takes part.
         (loss_sum,) = self.trainer.ranks.sum([float(step.loss) if step else math.nan])
@@ -308,16 +308,18 @@ class Training:
         self.context.energy.save()
         train = self.task.spec.train
         # Rank 0 alone knows the best epoch.
-        is_best = self.first and early_stopping.is_better_evaluation(result.values, self.best, train.best_checkpoint)
+        is_best = self.is_first_rank and early_stopping.is_better_evaluation(
+            result.values, self.best, train.best_checkpoint
+        )
         if is_best:
             self._store_best(result)
         self._decide_to_stop(result)
-        if self.first:
+        if self.is_first_rank:
             lr = step.lr if step else self.trainer.lr
             self.log.write_epoch(result, loss=loss, lr=lr)
-        if self.takes_part_in_saving:
-            self._save(is_best=is_best)
-        if self.first and (self.trainer.position.epoch == train.epochs or self.stop_reason):
+        if self.is_saving_rank:
+            self._save_checkpoint(is_best=is_best)
+        if self.is_first_rank and (self.trainer.position.epoch == train.epochs or self.stop_reason):
             self._write_result(result)
 
     def _decide_to_stop(self, result: Evaluation) -> None:
@@ -326,7 +328,7 @@ class Training:
         if train.early_stopping is None or self.trainer.until is not None:
             return
         why = ""
-        if self.first and epoch < train.epochs:
+        if self.is_first_rank and epoch < train.epochs:
             why = early_stopping.describe_stop_reason(result.values, self.best, train, epoch=epoch)
         self.stop_reason = self.trainer.ranks.gather(why)[0]
 
@@ -346,15 +348,15 @@ class Training:
                 self.trainer, samples=HESSIAN_SAMPLES, after_product=self._check_preemption
             )
             terms = hessian.compute_lemma_1_terms(self.trainer, curvature.smoothness)
-            self.log.add("hessian", **asdict(curvature), **terms)
+            self.log.add_row("hessian", **asdict(curvature), **terms)
 
-    def _measure_noise(self) -> None:
+    def _measure_gradient_noise(self) -> None:
         """Write a row with the gradient noise scale, if the job requests it; every rank must call this."""
         if "gradient_noise" in self.task.spec.train.diagnostics:
             noise = gradient_noise.measure_gradient_noise(
                 self.trainer, batches=NOISE_BATCHES, after_batch=self._check_preemption
             )
-            self.log.add("noise", batch=self.trainer.batch, **noise)
+            self.log.add_row("noise", batch=self.trainer.batch, **noise)
 
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature
@@ -383,21 +385,21 @@ class Training:
             )
         )
 
-    def _finish(self) -> None:
+    def _finish_training(self) -> None:
         """Evaluate and write the result if it is missing: of a run resumed after its last step, or whose last epoch had
         less than a batch left."""
-        written = self.first and self.run.get_training(self.task.signature).read_result() is not None
+        written = self.is_first_rank and self.run.get_training(self.task.signature).read_result() is not None
         if self.trainer.ranks.broadcast(int(written)):
             return
         self._check_divergence(weights=True)
         result = self.evaluator.evaluate()
-        if self.first:
+        if self.is_first_rank:
             self.log.warn_non_finite_evaluation(result)
             if not self.best:
                 self._store_best(result)
-        if self.takes_part_in_saving:
-            self._save(is_best=False)
-        if self.first:
+        if self.is_saving_rank:
+            self._save_checkpoint(is_best=False)
+        if self.is_first_rank:
             self._write_result(result)
 
 

@@ -16,7 +16,7 @@ from tula_cli.models.time.changes import Level, StepTimeDrift, describe_step_cha
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.optim import explain_small_effect
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import append_json_line, open_file, open_to_append, read_lines, write_atomic
+from tula_cli.run.files import append_json_line, open_file, open_file_to_append, read_lines, write_file_atomically
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
@@ -75,9 +75,9 @@ class StepRecordFile:
         self.complete_rows, self.open, complete = [], [], [row for row in rows if row.last is not None]
         # Steps skipped by GradScaler have no norm and do not count for the change at the next step.
         self.last = complete[-1]._replace(samples=rows[-1].samples) if complete else None
-        self._rewrite(rows)
+        self._rewrite_file(rows)
 
-    def add(self, steps: Sequence[StepRow], *, close: bool) -> None:
+    def add_steps(self, steps: Sequence[StepRow], *, close: bool) -> None:
         """Add steps, and write the full rows if they are enough for a line.
 
         Args:
@@ -90,11 +90,11 @@ class StepRecordFile:
         if not self.complete_rows or (len(self.complete_rows) < ROWS_PER_LINE and not close):
             return
         rows, self.complete_rows = self.complete_rows, []
-        with open_to_append(self.training.steps_path) as file:
+        with open_file_to_append(self.training.steps_path) as file:
             file.write(format_rows(rows).encode())
         self.count += len(rows)
         if self.count > self.max_rows:
-            self._join_neighbours()
+            self._double_row_width()
 
     def _add_to_open_row(self, step: StepRow) -> list[StepRow]:
         """Add a step to the open row; return the rows that become full."""
@@ -106,7 +106,7 @@ class StepRecordFile:
             full.append(self.open.pop())
         return full
 
-    def _join_neighbours(self) -> None:
+    def _double_row_width(self) -> None:
         """Join neighbouring rows, except those on both sides of a checkpoint: a training may resume from it."""
         marks = sorted(int(path.stem) for path in self.training.list_checkpoints())
 
@@ -115,10 +115,10 @@ class StepRecordFile:
 
         self.width *= 2
         rows = self.training.read_step_rows()
-        self._rewrite(join_adjacent_rows(rows, max_rows=self.width, must_stay_apart=are_apart))
+        self._rewrite_file(join_adjacent_rows(rows, max_rows=self.width, must_stay_apart=are_apart))
 
-    def _rewrite(self, rows: Sequence[StepRow]) -> None:
-        write_atomic(self.training.steps_path, format_rows(rows))
+    def _rewrite_file(self, rows: Sequence[StepRow]) -> None:
+        write_file_atomically(self.training.steps_path, format_rows(rows))
         self.count = len(rows)
 
 
@@ -149,7 +149,7 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.steps.add([], close=True)  # also after a failure, whose cause the last steps may show
+        self.steps.add_steps([], close=True)  # also after a failure, whose cause the last steps may show
 
     def _drop_later_rows(self) -> None:
         if not self.path.exists():
@@ -163,9 +163,9 @@ class MetricsFile:
                 elif json.loads(line).get("samples", 0) <= self.samples:
                     kept_lines += [*damaged, line]
                     damaged.clear()
-        write_atomic(self.path, b"".join(kept_lines))
+        write_file_atomically(self.path, b"".join(kept_lines))
 
-    def add(self, kind: str, position: TrainingPosition, epoch: float, **values: Any) -> None:
+    def add_row(self, kind: str, position: TrainingPosition, epoch: float, **values: Any) -> None:
         if not self.first:
             return
         row = {
@@ -247,21 +247,21 @@ class TrainingLog:
         """Return the predicted step time at the current batch."""
         return self.task.prediction and self.task.prediction.get_prediction_at_batch(self.batch)
 
-    def add(self, kind: str, **values: Any) -> None:
+    def add_row(self, kind: str, **values: Any) -> None:
         """Write a row at the trainer's position."""
-        self.metrics.add(kind, self.trainer.position, self.trainer.epoch, **values)
+        self.metrics.add_row(kind, self.trainer.position, self.trainer.epoch, **values)
 
     def warn(self, warning: Diagnostic) -> None:
-        self.add("warning", message=warning.text, code=warning.code, values=dict(warning.values))
-        self._print(f"warning: {warning.text}")
+        self.add_row("warning", message=warning.text, code=warning.code, values=dict(warning.values))
+        self._print_line(f"warning: {warning.text}")
 
-    def _print(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         """Print a line to the job's log, which `tula logs` shows; rank 0 alone."""
         if self.trainer.ranks.is_first:
             sys.stdout.write(f"{add_timestamp(line)}\n")
             sys.stdout.flush()
 
-    def start(self) -> None:
+    def write_start(self) -> None:
         """Write the rows of a start or a resumption; every rank must call this."""
         task, trainer = self.task, self.trainer
         if self.diagnostics:
@@ -269,12 +269,12 @@ class TrainingLog:
         lr, cause = trainer.lr, task.cause
         sizes = {"batch": task.batch, "micro_batch": trainer.largest_micro_batch}
         beta2 = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
-        self.add("start", attempt=task.attempt, **sizes, nodes=task.nodes, lr=lr, **beta2, cause=cause)
-        self.add("environment", **self._collect_environment())
+        self.add_row("start", attempt=task.attempt, **sizes, nodes=task.nodes, lr=lr, **beta2, cause=cause)
+        self.add_row("environment", **self._collect_environment())
         at = f"from sample {trainer.position.samples}" if trainer.position.samples else "from the beginning"
         beta2_text = f", beta2 {trainer.beta2s[0]:.6g}" if trainer.beta2s else ""
         later = f" (of {task.training_nodes} later)" * (task.training_nodes != task.nodes and not task.sizes)
-        self._print(
+        self._print_line(
             f"training on {format_count(task.nodes)}{later}, batch {task.batch}{beta2_text}, {at}"
             + f": {cause}" * bool(cause)
         )
@@ -287,10 +287,10 @@ class TrainingLog:
         """Return the environment of this training; every rank must call this."""
         ranks = self.trainer.ranks
         local_ranks = environment.count_local_ranks(ranks, self.task.spec.cluster)
-        description = environment.describe_environment(ranks, workers=self.trainer.workers).model_dump(mode="json")
+        description = environment.collect_environment(ranks, workers=self.trainer.workers).model_dump(mode="json")
         return {**description, "oversubscribed": environment.is_oversubscribed(ranks, ranks_here=local_ranks)}
 
-    def begin_stage(self) -> None:
+    def write_stage_start(self) -> None:
         """Write the row of a new stage, which starts with the coming step; its steps are judged separately."""
         trainer, stages = self.trainer, self.trainer.sizes.ramp.stages
         self.batch, stage_number = trainer.batch, trainer.sizes.ramp.find_stage(trainer.samples_passed)
@@ -300,9 +300,11 @@ class TrainingLog:
         beta2 = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
         noise = stages[stage_number].noise
         by = {} if noise is None else {"noise": noise}  # gradient noise scale from which the stage was planned
-        self.add("stage", batch=self.batch, stage=stage_number + 1, stages=len(stages), lr=trainer.lr, **by, **beta2)
+        self.add_row(
+            "stage", batch=self.batch, stage=stage_number + 1, stages=len(stages), lr=trainer.lr, **by, **beta2
+        )
         noise_text = "" if noise is None else f", noise scale {format_number(noise)}"
-        self._print(
+        self._print_line(
             f"batch {self.batch} from epoch {trainer.epoch:.3g} on, sample {trainer.position.samples}: stage {stage_number + 1} of"
             f" {len(stages)}, lr {format_number(trainer.lr)}{noise_text}"
         )
@@ -340,7 +342,7 @@ class TrainingLog:
         self.window.extend(plain)
         loss, remaining = float(steps[-1].loss), self._estimate_remaining_seconds(statistics.fmean(seconds))
         self.write_step_values(close=False)  # cheap now, as the device has just been waited for
-        self.add(
+        self.add_row(
             "step",
             step=trainer.position.steps,
             count=len(steps),  # steps since the last row
@@ -363,10 +365,10 @@ class TrainingLog:
     def write_step_values(self, *, close: bool) -> None:
         """Write the recorded values of each step; with `close`, before a checkpoint, all of them."""
         if self.diagnostics:
-            self.metrics.steps.add(self.diagnostics.pop_rows(), close=close)
+            self.metrics.steps.add_steps(self.diagnostics.pop_rows(), close=close)
 
     def _print_steps(self, loss: float, step_time: float, remaining: float) -> None:
-        self._print(
+        self._print_line(
             describe_progress(
                 all_epochs=self.task.spec.train.max_epochs,
                 epoch=self.trainer.epoch,
@@ -418,8 +420,8 @@ class TrainingLog:
         """
         change = make_step_change(level, self.task, self._estimate_remaining_seconds)
         self.changed = True
-        self.add("change", change=change.model_dump(mode="json"))
-        self._print(f"changed: {describe_step_change(change)}")
+        self.add_row("change", change=change.model_dump(mode="json"))
+        self._print_line(f"changed: {describe_step_change(change)}")
 
     # --- Epochs
 
@@ -433,10 +435,10 @@ class TrainingLog:
         trainer, prediction = self.trainer, self.expected
         step_time = compute_trimmed_mean(self.step_times) if self.step_times else None
         # The prediction is for synchronous steps, unlike those of post-local SGD after its switch.
-        recent = None if trainer.local_sgd else self._compute_recent_step_time()
+        recent = None if trainer.is_local_sgd else self._compute_recent_step_time()
         within = self.drift.is_within_prediction(recent)
         ags = trainer.ags.report() if trainer.ags and not trainer.ags.identity else None
-        self.metrics.add(
+        self.metrics.add_row(
             "epoch",
             trainer.position,
             trainer.position.epoch,
@@ -458,7 +460,7 @@ class TrainingLog:
             **trainer.method.report(trainer),
             diagnostics=self.diagnostics and self.diagnostics.report(trainer, scaled=ags["scaled"] if ags else None),
         )
-        self._print(self._describe_epoch(result, loss=loss, lr=lr, step_time=step_time))
+        self._print_line(self._describe_epoch(result, loss=loss, lr=lr, step_time=step_time))
         self._delay_next_print()
         self.warn_non_finite_evaluation(result)
         self._warn_inactive_ags(ags)

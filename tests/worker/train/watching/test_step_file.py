@@ -8,7 +8,7 @@ import pytest
 from worker_jobs import Interrupted, LeavesAt, make_spec, make_train_task, make_trainer, read_rows
 
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import write_file_atomically
 from tula_cli.run.step_series import StepRow
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.worker.build.data import build_datasets
@@ -86,7 +86,7 @@ def test_a_training_that_leaves_keeps_what_it_has_done(alone: Ranks, run: RunDir
     assert run.get_training(task.signature).read_result() is None
     assert (
         run.get_training(task.signature).read_steps().samples[-1]
-        == run.get_training(task.signature).find_newest_samples()
+        == run.get_training(task.signature).find_newest_checkpoint_samples()
         > 0
     )
 
@@ -131,7 +131,7 @@ def test_no_row_has_steps_from_both_sides_of_a_checkpoint(tmp_path: Path) -> Non
     for first in range(0, 60, 5):
         file.add(steps(5, start=first), close=True)
         if first in (20, 35, 50):
-            write_atomic(training.get_checkpoint_path(8 * (first + 5)), b"")
+            write_file_atomically(training.get_checkpoint_path(8 * (first + 5)), b"")
     for path in training.list_checkpoints():
         again = StepRecordFile(training, max_rows=10)
         again.resume(int(path.stem))

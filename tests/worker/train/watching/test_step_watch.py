@@ -93,8 +93,8 @@ def fake(world: int = 2, *, others: tuple[float, float, float] = (0.0, 0.0, -9.0
 
     job = make_spec(train={"compile": False})
     return SimpleNamespace(
-        ranks=SimpleNamespace(world=world, is_first=True, elementwise_max=maxima), clock=Clock(torch.device("cpu")), spec=job,
-        position=SimpleNamespace(samples=0), epoch=0.0, local_sgd=False, parallel=Whole(1, 1), on_backward=None,
+        ranks=SimpleNamespace(world=world, is_first=True, compute_elementwise_max=maxima), clock=Clock(torch.device("cpu")), spec=job,
+        position=SimpleNamespace(samples=0), epoch=0.0, is_local_sgd=False, parallel=Whole(1, 1), on_backward=None,
     )  # fmt: skip
 
 

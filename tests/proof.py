@@ -75,7 +75,7 @@ _TORCH_FEATURE_TESTS = (
 TORCH_TESTS = ("tests/worker", "tests/optim", "-k", _TORCH_FEATURE_TESTS)
 """Tests of the features of torch that tula uses, which the lowest allowed versions may lack."""
 EXTRAS_TESTS = (
-    *(f"tests/worker/{name}.py" for name in ("build/test_finetune", "build/test_source_text")),
+    *(f"tests/worker/{name}.py" for name in ("build/test_weights_and_groups", "build/test_source_text")),
     "tests/extras/trackers/test_trackers.py",
 )
 """Tests of safetensors, transformers and the trackers."""
@@ -93,7 +93,7 @@ PARTS = (
     Part("core-alone", 4, ("tests/helpers/without_extras.py", "-n", "2", *_TESTS_WITHOUT_EXTRAS)),
     pytest_part("core-commands", 0.5, "tests/test_without_extras.py"),
     pytest_part("trackers", 0.25, "tests/extras/trackers/test_trackers.py"),
-    pytest_part("recompute", 0.5, "tests/worker/build/test_recompute.py"),
+    pytest_part("activation-checkpointing", 0.5, "tests/worker/build/test_activation_checkpointing.py"),
     pytest_part("compiled", 1.0, "tests/worker/build/test_compiled.py"),
     pytest_part("footprint", 1.5, "tests/worker/measure/test_footprint.py"),
     pytest_part("four-ranks", 0.5, "tests/worker/methods/test_methods_ranks.py"),

@@ -181,7 +181,7 @@ class Bench:
             base = self.plain
             if value:
                 base = build_trainer(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
-            method = make_method("ortho" if name == ORTHO else "scaling")
+            method = make_method("ortho" if name == ORTHO else "ags")
             self.trainers[name] = replace(base, optimizer=make_optimizer(base, name, batch=batch), method=method)
         self.plain.parallel.train()
 

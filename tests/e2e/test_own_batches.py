@@ -12,7 +12,7 @@ import torch
 import yaml
 from driver import weights_differ
 
-from tula_cli.worker.build import finetune
+from tula_cli.worker.build.weights import read_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -135,7 +135,7 @@ def test_a_language_model_in_shares_from_check_to_a_training_that_is_killed(tula
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "32")
     straight = tula(*command)["data"]
     last = run.get_training(straight["signature"]).path / "last"
-    kept = finetune.read_weights(str(last.resolve()))
+    kept = read_weights(str(last.resolve()))
     trained_anew_and_killed(tula, command, rank=1)
-    weights = finetune.read_weights(str(last.resolve()))
+    weights = read_weights(str(last.resolve()))
     assert weights.keys() == kept.keys() and all(torch.equal(weights[name], kept[name]) for name in kept)

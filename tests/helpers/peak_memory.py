@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
+from tula_cli.worker.build.activation_checkpointing import apply_activation_checkpointing
 from tula_cli.worker.build.batches import slice_batch
-from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.device import make_autocast_context, read_process_memory
 from tula_cli.worker.measure import fake_tensor_step
 from tula_cli.worker.methods.table import get_method

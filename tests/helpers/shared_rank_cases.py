@@ -18,8 +18,8 @@ from worker_jobs import LeavesAt, make_probe_task, make_spec, make_train_task, m
 from tula_cli.errors import CannotWrite
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.weights import load_weights
 from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
@@ -154,7 +154,7 @@ def start_from_weights(folder: Path, ranks: Ranks) -> float:
         torch.save(given, path)
     subject = make_trainer(job("adamw", "fsdp"), ranks)
     section = make_spec(model={**BLOCKS, "weights": str(path)}).model
-    finetune.load_weights(section, subject.parallel.module, first=ranks.is_first)
+    load_weights(section, subject.parallel.module, first=ranks.is_first)
     mine, theirs = gather_weights(subject), [given]
     dist.broadcast_object_list(theirs, src=0)
     return max(float((mine[name] - theirs[0][name]).abs().max()) for name in mine)

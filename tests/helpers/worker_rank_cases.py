@@ -30,8 +30,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import device
-from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.weights import load_weights
 from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.device import lift_memory_limit, limit_memory
 from tula_cli.worker.entry import run_training
@@ -116,7 +116,7 @@ def start_from_weights(folder: Path, ranks: Ranks) -> bool:
     model, path = build_model(make_spec(), 3), folder / f"first-{ranks.rank}.pt"
     if ranks.is_first:
         torch.save(given, path)
-    finetune.load_weights(make_spec(model={"weights": str(path)}).model, model, first=ranks.is_first)
+    load_weights(make_spec(model={"weights": str(path)}).model, model, first=ranks.is_first)
     return all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
 
 

@@ -38,7 +38,7 @@ from tula_cli.optim import gradient_stats
 from tula_cli.optim.ags import count_samples_per_rank
 from tula_cli.optim.gradient_stats import Bounds, scale_on_device_, scale_on_host_
 from tula_cli.spec.ags import Ags
-from tula_cli.worker.methods.scaling import Scaling
+from tula_cli.worker.methods.ags import Scaling
 
 # where only the gate is tested there is no small batch
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:an AGS refresh was due")]

@@ -18,7 +18,7 @@ from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.options import EvaluationRequest
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
-from tula_cli.run.damage import describe_checkpoint_problem
+from tula_cli.run.checkpoint_integrity import describe_checkpoint_problem
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import is_regular_file
 from tula_cli.run.format import require_current_format

@@ -127,7 +127,7 @@ class TrainingMethod:
 _METHODS = (
     TrainingMethod(
         "ags",
-        "scaling",
+        "ags",
         section="ags",
         scales_gradients=True,
         refreshes=True,

@@ -8,7 +8,7 @@ import torch
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.load import load_spec, validate_job
-from tula_cli.worker.build import text, zoo
+from tula_cli.worker.build import text_datasets, transformers_models, zoo
 from tula_cli.worker.build.batches import make_batch
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.measure.inspect import inspect_job
@@ -73,7 +73,7 @@ def test_text_takes_no_transform() -> None:
 
 
 def test_long_lines_are_cut_and_blank_parts_left_out() -> None:
-    assert text._split_lines(b"ab\ncd\n\n\n\n\n\n0123456789\n", 6) == [b"ab\ncd\n", b"012345", b"6789\n"]
+    assert text_datasets._split_lines(b"ab\ncd\n\n\n\n\n\n0123456789\n", 6) == [b"ab\ncd\n", b"012345", b"6789\n"]
 
 
 def test_a_language_model_is_built_from_its_configuration_and_takes_its_own_loss() -> None:
@@ -130,7 +130,7 @@ def test_without_transformers_the_line_to_type_is_reported(monkeypatch) -> None:
     def gone(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(text.importlib, "import_module", gone)
+    monkeypatch.setattr(transformers_models.importlib, "import_module", gone)
     with pytest.raises(SpecError) as caught:
         zoo.build_model(job(), None)
     assert "which is not installed" in caught.value.message and "tula-cli[transformers]" in caught.value.hint

@@ -32,7 +32,7 @@ from tula_cli.spec.job import compute_warmup_epochs
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
-from tula_cli.worker.methods.scaling import list_excluded_parameters
+from tula_cli.worker.methods.ags import list_excluded_parameters
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 

@@ -23,8 +23,7 @@ from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import add_weights_digest
 from tula_cli.run.records.probes import GradientStats, Measured
-from tula_cli.worker.build import finetune
-from tula_cli.worker.build.finetune import SafeLoadPlanner, _MetadataUnpickler
+from tula_cli.worker.build.weights import SafeLoadPlanner, _MetadataUnpickler, read_weights
 from tula_cli.worker.measure import inspect
 from tula_cli.worker.parallel import sharded_checkpoint
 from tula_cli.worker.parallel.sharding import list_fsdp_blocks
@@ -221,7 +220,7 @@ def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
 def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_path: Path) -> None:
     path = (RunDir(shares / "broken").get_training(TRAIN.signature).path / "last").resolve()
     saved = torch.load(shares / "broken.pt")
-    weights = finetune.read_weights(str(path))
+    weights = read_weights(str(path))
     assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
     job = make_spec(model={**shared_rank_cases.BLOCKS, "weights": str(path)})
     assert add_weights_digest("", job) != add_weights_digest("", make_spec())
@@ -229,7 +228,7 @@ def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_p
     shutil.copytree(path, damaged)
     (damaged / ".metadata").write_bytes(b"x")
     with pytest.raises(SpecError, match=r"model.weights: .*000000000288\.dcp"):
-        finetune.read_weights(str(damaged))
+        read_weights(str(damaged))
 
 
 class Planted:
@@ -260,7 +259,7 @@ def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: p
     shutil.copytree(path, tmp_path / "foreign.dcp")
     (tmp_path / "foreign.dcp" / ".metadata").write_bytes(pickle.dumps(Planted()))
     with pytest.raises(SpecError, match=r"the metadata names pathlib\.Path"):
-        finetune.read_weights("foreign.dcp")
+        read_weights("foreign.dcp")
     value = io.BytesIO()
     torch.save(Planted(), value)
     value.seek(0)

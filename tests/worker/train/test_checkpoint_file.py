@@ -12,7 +12,7 @@ import torch
 
 from tula_cli.errors import CannotWrite, DiskFull
 from tula_cli.run import files
-from tula_cli.run.damage import is_complete_archive
+from tula_cli.run.checkpoint_integrity import is_complete_archive
 from tula_cli.worker.train import checkpoint
 
 

@@ -17,7 +17,7 @@ from torchvision import datasets
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string, load_named_object
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build import text
+from tula_cli.worker.build import text_datasets
 from tula_cli.worker.build.batches import build_collate
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
 from tula_cli.worker.build.loaders import build_sampler
@@ -71,7 +71,7 @@ def build_datasets(spec: JobSpec) -> Datasets:
     train_transform = build_transforms(spec.transforms.train, path="transforms.train")
     eval_transform = build_transforms(spec.transforms.eval, path="transforms.eval")
     train, held_out, classes = find_dataset_source(spec.dataset.name)(spec, train_transform, eval_transform)
-    collate = build_collate(spec) or text.COLLATES.get(spec.dataset.name)
+    collate = build_collate(spec) or text_datasets.COLLATES.get(spec.dataset.name)
     datasets = Datasets(_make_training_dataset(spec, train), _make_evaluation_dataset(spec, held_out), classes, collate)
     for samples, purpose in ((datasets.train, "training"), (datasets.eval, "evaluation")):
         if len(samples) == 0:
@@ -406,7 +406,7 @@ BUILTIN_DATASETS: dict[str, Callable[[JobSpec, Transform, Transform], Split]] = 
     "ImageFolder": _build_image_folder_split,
     "FakeData": _build_fake_split,
     "digits": _build_digits_split,
-    **text.DATASETS,
+    **text_datasets.DATASETS,
 }
 
 DOWNLOADABLE = ("CIFAR10", "CIFAR100", "Caltech101", "Caltech256")
@@ -418,7 +418,7 @@ DATASET_SOURCES = {
     "FakeData": "remove dataset.download: the samples of FakeData are generated",
     "digits": "remove dataset.download: digits is part of scikit-learn",
     **dict.fromkeys(
-        text.DATASETS,
+        text_datasets.DATASETS,
         "remove dataset.download: this dataset is the source text of Python's standard library, which is already installed",
     ),
 }

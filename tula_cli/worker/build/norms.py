@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tula_cli.models.out_of_memory import make_batch_norm_limit
-from tula_cli.worker.build.finetune import FrozenStatistics
+from tula_cli.worker.build.parameter_groups import FrozenStatistics
 
 
 def count_batch_norm_micro_batches(model: nn.Module, *, world: int) -> int:

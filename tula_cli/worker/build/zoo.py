@@ -17,8 +17,8 @@ from tula_cli.plugins import is_import_string, load_named_object, suggest_name
 from tula_cli.spec.job import JobSpec, compute_beta2, get_beta2_half_life
 from tula_cli.worker.build.batches import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, make_refused_arguments_error
-from tula_cli.worker.build.finetune import Parameters, flatten_parameter_groups, freeze_parameters
-from tula_cli.worker.build.text import TRANSFORMERS_PREFIX, FromConfig
+from tula_cli.worker.build.parameter_groups import Parameters, flatten_parameter_groups, freeze_parameters
+from tula_cli.worker.build.transformers_models import TRANSFORMERS_PREFIX, FromConfig
 
 # --- Networks for small images
 #

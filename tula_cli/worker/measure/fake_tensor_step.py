@@ -19,14 +19,14 @@ from tula_cli.plugins import is_import_string
 from tula_cli.run.records.base import Components
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
+from tula_cli.worker.build.activation_checkpointing import apply_activation_checkpointing
 from tula_cli.worker.build.batches import Collate, ModelCall, allocate_batch, list_named_entries, make_batch
-from tula_cli.worker.build.finetune import make_parameter_groups
-from tula_cli.worker.build.recompute import apply_activation_checkpointing
-from tula_cli.worker.build.text import assume_one_sequence_per_sample
+from tula_cli.worker.build.parameter_groups import make_parameter_groups
+from tula_cli.worker.build.transformers_models import assume_one_sequence_per_sample
 from tula_cli.worker.device import count_tensor_bytes, make_autocast_context
 from tula_cli.worker.measure.meter import split_memory
+from tula_cli.worker.methods.ags import list_excluded_parameters
 from tula_cli.worker.methods.plain import Memory
-from tula_cli.worker.methods.scaling import list_excluded_parameters
 from tula_cli.worker.methods.table import get_method
 
 # --- Storages

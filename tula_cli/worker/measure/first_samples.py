@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tula_cli.errors import JobFailed, SpecError, TulaError
 from tula_cli.plugins import is_import_string
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build import text
+from tula_cli.worker.build import text_datasets
 from tula_cli.worker.build.batches import (
     Collate,
     describe_tree,
@@ -60,7 +60,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         SpecError: the samples form no batch, or a batch that cannot be sliced.
         JobFailed: the user's dataset or collate_fn fails.
     """
-    is_user_dataset = is_import_string(spec.dataset.name) or spec.dataset.name in text.DATASETS
+    is_user_dataset = is_import_string(spec.dataset.name) or spec.dataset.name in text_datasets.DATASETS
     try:
         items = datasets.train.list_first_samples(SAMPLES_BATCHED)
         held_out = datasets.eval.list_first_samples(1)[0]

@@ -28,7 +28,7 @@ from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_bytes, format_count
-from tula_cli.worker.build import finetune, zoo
+from tula_cli.worker.build import parameter_groups, zoo
 from tula_cli.worker.build.batches import (
     IGNORED_LABEL,
     ModelCall,
@@ -39,10 +39,11 @@ from tula_cli.worker.build.batches import (
     make_batch,
 )
 from tula_cli.worker.build.data import build_datasets, build_test_dataset, download_dataset, find_dataset_source
-from tula_cli.worker.build.finetune import make_parameter_groups
 from tula_cli.worker.build.loaders import build_sampler
+from tula_cli.worker.build.parameter_groups import make_parameter_groups
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.transforms import build_transforms
+from tula_cli.worker.build.weights import check_weights_fit_model, describe_loaded_weights
 from tula_cli.worker.device import (
     count_gpus,
     count_tensor_bytes,
@@ -209,15 +210,11 @@ def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.op
         SpecError: the file of weights does not fit the model.
     """
     section = spec.model
-    weights = (
-        finetune.describe_loaded_weights(section, finetune.check_weights_fit_model(section, model))
-        if section.weights
-        else ""
-    )
+    weights = describe_loaded_weights(section, check_weights_fit_model(section, model)) if section.weights else ""
     descriptions = (
         weights,
-        finetune.describe_frozen_parameters(model, section.frozen),
-        *finetune.describe_parameter_groups(spec.optimizer, model),
+        parameter_groups.describe_frozen_parameters(model, section.frozen),
+        *parameter_groups.describe_parameter_groups(spec.optimizer, model),
         zoo.describe_beta2(spec, optimizer),
         describe_gathered_part(model) if spec.train.is_sharded else "",
     )

@@ -30,10 +30,10 @@ from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOf
 from tula_cli.run.records.tasks import ProbeTask, make_probe_identity
 from tula_cli.spec.sections import MIN_TIMED_STEPS, Search
 from tula_cli.worker import device, environment
-from tula_cli.worker.build import finetune
 from tula_cli.worker.build.batches import TokenCounter, list_tensors, make_batch, slice_batch
 from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.weights import load_weights
 from tula_cli.worker.device import get_gpu_uuid
 from tula_cli.worker.energy import EnergyMeter, open_nvml_device
 from tula_cli.worker.measure.first_samples import find_longest_sample
@@ -478,7 +478,7 @@ def _build_trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_b
     trainer = loop.build_trainer(
         task, ranks, datasets, batch=local_batch * ranks.world, workers=task.spec.train.workers, refresh=False
     )
-    finetune.load_weights(task.spec.model, trainer.parallel.module, first=ranks.is_first)
+    load_weights(task.spec.model, trainer.parallel.module, first=ranks.is_first)
     if trainer.ags:
         trainer.ags.start_epoch(NO_REFRESH_STEPS)
     trainer.until = trainer.method.probe_epochs()

@@ -12,8 +12,8 @@ from tula_cli.optim import TulaOptimizer
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches import BatchSizes
-from tula_cli.worker.build.finetune import Parameters
 from tula_cli.worker.build.loaders import TrainingPosition
+from tula_cli.worker.build.parameter_groups import Parameters
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.parallel.sharding import Parallel
 from tula_cli.worker.ranks import Ranks

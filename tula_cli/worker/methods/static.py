@@ -9,8 +9,8 @@ from tula_cli.optim import Static
 from tula_cli.optim.ags import AgsArguments
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker.methods.ags import Scaling
 from tula_cli.worker.methods.plain import Configuration, Memory
-from tula_cli.worker.methods.scaling import Scaling
 
 
 class StaticScaling(Scaling):

@@ -16,7 +16,7 @@ from torch import nn
 
 from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run import files
-from tula_cli.run.damage import CHECKSUM_FILE
+from tula_cli.run.checkpoint_integrity import CHECKSUM_FILE
 from tula_cli.run.disk_space import find_full_disk_errno
 from tula_cli.run.files import make_folder, make_write_error, write_file_atomically
 from tula_cli.worker.ranks import Ranks
@@ -100,7 +100,7 @@ def load_sharded_checkpoint(folder: Path, model: nn.Module, optimizer: torch.opt
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-    from tula_cli.worker.build.finetune import SafeLoadPlanner, SafeShardReader
+    from tula_cli.worker.build.weights import SafeLoadPlanner, SafeShardReader
 
     state = _make_sharded_state(model, optimizer)
     states = state["optimizer"]["state"]

@@ -18,7 +18,7 @@ from tula_cli.errors import SpecError
 from tula_cli.optim.gradient_stats import compute_squared_norm
 from tula_cli.optim.sharding import compute_sharded_squared_norm
 from tula_cli.spec.sections import Train
-from tula_cli.worker.build.recompute import list_blocks
+from tula_cli.worker.build.activation_checkpointing import list_blocks
 
 
 class Replicated(DistributedDataParallel):

@@ -29,10 +29,10 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import messages
-from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.build.loaders import TrainingPosition, make_epoch_permutation
 from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset
+from tula_cli.worker.build.weights import load_weights
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation, loop
@@ -113,7 +113,7 @@ class BranchContext:
             self.task.spec, self.control, batch=self.task.batch, start=self.beginning, length=0
         )
         trainer = _build_arm_trainer(self, make_task_of_arm(self.task, self.control, stages))
-        finetune.load_weights(self.task.spec.model, trainer.parallel.module, first=self.ranks.is_first)
+        load_weights(self.task.spec.model, trainer.parallel.module, first=self.ranks.is_first)
         self.train(trainer, self.beginning)
         return copy.deepcopy(checkpoint.make_checkpoint_state(trainer, best={}))
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import DiskFull, TulaError
 from tula_cli.models.loss_level import LossLevel
-from tula_cli.run.damage import is_complete_archive
+from tula_cli.run.checkpoint_integrity import is_complete_archive
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import remove_path, wait_until_listed, write_file_atomically
 from tula_cli.worker.build.loaders import TrainingPosition

@@ -23,7 +23,6 @@ from tula_cli.run.records.tasks import EvaluateTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Dataset, Optimizer, Train
 from tula_cli.words import compute_perplexity
-from tula_cli.worker.build import finetune
 from tula_cli.worker.build.batches import accepts_batch, find_scores, is_language_model_output, make_batch
 from tula_cli.worker.build.compiled import disable_compilation
 from tula_cli.worker.build.construct import call_with_arguments
@@ -31,6 +30,7 @@ from tula_cli.worker.build.data import build_test_dataset
 from tula_cli.worker.build.loaders import build_eval_loader
 from tula_cli.worker.build.norms import list_batch_norms
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.weights import load_weights
 from tula_cli.worker.device import make_autocast_context
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
@@ -477,7 +477,7 @@ def _load_weights(task: EvaluateTask, trainer: Trainer, ranks: Ranks) -> None:
             "run the same command again",
         )
     section = task.spec.model.model_copy(update={"weights": task.path, "strict": True})
-    finetune.load_weights(section, trainer.parallel.module, first=ranks.is_first, key="--weights")
+    load_weights(section, trainer.parallel.module, first=ranks.is_first, key="--weights")
 
 
 def _describe_dataset(dataset: Dataset) -> str:

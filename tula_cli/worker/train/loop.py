@@ -20,11 +20,11 @@ from tula_cli.run.records.tasks import LoopTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
+from tula_cli.worker.build.activation_checkpointing import apply_activation_checkpointing
 from tula_cli.worker.build.batches import BatchSizes, ModelCall, slice_batch
 from tula_cli.worker.build.compiled import compile_model, disable_compilation
-from tula_cli.worker.build.finetune import make_parameter_groups
 from tula_cli.worker.build.loaders import MicroBatchSampler, TrainingPosition, build_train_loader
-from tula_cli.worker.build.recompute import apply_activation_checkpointing
+from tula_cli.worker.build.parameter_groups import make_parameter_groups
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.device import (
     Clock,

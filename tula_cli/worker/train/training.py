@@ -18,8 +18,8 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import compute_lr_scale
 from tula_cli.spec.sections import HESSIAN_SAMPLES, NOISE_BATCHES
 from tula_cli.worker import messages
-from tula_cli.worker.build import finetune
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.weights import load_weights
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
@@ -104,7 +104,7 @@ class Training:
             self.evaluation_pending = bool(content.get("owed"))
             self.stop_reason = content.get("ended", "")  # only the result is missing
             return
-        self.weights_mismatch = finetune.load_weights(
+        self.weights_mismatch = load_weights(
             self.task.spec.model, self.trainer.parallel.module, first=self.is_first_rank
         )
 

@@ -279,7 +279,7 @@ class TrainingLog:
             + f": {cause}" * bool(cause)
         )
         if len(trainer.sizes.ramp.stages) > 1:
-            self.begin_stage()
+            self.write_stage_start()
         for warning in list_ineffective_settings(trainer):
             self.warn(warning)
 

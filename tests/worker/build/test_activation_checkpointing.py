@@ -10,8 +10,8 @@ from torchvision.models.densenet import DenseNet
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from tula_cli.errors import SpecError
-from tula_cli.worker.build import recompute
-from tula_cli.worker.build.recompute import apply_activation_checkpointing
+from tula_cli.worker.build import activation_checkpointing
+from tula_cli.worker.build.activation_checkpointing import apply_activation_checkpointing
 from tula_cli.worker.build.zoo import SmallCNN
 
 
@@ -107,7 +107,7 @@ def test_chain_without_pooling_is_cut_before_layers_with_parameters():
     """An in-place activation at the start of a part would change the input that is kept for the second pass."""
     torch.manual_seed(0)
     chain = plain_chain(8)
-    cuts = recompute._choose_cut_positions(list(chain))
+    cuts = activation_checkpointing._choose_cut_positions(list(chain))
     assert len(cuts) >= 2
     assert all(isinstance(chain[place], nn.Linear) for place in cuts)
     plain, recomputed = twins(chain)

@@ -13,7 +13,7 @@ from tula_cli.optim import TulaOptimizer, configure_ags
 from tula_cli.optim.ags import AgsArguments, IdentityWarning, count_samples_per_rank, find_embeddings
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.finetune import find_parameters
+from tula_cli.worker.build.parameter_groups import find_parameters
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 from tula_cli.worker.parallel.sharding import Parallel
 

@@ -15,9 +15,9 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import compute_weights_digest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
-from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import build_datasets
-from tula_cli.worker.build.finetune import find_parameters, make_parameter_groups
+from tula_cli.worker.build.parameter_groups import find_parameters, make_parameter_groups
+from tula_cli.worker.build.weights import check_weights_fit_model, read_weights
 from tula_cli.worker.build.zoo import build_model, build_optimizer
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
@@ -163,17 +163,17 @@ def test_checkpoints_and_what_wrappers_put_before_names_are_read(key: str | None
     whole = model()
     state: Any = {f"module.{name}": value for name, value in whole.state_dict().items()}
     torch.save({key: state, "epoch": 3} if key else state, tmp_path / "a.pt")
-    fit = finetune.check_weights_fit_model(job(weights=str(tmp_path / "a.pt")).model, whole)
+    fit = check_weights_fit_model(job(weights=str(tmp_path / "a.pt")).model, whole)
     assert fit.mismatch_text == "" and set(fit.common) == set(whole.state_dict())
 
 
 def test_safetensors_are_read(tmp_path: Path) -> None:
     whole, path = model(), tmp_path / "a.safetensors"
     save_file(whole.state_dict(), path)
-    assert finetune.check_weights_fit_model(job(weights=str(path)).model, whole).mismatch_text == ""
+    assert check_weights_fit_model(job(weights=str(path)).model, whole).mismatch_text == ""
     path.write_bytes(b"no tensors")
     with pytest.raises(SpecError, match="is damaged, or not a file of safetensors"):
-        finetune.read_weights(str(path))
+        read_weights(str(path))
 
 
 def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_files_of_another_kind_are_refused(content: Any, why: str, tmp_path: Pat
     elif content is not None:
         torch.save(content, path)
     with pytest.raises(SpecError, match=why):
-        finetune.read_weights(str(path))
+        read_weights(str(path))
 
 
 def cut(content: bytes) -> bytes:
@@ -220,7 +220,7 @@ def test_a_damaged_file_is_reported_without_what_the_unpickler_says(harm: Any, t
     torch.save({"weight": torch.ones(8)}, path)
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(SpecError) as caught:
-        finetune.read_weights(str(path))
+        read_weights(str(path))
     size = path.stat().st_size
     assert caught.value.message == f"model.weights: {path} ({size} bytes) is damaged, or not a file of torch.save"
 
@@ -228,7 +228,7 @@ def test_a_damaged_file_is_reported_without_what_the_unpickler_says(harm: Any, t
 def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
     torch.save(model(), tmp_path / "a.pt")  # the module itself, which is code
     with pytest.raises(SpecError, match="contains more than tensors") as caught:
-        finetune.read_weights(str(tmp_path / "a.pt"))
+        read_weights(str(tmp_path / "a.pt"))
     assert "state_dict" in caught.value.hint
 
 

@@ -53,7 +53,7 @@ class RankCommand:
 
     @property
     def shared_environment(self) -> dict[str, str]:
-        """The environment that all ranks have in common."""
+        """The environment without the variables that differ between ranks (`FORKED_RANK_VARIABLES`)."""
         return {name: value for name, value in self.environment.items() if name not in FORKED_RANK_VARIABLES}
 
 

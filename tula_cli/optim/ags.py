@@ -138,7 +138,11 @@ class Gate:
         self._counts = self._counts.to(rise.device) + torch.stack([scaled, up, down])
 
     def report(self, steps: int) -> dict[str, float]:
-        """Return the gate's part of `TulaOptimizer.report` after a number of steps; waits for the device."""
+        """Return the gate's part of `TulaOptimizer.report` for the steps since the previous call; waits for the device.
+
+        Args:
+            steps: number of optimizer steps taken so far.
+        """
         counts = (steps, *(int(n) for n in self._counts.tolist()))
         steps_taken, scaled, up, down = (a - b for a, b in zip(counts, self._mark, strict=True))
         self._mark = counts

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tula_cli.run.files import make_write_error
 from tula_cli.run.training_run import CHECKPOINT_PATTERN, DRAFT_PATTERN, TrainingRun
@@ -44,8 +44,13 @@ class RemovableEntry:
     size: int  # bytes of disk usage
 
 
-def measure_disk_usage(path: Path) -> tuple[int, float]:
-    """Return the disk usage (bytes) of a file or folder with its contents, and the newest modification (Unix time)."""
+class DiskUsage(NamedTuple):
+    size: int  # bytes
+    modified_at: float  # Unix time of the newest modification
+
+
+def measure_disk_usage(path: Path) -> DiskUsage:
+    """Return the disk usage of a file, or of a folder with its contents; unreadable entries count as 0."""
     size, newest, pending = 0, 0.0, [path]
     while pending:
         try:
@@ -55,7 +60,7 @@ def measure_disk_usage(path: Path) -> tuple[int, float]:
                 pending += here.iterdir()
         except OSError:  # removed meanwhile, or not readable
             continue
-    return size, newest
+    return DiskUsage(size, newest)
 
 
 def list_removable_entries(folder: Path, policy: CleanPolicy) -> Iterator[RemovableEntry]:
@@ -164,7 +169,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _make_removable_entry(kind: Kind, path: Path) -> RemovableEntry:
-    return RemovableEntry(kind, path, measure_disk_usage(path)[0])
+    return RemovableEntry(kind, path, measure_disk_usage(path).size)
 
 
 def _has_type_matching_name(name: str, mode: int) -> bool:

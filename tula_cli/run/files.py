@@ -499,8 +499,12 @@ def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file, or a folder with its contents, if it exists."""
-    if path.is_dir():
+    """Remove a file, a link, or a folder with its contents, if it exists. Errors inside a folder are ignored.
+
+    Raises:
+        OSError: the file or the link cannot be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

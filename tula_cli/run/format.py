@@ -26,8 +26,8 @@ def write_format(run: Path) -> None:
     files.write_file_atomically(run / _FORMAT_FILE, f"{RUN_FORMAT} tula {__version__}\n")
 
 
-def require_known_format(run: Path) -> None:
-    """Check that a run is in a format that this version reads, or does not exist yet.
+def require_known_format(run: Path) -> tuple[int, str]:
+    """Check that a run is in a format that this version reads, or does not exist yet; return as `_read_format` does.
 
     Raises:
         OtherFormat: the format is not supported.
@@ -42,7 +42,7 @@ def require_known_format(run: Path) -> None:
             "measure the job again: tula profile job.yaml",
         )
     if OLDEST_READABLE_FORMAT <= number <= RUN_FORMAT:
-        return
+        return number, creator
     known = f"{OLDEST_READABLE_FORMAT} to {RUN_FORMAT}"
     raise OtherFormat(
         f"the run {run}{creator} has format {number}, but tula {__version__} reads formats {known}; the run was not changed",
@@ -58,8 +58,7 @@ def require_current_format(run: Path) -> None:
         BadMeasurements: the format file is damaged.
         TulaError: it cannot be read.
     """
-    require_known_format(run)
-    number, creator = _read_format(run)
+    number, creator = require_known_format(run)
     if number < RUN_FORMAT and (run / "spec.yaml").exists():
         raise OtherFormat(
             f"the run {run}{creator} is in format {number}: tula {__version__} reads its results, but starts and continues"

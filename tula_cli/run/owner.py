@@ -14,6 +14,7 @@ from tula_cli.errors import NotYours, SpecError
 ACCESS_ERRNOS = (errno.EACCES, errno.EPERM)
 """Error numbers for missing permissions."""
 _SPEC_FILE = "spec.yaml"
+_OTHER_FOLDER_HINT = "--run-dir FOLDER names another folder for runs"
 
 
 def find_other_owner(path: Path) -> str:
@@ -94,9 +95,9 @@ def describe_left_out_runs(folders: Iterable[Path]) -> str:
 def _make_not_yours_error(path: Path, owner: str, *, change: bool) -> NotYours:
     return NotYours(
         f"{path} belongs to {owner}: you may not {'change' if change else 'read'} it",
-        f"ask {owner} to run the command, or use your own run: --run-dir FOLDER names another folder for runs"
+        f"ask {owner} to run the command, or use your own run: {_OTHER_FOLDER_HINT}"
         if change
-        else f"ask {owner} for a copy or for access (chmod -R go+rX); --run-dir DIR sets another folder for runs",
+        else f"ask {owner} for a copy or for access (chmod -R go+rX); {_OTHER_FOLDER_HINT}",
     )
 
 

@@ -235,12 +235,12 @@ class Snapshot:
 
     @cached_property
     def job_file(self) -> JobFile | None:
-        """Where the settings of the run come from."""
+        """The job file and the overrides (--set) from which the run was made; None if not recorded."""
         return self._read(self.path / "job_file.json", JobFile)
 
     @cached_property
     def variant(self) -> Variant | None:
-        """The part of its job that the run measures; None if the job has no variants."""
+        """The node type and number of GPUs per node that the run measures; None if its job has only one of each."""
         return self._read(self.path / "variant.json", Variant)
 
     @cached_property

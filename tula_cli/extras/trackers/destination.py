@@ -149,7 +149,7 @@ class Destination:
 
     @contextlib.contextmanager
     def convert_errors(self) -> Iterator[None]:
-        """Convert the errors of a tracker's library, or of a tracker of the user's, to TrackerError."""
+        """Convert errors of the tracker's library, or of a user-defined tracker, to TrackerError; a TulaError is raised unchanged."""
         try:
             yield
         except TulaError:

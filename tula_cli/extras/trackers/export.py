@@ -344,10 +344,10 @@ def export_runs(
     began, last_note = time.monotonic(), float("-inf")
     try:
         while True:
-            last = not follow or not any(map(is_active, runs))
+            active_runs = {run.path for run in runs if is_active(run)}
             for session in sessions:
-                yield from session.send_updates(active=is_active(session.run))
-            if last:
+                yield from session.send_updates(active=session.run.path in active_runs)
+            if not follow or not active_runs:
                 break
             if (now := time.monotonic()) - last_note >= compute_seconds_to_next_progress_line(now - began):
                 last_note = now

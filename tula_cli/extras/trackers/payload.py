@@ -138,7 +138,9 @@ def _list_probe_metrics(probes: Iterable[Measured]) -> Iterator[tuple[str, Any]]
 def make_training_payload(
     snapshot: Snapshot, tasks: Sequence[TrainTask], group: str, parent: str, *, active: bool
 ) -> RunPayload:
-    """Return the payload of a training. The newest point of a running training is held back, because more rows at its position may follow.
+    """Return the payload of a training.
+
+    The newest point of a running training is held back, because more rows at its position may follow.
 
     Args:
         group: name of the whole run.
@@ -155,25 +157,27 @@ def make_training_payload(
     rows = training.read_metrics()
     environment = [_read_environment(row) for row in rows if row["kind"] == "environment"]
     points = collect_points(rows, batch=task.batch)
-    settings = first.spec.model_dump(mode="json", exclude={"export"})
-    sizes = {"nodes": first.nodes, "batch": first.batch, "gpus_per_node": first.spec.cluster.gpus_per_node}
+    params = {
+        **list_settings(first.spec.model_dump(mode="json", exclude={"export"})),
+        "nodes": first.nodes,
+        "batch": first.batch,
+        "gpus_per_node": first.spec.cluster.gpus_per_node,
+        **_list_predicted_values(first),
+        **(environment[-1] if environment else {}),
+    }
     texts = (
         {}
         if summary is None
         else {"ended": summary.ended, "relaunches": "; ".join(summary.causes), "currency": summary.currency}
     )
+    outcome_tags = {key: redact_secrets(text) for key, text in texts.items() if text}
     return RunPayload(
-        TrackerRun(task.job, "training", group, began, parent),
-        state,
-        max([began, *(attempt.ended_at or attempt.started_at for attempt in attempts)]),
-        {
-            **list_settings(settings),
-            **sizes,
-            **_list_predicted_values(first),
-            **(environment[-1] if environment else {}),
-        },
-        {**_list_attempt_tags(attempts, tasks), **{key: redact_secrets(text) for key, text in texts.items() if text}},
-        select_finite_numbers(dict(_list_result_metrics(training))),
+        run=TrackerRun(task.job, "training", group, began, parent),
+        state=state,
+        ended=max([began, *(attempt.ended_at or attempt.started_at for attempt in attempts)]),
+        params=params,
+        tags={**_list_attempt_tags(attempts, tasks), **outcome_tags},
+        numbers=select_finite_numbers(dict(_list_result_metrics(training))),
         points=points[:-1] if state == "running" else points,
     )
 

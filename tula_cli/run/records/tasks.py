@@ -304,7 +304,10 @@ class TrainTask(BaseTask):
         return resized.model_copy(update={"splits": splits})
 
     def with_divisible_sizes(self) -> "TrainTask":
-        """Return this task with only the sizes among whose ranks its batch and those of its stages can be divided."""
+        """Return this task without the sizes among whose ranks and micro-batches not every batch can be divided.
+
+        The batches are that of the task and those of its stages; the micro-batches are those of train.accumulate.
+        """
         parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
         batches = [self.batch, *(stage.batch for stage in self.stages)]
         usable = [size for size in self.sizes if all(batch % (size.nodes * parts) == 0 for batch in batches)]

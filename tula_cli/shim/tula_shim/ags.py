@@ -85,8 +85,8 @@ class AgsHooks:
         Raises:
             CannotScaleError: they cannot be scaled.
         """
-        if self.tula is None and (optimizer := self._find_largest_optimizer_and_model()) is not None:
-            self.bind_optimizer(*optimizer)
+        if self.tula is None and (pair := self._find_largest_optimizer_and_model()) is not None:
+            self.bind_optimizer(*pair)
 
     def register_model(self, optimizer: Any, model: Any) -> None:
         """Bind to the optimizer and the model that the loop declares.

@@ -34,7 +34,7 @@ class DeliveredBatches:
         self.pending: dict[int, list[float]] = {}  # id of the dataset -> samples, batches, seconds waited
         self.steps: dict[int, int] = {}  # id of the dataset -> number of steps in which it delivered batches
         self.totals: dict[int, float] = {}  # id of the dataset -> samples delivered in these steps
-        self.alone: dict[int, float] = {}  # id of the dataset -> samples of steps in which no other one delivered
+        self.samples_alone: dict[int, float] = {}  # id of the dataset -> samples of steps without another dataset
         self.training: int | None = None  # id of the dataset that delivered in most steps; others are for evaluation
         self.facts: dict[int, dict[str, Any]] = {}
         self._paths: dict[int, tuple[Hashable, ...] | None] = {}
@@ -116,7 +116,7 @@ class DeliveredBatches:
                 self.training = key
             self.totals[key] = self.totals.get(key, 0) + counts[0]
             if len(taken) == 1:
-                self.alone[key] = self.alone.get(key, 0) + counts[0]
+                self.samples_alone[key] = self.samples_alone.get(key, 0) + counts[0]
         return taken
 
     def find_trained_dataset(self, counts: Mapping[int, list[float]]) -> int | None:
@@ -128,11 +128,17 @@ class DeliveredBatches:
         return self.training if self.training in counts or not counts else next(reversed(list(counts)))
 
     def count_samples(self) -> float | None:
-        """Return the samples of all steps; None if there is no loader, or its batches do not show them."""
-        key = self.training
-        if key is None or not self.can_count_samples(key):
+        """Return the samples trained in all steps; None without a loader, or if the size of its batches is unknown.
+
+        These are the samples of the training dataset, and those of steps in which only one other dataset delivered:
+        scripts that make a dataset for each epoch train on each of them alone.
+        """
+        training_key = self.training
+        if training_key is None or not self.can_count_samples(training_key):
             return None
-        return self.totals[key] + sum(samples for other, samples in self.alone.items() if other != key)
+        return self.totals[training_key] + sum(
+            samples for key, samples in self.samples_alone.items() if key != training_key
+        )
 
     def get_dataset_size(self) -> int | None:
         """Return the number of samples that the dataset reports; None if there is no dataset, or it reports none."""

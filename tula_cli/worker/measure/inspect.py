@@ -73,7 +73,7 @@ MICRO_BATCHES = tuple(2**power for power in range(17))
 """Micro-batches at which an estimate is reported; between them memory is approximately linear."""
 
 
-def estimate_footprints(fake_step: FakeStep, *, largest: int = MICRO_BATCHES[-1]) -> tuple[Footprint, ...]:
+def estimate_footprints(fake_step: FakeStep, *, largest: int) -> tuple[Footprint, ...]:
     """Return the estimates at micro-batches of 1, 2, 4 ... up to the first one that is not below `largest`.
 
     The peak is the maximum over several moments of a step, each linear in the batch; at small batches it may be a

@@ -157,7 +157,7 @@ def _combine_gpu_states(rank_states: Iterable[dict[str, Any]]) -> GpuState:
 
 
 def _read_gpu_state(nvml: Any, handle: Any) -> GpuState | None:
-    """Return the state of a GPU; None if it does not report it, or no longer does."""
+    """Return clock, power and throttle reasons of a GPU from NVML; None if the driver or the package does not report them."""
     try:
         bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         return GpuState(

@@ -107,7 +107,7 @@ class StepRecordFile:
         return full
 
     def _double_row_width(self) -> None:
-        """Join neighbouring rows, except those on both sides of a checkpoint: a training may resume from it."""
+        """Join pairs of rows from now on; rows on both sides of a checkpoint stay apart, as a training may resume from it."""
         marks = sorted(int(path.stem) for path in self.training.list_checkpoints())
 
         def are_apart(first: int, after: int) -> bool:
@@ -231,7 +231,7 @@ class TrainingLog:
         self.step_times: list[float] = []  # step times (s) of the current epoch
         self.window: deque[float] = deque()  # newest step times (s), compared with the prediction
         self.batch = trainer.batch  # global batch of these steps
-        self.drift = StepTimeDrift(self.expected)
+        self.drift = StepTimeDrift(self.current_prediction)
         self.parts: StepParts | None = None  # parts of a step in the newest sample
         self.changed = False  # whether a change of the step time was reported
         self.save_time = self.eval_time = 0.0  # seconds of the newest checkpoint and evaluation
@@ -243,8 +243,8 @@ class TrainingLog:
         self.warned: set[str] = set()  # kinds of warnings that were already given
 
     @property
-    def expected(self) -> Prediction | StageSteps | None:
-        """Return the predicted step time at the current batch."""
+    def current_prediction(self) -> Prediction | StageSteps | None:
+        """The prediction of the step time at the current batch; None if there is none."""
         return self.task.prediction and self.task.prediction.get_prediction_at_batch(self.batch)
 
     def add_row(self, kind: str, **values: Any) -> None:
@@ -296,7 +296,7 @@ class TrainingLog:
         self.batch, stage_number = trainer.batch, trainer.sizes.ramp.find_stage(trainer.samples_passed)
         self.step_times, self.changed = [], False
         self.window.clear()
-        self.drift = StepTimeDrift(self.expected)
+        self.drift = StepTimeDrift(self.current_prediction)
         beta2 = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
         noise = stages[stage_number].noise
         by = {} if noise is None else {"noise": noise}  # gradient noise scale from which the stage was planned
@@ -408,7 +408,7 @@ class TrainingLog:
     def _predict_step_time_ratio(self, batch: int) -> float:
         """Return the predicted ratio of the step time at a batch to that at the current one, else the batches'
         ratio."""
-        current = self.expected
+        current = self.current_prediction
         other = self.task.prediction and self.task.prediction.get_prediction_at_batch(batch)
         return other.step_time / current.step_time if current and other else batch / self.batch
 
@@ -432,7 +432,7 @@ class TrainingLog:
             loss: mean loss of the epoch's last step over all ranks.
             lr: learning rate of the epoch's last step.
         """
-        trainer, prediction = self.trainer, self.expected
+        trainer, prediction = self.trainer, self.current_prediction
         step_time = compute_trimmed_mean(self.step_times) if self.step_times else None
         # The prediction is for synchronous steps, unlike those of post-local SGD after its switch.
         recent = None if trainer.is_local_sgd else self._compute_recent_step_time()
@@ -515,11 +515,12 @@ class TrainingLog:
     # --- Comparison with the prediction
 
     def _compute_recent_step_time(self) -> float | None:
-        """Return the step time over the newest steps, at least as many as in an epoch or probe; None until then.
+        """Return the trimmed mean of the newest step times (s), and drop older ones; None before enough steps have run.
 
-        The interval is that of a probe's mean; the mean over an epoch of five steps would leave it by chance.
+        These are at least as many steps as a probe times: the predicted interval is that of a probe's mean, and the mean
+        of fewer steps varies more.
         """
-        prediction = self.expected
+        prediction = self.current_prediction
         if prediction is None:
             return None
         min_steps = max(len(self.step_times), self.task.spec.search.estimate_timed_steps(prediction.step_time))

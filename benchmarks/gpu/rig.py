@@ -138,7 +138,7 @@ class ConstantBatchTrainer:
         run_representative_step(self.trainer, self.step)
         for _ in range(steps - 3):
             self.step()
-        self.trainer.clock.wait()
+        self.trainer.clock.wait_for_device()
 
     @torch.no_grad()
     def evaluate(self) -> None:

@@ -244,7 +244,7 @@ def run_steps(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial
     step = fixed.step()
     seconds = fixed.trainer.clock.measure_seconds(step.start, step.end)
     fixed.evaluate()
-    fixed.trainer.clock.wait()
+    fixed.trainer.clock.wait_for_device()
     peak, reserved = meter.read_peak()
     ags = fixed.trainer.ags
     memory = split_memory(

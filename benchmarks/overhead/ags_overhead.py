@@ -374,7 +374,7 @@ def measure_variant_memory(model: str, name: str, me: "Ranks") -> tuple[float, f
     trainer = bench.trainers[name]
     if trainer.ags and name in VARIANTS_WITH_FACTORS:
         trainer.ags.start_epoch(1)
-    trainer.clock.wait()
+    trainer.clock.wait_for_device()
     memory = device.MemoryMeter(me.device)
     memory.reset()
     bench.step(name)()

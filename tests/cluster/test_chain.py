@@ -1142,7 +1142,7 @@ def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_e
     def broken(*_: object, **__: object) -> LeaderCommand:
         raise Broken("no such key")
 
-    monkeypatch.setattr(WorkerProgram, "make_command", broken)
+    monkeypatch.setattr(WorkerProgram, "make_leader_command", broken)
     with pytest.raises(Broken):
         chain.start("11")
     (first,) = chain.run.get_training("s").read_attempts()
@@ -1160,13 +1160,13 @@ def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_e
 def test_a_supervisor_that_failed_once_is_followed_by_the_next_link(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = WorkerProgram.make_command
+    whole = WorkerProgram.make_leader_command
 
     def broken(*_: object, **__: object) -> LeaderCommand:
-        monkeypatch.setattr(WorkerProgram, "make_command", whole)
+        monkeypatch.setattr(WorkerProgram, "make_leader_command", whole)
         raise Broken("once")
 
-    monkeypatch.setattr(WorkerProgram, "make_command", broken)
+    monkeypatch.setattr(WorkerProgram, "make_leader_command", broken)
     with pytest.raises(Broken):
         chain.start("11")
     chain.will_finish()
@@ -1183,7 +1183,7 @@ def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, m
     def gone(*_: object, **__: object) -> LeaderCommand:
         raise OSError(116, "Stale file handle", str(chain.run.path / "leader"))
 
-    monkeypatch.setattr(WorkerProgram, "make_command", gone)
+    monkeypatch.setattr(WorkerProgram, "make_leader_command", gone)
     with pytest.raises(SystemExit) as ended:
         chain.start("11")
     assert ended.value.code == 14 and chain.outcomes() == ["storage"]
@@ -1318,7 +1318,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
         chain.grows()
         chain.will_leave()
     if outcome == "supervisor":
-        monkeypatch.setattr(WorkerProgram, "make_command", lambda *_, **__: {}["no such key"])
+        monkeypatch.setattr(WorkerProgram, "make_leader_command", lambda *_, **__: {}["no such key"])
     with contextlib.suppress(SystemExit, KeyError):
         chain.start("11")
     first = chain.run.get_training("s").read_attempts()[0]
@@ -1520,7 +1520,7 @@ def test_a_supervisor_that_finds_its_file_system_gone_is_no_defect_of_tula(
     def gone(*_: object, **__: object) -> LeaderCommand:
         raise OSError(number, os.strerror(number), str(chain.run.path / "leader"))
 
-    monkeypatch.setattr(WorkerProgram, "make_command", gone)
+    monkeypatch.setattr(WorkerProgram, "make_leader_command", gone)
     with pytest.raises(SystemExit) as ended:
         chain.start("11")
     assert ended.value.code == 14 and chain.outcomes() == ["storage"]

@@ -40,7 +40,7 @@ def test_a_job_with_a_script_runs_it_except_in_checks(tmp_path: Path, kind: str,
 
 def test_a_probe_of_a_script_is_started_at_the_first_unmeasured_batch(tmp_path: Path) -> None:
     program = make_rank_program(RunDir(tmp_path), tasks(tmp_path, {"script": SCRIPT})["probe"])
-    command = program.make_command(attempt=2, rendezvous="host:1")
+    command = program.make_leader_command(attempt=2, rendezvous="host:1")
     assert (command.task, command.attempt, command.ranks, command.batch, command.meeting) == (
         "probe",
         2,
@@ -71,5 +71,5 @@ def test_a_check_on_a_cluster_starts_every_rank_of_the_job(
     cluster = {"kind": "slurm", "gpus_per_node": 2}
     task = tasks(tmp_path, {"script": {**SCRIPT, "launch": launch}, "cluster": cluster})["check"]
     program, allocation = make_rank_program(RunDir(tmp_path), task), Allocation(index, 4, job_id="7", environ={})
-    start = program.start(allocation, program.make_command(attempt=1, rendezvous=""))
+    start = program.make_starter(allocation, program.make_leader_command(attempt=1, rendezvous=""))
     assert [command.environment["RANK"] for command in start.make_rank_commands(tmp_path / "log")] == ranks

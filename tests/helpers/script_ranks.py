@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from tula_cli.host.processes import adopt_orphans, set_parent_death_signal
 from tula_cli.run.records.scripts import RankResult, ShimPlan
-from tula_cli.worker.preloaded import _exit_quickly
+from tula_cli.worker.preloaded import _exit_without_cleanup
 
 ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "tula_cli" / "shim"
@@ -161,7 +161,9 @@ def _kill_leftover_processes() -> int:
 
 if __name__ == "__main__":
     finished_requests: list[dict[str, Any]] = []
-    atexit.register(_exit_quickly, finished_requests)  # registered before torch's handlers, so it is called last
+    atexit.register(
+        _exit_without_cleanup, finished_requests
+    )  # registered before torch's handlers, so it is called last
     for module in MODULES:
         importlib.import_module(module)
     gc.freeze()  # otherwise each garbage collection in a rank would copy the memory pages of a million objects of torch

@@ -45,7 +45,7 @@ class LeavesAt(PreemptionHandler):
         super().__init__(ranks, environ={})
         self.calls = calls
 
-    def check(self, *, reserve: float) -> None:
+    def stop_if_requested(self, *, reserve: float) -> None:
         self.calls -= 1
         if not self.calls:
             raise Preempted("time_limit")

@@ -104,7 +104,7 @@ def leave_on_signal(folder: Path, ranks: Ranks) -> dict[str, Any]:
             if ranks.rank == 1 and requested == 7:
                 subject._handle_signal()
             time.sleep(0.001)
-            subject.check(reserve=0.0)
+            subject.stop_if_requested(reserve=0.0)
     except Preempted as reason:
         return {"asked": requested, "reason": reason.reason}
     return {}
@@ -290,7 +290,7 @@ def end_windows(folder: Path, ranks: Ranks) -> list[int]:
     subject, result = make_trainer(make_spec(), ranks), []
     for value in ((3, 9), (8, 2)):
         blocks = StepBlocks(subject, lambda times, most=value[ranks.rank]: min(2, most - len(times)))  # type: ignore[misc]
-        blocks.run(worker_train_loop.run_steps(subject))
+        blocks.run_blocks(worker_train_loop.run_steps(subject))
         result.append(len(blocks.steps))
     return result
 

@@ -99,8 +99,8 @@ def test_what_knows_no_accelerator_is_not_asked_for_its_kind(monkeypatch: pytest
 def test_waiting_is_for_the_device_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    Clock(torch.device("cpu")).wait()
-    Clock(torch.device("cuda", 1)).wait()
+    Clock(torch.device("cpu")).wait_for_device()
+    Clock(torch.device("cuda", 1)).wait_for_device()
     assert waited == [torch.device("cuda", 1)]
 
 
@@ -214,7 +214,7 @@ def test_the_peak_on_a_gpu_is_that_of_the_steps_after_the_warm_up(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 2 * peak)
     meter = device.MemoryMeter(GPU, base=100, base_reserved=200)
     assert meter.read_peak() == (800, 1600)
-    meter.restart_after_warmup()
+    meter.restart_counts_after_warmup()
     assert meter.read_peak() == (200, 400)
     assert meter.count_allocator_retries() == 0
 
@@ -224,7 +224,7 @@ def test_what_was_held_while_a_model_was_built_on_the_cpu_is_no_peak_of_its_step
     meter.reset()
     _write(256 * 2**20)  # and given back at once
     before = meter.read_peak()[0]
-    meter.restart_after_warmup()
+    meter.restart_counts_after_warmup()
     assert before - meter.read_peak()[0] > 192 * 2**20, "what was given back is no longer part of the peak"
     _write(64 * 2**20)
     assert 48 * 2**20 < meter.read_peak()[0] < 128 * 2**20, "what comes then is"

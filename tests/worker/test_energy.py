@@ -74,7 +74,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnergyMeter]:
     def made(nvml: ModuleType | None, *others: tuple[str, float | None], uuid: str = UUID) -> EnergyMeter:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import fails
         monkeypatch.setattr(energy, "get_gpu_uuid", lambda: uuid)
-        monkeypatch.setattr(Clock, "wait", lambda clock: None)
+        monkeypatch.setattr(Clock, "wait_for_device", lambda clock: None)
         monkeypatch.setattr(Group, "others", others)
         return EnergyMeter(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))
 
@@ -151,13 +151,13 @@ def test_the_energy_of_a_training_is_that_of_all_its_attempts(
     monkeypatch.setattr(energy, "EnergyMeter", Meters([2.0, 5.0], [3.0, None]))
     first = TrainingEnergy(run, "ab12cd34", alone)
     assert run.get_training("ab12cd34").read_energy() is None
-    first.save()
-    first.save()
+    first.save_energy()
+    first.save_energy()
     before = run.get_training("ab12cd34").read_energy()
     assert before is not None and before.joules == 5 and before.seconds > 0
     second = TrainingEnergy(run, "ab12cd34", alone)
-    second.save()
-    second.save()  # the counter can be read no more: what was told before stays
+    second.save_energy()
+    second.save_energy()  # the counter can be read no more: what was told before stays
     result = run.get_training("ab12cd34").read_energy()
     assert result is not None and result.joules == 8 and result.seconds > before.seconds
 
@@ -167,7 +167,7 @@ def test_without_a_counter_a_training_writes_nothing_and_asks_nobody(
 ) -> None:
     monkeypatch.setattr(energy, "EnergyMeter", Meters([]))
     counted = TrainingEnergy(run, "ab12cd34", alone)
-    counted.save()
+    counted.save_energy()
     assert run.get_training("ab12cd34").read_energy() is None
 
 

@@ -63,11 +63,11 @@ def test_sigterm_is_heard_between_steps(alone: Ranks) -> None:
     subject = PreemptionHandler(alone, environ={})
     try:
         subject.install()
-        subject.check(reserve=0.0)
+        subject.stop_if_requested(reserve=0.0)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Preempted) as error:
             for _ in range(preemption.MAX_STEPS_BETWEEN_CHECKS + 1):
-                subject.check(reserve=0.0)
+                subject.stop_if_requested(reserve=0.0)
         assert error.value.reason == "signal"
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -80,9 +80,9 @@ def test_the_clock_says_when_saving_would_come_too_late(
     subject = PreemptionHandler(alone, environ={"TULA_LEAVE_AT": str(time.time() + seconds)})
     if leaves:
         with pytest.raises(Preempted, match="time_limit"):
-            subject.check(reserve=reserve)
+            subject.stop_if_requested(reserve=reserve)
     else:
-        subject.check(reserve=reserve)
+        subject.stop_if_requested(reserve=reserve)
 
 
 def test_quick_steps_are_not_slowed_by_a_question_each(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_quick_steps_are_not_slowed_by_a_question_each(alone: Ranks, monkeypatch
     communicated = 0
     for _ in range(200):
         time.sleep(0.001)
-        communicated += subject.check(reserve=0.0)
+        communicated += subject.stop_if_requested(reserve=0.0)
     assert communicated == len(requests) and 0 < communicated <= 5
 
 
@@ -106,7 +106,7 @@ def test_ranks_communicate_at_the_same_intervals_however_long_a_step_takes(
         communicated = []
         for step in range(64):
             now += step_time
-            communicated += [step] * subject.check(reserve=0.0)
+            communicated += [step] * subject.stop_if_requested(reserve=0.0)
         gaps = {after - before for before, after in itertools.pairwise(communicated[-4:])}
         assert gaps == {round(preemption.CHECK_SECONDS / step_time)}
 

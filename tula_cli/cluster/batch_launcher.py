@@ -62,7 +62,7 @@ class BatchLauncher:
             read_change_time(Path(job.script)) for job in queued.values() if job.script
         ]  # just before submission
         submitted_at = min((when or time.time() for when in written_at), default=time.time())
-        files.prepare_folders(run.path, *task.folders)
+        files.create_polled_folders(run.path, *task.folders)
         # Jobs before the last queued one have run, or must not run.
         submitted = max((names.index(name) + 1 for name in queued), default=0)
         new = list(zip(list_chain_tasks(task), names, strict=True))[submitted:]
@@ -87,11 +87,11 @@ class BatchLauncher:
         reported_states = self.scheduler.query_states([id_ for job in jobs for id_ in job.ids])
         states: dict[str, SchedulerState] = {}
         for job in jobs:
-            state = _explain_missing_log(snapshot, job, self._get_state(snapshot, job, reported_states))
+            state = _explain_missing_log(snapshot, job, self._get_job_state(snapshot, job, reported_states))
             states[job.id] = _add_error_output(snapshot, job, state)
         return states
 
-    def _get_state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
+    def _get_job_state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
         forgotten = f"{self.scheduler.name} no longer knows it"
         state = get_chain_state(job, states, forgotten=forgotten, released=snapshot.read_released_jobs(job.id))
         if state.state == "pending" and has_run_moved(job, snapshot.resolved_path):

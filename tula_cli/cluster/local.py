@@ -77,9 +77,9 @@ class LocalLauncher:
 
     def query_states(self, snapshot: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Return the states of jobs: a job runs while the kernel lists its process with the recorded start time."""
-        return {job.id: self._get_state(snapshot, job) for job in jobs}
+        return {job.id: self._get_job_state(snapshot, job) for job in jobs}
 
-    def _get_state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
+    def _get_job_state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
         if job.host not in ("", socket.gethostname()):
             return _get_state_on_other_machine(snapshot, job)
         if not is_process_running(int(job.scheduler_id), job.process_started):

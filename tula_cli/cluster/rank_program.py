@@ -88,7 +88,7 @@ class RankProgram(ABC):
             JobFailed: the configured network interface does not exist.
         """
 
-    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
+    def make_leader_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
         """Return the command to start the ranks of an attempt now."""
         return LeaderCommand(task=self.task.id, attempt=attempt, ranks=self.task.ranks, meeting=rendezvous)
 

@@ -258,7 +258,7 @@ class Supervisor:
                 close_attempt(self.run, attempt, refusal, Stop(why="batch_failed"))
                 self._current_attempt = None
                 break
-            command = program.make_command(attempt=attempt.number, rendezvous=rendezvous)
+            command = program.make_leader_command(attempt=attempt.number, rendezvous=rendezvous)
             self._write_command(command)
             running = self._make_running_attempt(task, attempt, command, ends)
             failure = running.apply_termination_reason(running.run_ranks_to_exit())

@@ -160,9 +160,9 @@ class TicketHolder:
     def __init__(self, holder: str, devices: Collection[str], *, measures: bool) -> None:
         self.holder, self.devices, self.measures = holder, tuple(devices), measures
         self._handle: int | None = None
-        self._take_number()
+        self._draw_number()
 
-    def _take_number(self) -> None:
+    def _draw_number(self) -> None:
         self.folder = make_ticket_folder()
         draft = self.folder / f".{os.getpid()}"
         with _lock_ticket_numbers(self.folder):
@@ -197,7 +197,7 @@ class TicketHolder:
         """
         if not self._is_ticket_file_intact():  # the session's folder was removed at logout: all draw new tickets
             self._close_handle()
-            self._take_number()
+            self._draw_number()
         return list_probes_ahead(self.ticket, _list_living_tickets(self.folder))
 
     def list_conflicting_trainings(self) -> list[Ticket]:

@@ -72,13 +72,13 @@ def _reduce_bucket(state: ReductionHook, bucket: GradBucket) -> torch.futures.Fu
     work = dist.all_reduce(gradient, group=state.group, async_op=True)
     assert work is not None
 
-    def reduced(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def finish_bucket(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         total: Tensor = done.value()[0]
         for call in after:
             call()
         return total
 
-    future: torch.futures.Future[Tensor] = work.get_future().then(reduced)
+    future: torch.futures.Future[Tensor] = work.get_future().then(finish_bucket)
     return future
 
 
@@ -119,10 +119,10 @@ class NormListener:
         grads = bucket.gradients()
         seen = self._buckets[bucket.index()] = _PendingBucketNorms(bucket.parameters(), _compute_squared_norms(grads))
 
-        def after() -> None:
+        def record_averaged_norms() -> None:
             seen.averaged = _compute_squared_norms(grads)
 
-        return after
+        return record_averaged_norms
 
     def clear(self) -> None:
         """Drop the recorded norms."""

@@ -140,14 +140,14 @@ def write_file_atomically(path: Path, data: bytes | str | Callable[[BinaryIO], N
 def _create_file(draft: Path, mode: int) -> BinaryIO:
     """Create a new file exclusively; an existing file or link of that name is removed first."""
 
-    def create(name: str, flags: int) -> int:
+    def open_new_file(name: str, flags: int) -> int:
         return os.open(name, flags, mode)
 
     try:
-        return open(draft, "xb", opener=create)
+        return open(draft, "xb", opener=open_new_file)
     except FileExistsError:
         draft.unlink()
-        return open(draft, "xb", opener=create)
+        return open(draft, "xb", opener=open_new_file)
 
 
 def make_write_error(
@@ -653,7 +653,7 @@ def read_change_marker(run: Path) -> tuple[int, int] | None:
     return read_file_identity(run / _CHANGE_MARKER_FILE)
 
 
-def prepare_folders(run: Path, *others: str) -> None:
+def create_polled_folders(run: Path, *others: str) -> None:
     """Create the folders that supervisors and ranks poll, and `others`: caches of missing names would hide them later.
 
     Raises:

@@ -50,14 +50,14 @@ def write_package_archive(run: Path) -> Path | None:
         TulaError: it cannot be written.
     """
 
-    def save(file: BinaryIO) -> None:
+    def write_archive(file: BinaryIO) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, content in _read_package_code().items():
                 archive.writestr(zipfile.ZipInfo(name, _ARCHIVE_DATE), content, zipfile.ZIP_DEFLATED)
 
     archive = find_package_archive(run)
     if archive is not None and not archive.exists():
-        write_file_atomically(archive, save)
+        write_file_atomically(archive, write_archive)
     return archive
 
 

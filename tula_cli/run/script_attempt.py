@@ -105,7 +105,7 @@ class ScriptAttempt:
         return [row for path in list_files(self.path, f"files-{host}-*.jsonl") for row in read_json_lines(path)]
 
     @property
-    def aside(self) -> Path:
+    def moved_files_folder(self) -> Path:
         """The folder for files that were written outside the script's own folder."""
         return self.path / "aside"
 

@@ -98,7 +98,7 @@ def may_be_secret(name: str, value: str) -> bool:
 def redact_secrets(text: str) -> str:
     """Return text, for example a command, with possible passwords and tokens replaced by ***."""
 
-    def hide(match: re.Match[str]) -> str:
+    def mask_secret(match: re.Match[str]) -> str:
         name, value = (part for part in match.groups() if part is not None)
         return match[0] if _HARMLESS_VALUE_PATTERN.fullmatch(value) else f"{name}***"
 
@@ -106,7 +106,7 @@ def redact_secrets(text: str) -> str:
         text = pattern.sub(r"\1***", text)
     text = _TOKEN_PATTERN.sub("***", _QUERY_SECRET_PATTERN.sub(r"\1***", _URL_SECRET_PATTERN.sub(r"\1\2***@", text)))
     for pattern in (_ASSIGNED_SECRET_PATTERN, _SECRET_AFTER_NAME_PATTERN, _SECRET_IN_SENTENCE_PATTERN):
-        text = pattern.sub(hide, text)
+        text = pattern.sub(mask_secret, text)
     return text
 
 

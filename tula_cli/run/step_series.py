@@ -66,11 +66,11 @@ class StepRow(NamedTuple):
         rate = round_value("lr", lr) or 0.0
         return cls(samples, 1, batch, rate, size, size, size, change, change, change, share, mean_factor, size)
 
-    def follows(self, previous: "StepRow") -> bool:
+    def is_directly_after(self, previous: "StepRow") -> bool:
         """Return whether this row directly follows another one with the same batch."""
         return self.batch == previous.batch and self.samples - self.steps * self.batch == previous.samples
 
-    def join(self, later: "StepRow") -> "StepRow":
+    def join_next_row(self, later: "StepRow") -> "StepRow":
         """Return one row for the steps of this row and of the one that follows it."""
         earlier_share, later_share = self.scaled or 0.0, later.scaled or 0.0
         weights = (self.steps * earlier_share, later.steps * later_share)
@@ -132,9 +132,9 @@ def join_adjacent_rows(
     joined_rows: list[StepRow] = []
     for row in rows:
         previous = joined_rows[-1] if joined_rows else None
-        fits = previous is not None and row.follows(previous) and previous.steps + row.steps <= max_rows
+        fits = previous is not None and row.is_directly_after(previous) and previous.steps + row.steps <= max_rows
         if previous is not None and fits and not must_stay_apart(previous.samples, row.samples):
-            joined_rows[-1] = previous.join(row)
+            joined_rows[-1] = previous.join_next_row(row)
         else:
             joined_rows.append(row)
     return joined_rows
@@ -153,7 +153,7 @@ def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
 def _group_rows_of_line(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
     group: list[StepRow] = []
     for row in rows:
-        if group and not (row.follows(group[-1]) and row.steps == group[-1].steps):
+        if group and not (row.is_directly_after(group[-1]) and row.steps == group[-1].steps):
             yield group
             group = []
         group.append(row)

@@ -77,7 +77,7 @@ class TrainingRun:
     def __init__(self, run: Path, signature: str, *, read: RecordReader = read_record) -> None:
         self.run = run
         self.signature = signature
-        self._read = read
+        self._read_record = read
 
     @property
     def path(self) -> Path:
@@ -87,7 +87,7 @@ class TrainingRun:
 
     def read_tasks(self) -> list[TrainTask]:
         """Return the task of each relaunch, first attempt first."""
-        tasks = read_records(self.run / "tasks", TrainTask, f"train-{self.signature}-*.json", read=self._read)
+        tasks = read_records(self.run / "tasks", TrainTask, f"train-{self.signature}-*.json", read=self._read_record)
         return sorted(tasks, key=lambda task: task.attempt)
 
     def read_newest_task(self) -> TrainTask | None:
@@ -97,7 +97,9 @@ class TrainingRun:
 
     def read_attempts(self) -> list[Attempt]:
         """Return the attempts over all relaunches, oldest first."""
-        attempts = read_records(self.run / "attempts", Attempt, f"train-{self.signature}-*.json", read=self._read)
+        attempts = read_records(
+            self.run / "attempts", Attempt, f"train-{self.signature}-*.json", read=self._read_record
+        )
         return sorted(attempts, key=lambda attempt: attempt.sort_key)
 
     def find_diverged_attempt(self) -> Attempt | None:
@@ -110,10 +112,10 @@ class TrainingRun:
     # --- Progress and result
 
     def read_result(self) -> TrainResult | None:
-        return self._read(self.path / "result.json", TrainResult)
+        return self._read_record(self.path / "result.json", TrainResult)
 
     def read_summary(self) -> Summary | None:
-        return self._read(self.path / "summary.json", Summary)
+        return self._read_record(self.path / "summary.json", Summary)
 
     def find_weights(self) -> Path | None:
         """Return the checkpoint of the best epoch of tula's own loop; None if there is none yet.
@@ -131,11 +133,11 @@ class TrainingRun:
 
     def read_evaluations(self) -> list[EvaluationRecord]:
         """Return the results of `tula evaluate` on its weights, oldest first."""
-        evaluations = read_records(self.path / "evaluations", EvaluationRecord, read=self._read)
+        evaluations = read_records(self.path / "evaluations", EvaluationRecord, read=self._read_record)
         return sorted(evaluations, key=lambda evaluation: evaluation.evaluated_at)
 
     def read_evaluation(self, key: str) -> EvaluationRecord | None:
-        return self._read(self._get_evaluation_path(key), EvaluationRecord)
+        return self._read_record(self._get_evaluation_path(key), EvaluationRecord)
 
     def write_evaluation(self, evaluated: EvaluationRecord) -> None:
         write_record(self._get_evaluation_path(evaluated.key), evaluated)
@@ -148,29 +150,29 @@ class TrainingRun:
 
     def read_tuning(self) -> Tuning | None:
         """Return the state of a training's self-tuning; None before it starts."""
-        return self._read(self.path / "tuning.json", Tuning)
+        return self._read_record(self.path / "tuning.json", Tuning)
 
     def read_energy(self) -> CountedEnergy | None:
         """Return the energy counted so far; None if the GPUs have no counter."""
-        return self._read(self.path / "energy.json", CountedEnergy)
+        return self._read_record(self.path / "energy.json", CountedEnergy)
 
     def read_script_progress(self) -> ScriptProgress | None:
         """Return the newest checkpoint of a script; None if there is none, or tula's own loop trains."""
-        return self._read(self.path / "script.json", ScriptProgress)
+        return self._read_record(self.path / "script.json", ScriptProgress)
 
     def write_script_progress(self, progress: ScriptProgress) -> None:
         write_record(self.path / "script.json", progress)
 
     def read_script_saves(self) -> ScriptSaves:
         """Return the checkpoints that a script has saved, and the samples it lost."""
-        return self._read(self.path / "saves.json", ScriptSaves) or ScriptSaves()
+        return self._read_record(self.path / "saves.json", ScriptSaves) or ScriptSaves()
 
     def write_script_saves(self, saves: ScriptSaves) -> None:
         write_record(self.path / "saves.json", saves)
 
     def read_micro_batches(self) -> MicroBatches | None:
         """Return how far its micro-batches may be split; None before its ranks have reported it, and for a script."""
-        return self._read(self.path / "micro_batches.json", MicroBatches)
+        return self._read_record(self.path / "micro_batches.json", MicroBatches)
 
     def write_micro_batches(self, known: MicroBatches) -> None:
         write_record(self.path / "micro_batches.json", known)

@@ -188,15 +188,15 @@ def move_to_device(batch: Batch, device: torch.device, *, channels_last: bool) -
 
 
 def _move_batch_tensors(batch: Batch, *, device: torch.device, channels_last: bool) -> Batch:
-    def move(tensor: torch.Tensor) -> torch.Tensor:
+    def move_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
     def move_image(tensor: torch.Tensor) -> torch.Tensor:
-        moved, image = move(tensor), channels_last and tensor.ndim == 4 and tensor.is_floating_point()
+        moved, image = move_tensor(tensor), channels_last and tensor.ndim == 4 and tensor.is_floating_point()
         return moved.contiguous(memory_format=torch.channels_last) if image else moved
 
     if type(batch) in (list, tuple) and len(batch) == 2:
-        return tree_map_only(torch.Tensor, move_image, batch[0]), tree_map_only(torch.Tensor, move, batch[1])
+        return tree_map_only(torch.Tensor, move_image, batch[0]), tree_map_only(torch.Tensor, move_tensor, batch[1])
     return tree_map_only(torch.Tensor, move_image, batch)
 
 
@@ -298,7 +298,7 @@ class Clock:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
-    def wait(self) -> None:
+    def wait_for_device(self) -> None:
         """Wait until the device has completed all queued work."""
         if self.device.type == "cuda":
             torch.accelerator.synchronize(self.device)
@@ -356,7 +356,7 @@ class MemoryMeter:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free - (torch.cuda.memory_reserved(self.device) - self.base_reserved)
 
-    def restart_after_warmup(self) -> None:
+    def restart_counts_after_warmup(self) -> None:
         """Restart the counts of retries and the peak, because the first steps are not representative.
 
         In the first steps the allocator may flush its cache once or twice near the limit, and cuDNN tries algorithms

@@ -50,7 +50,7 @@ class EnergyMeter:
         """Return the counter once the device has completed all queued work."""
         if self._counter is None:
             return None
-        self._clock.wait()
+        self._clock.wait_for_device()
         return self._counter()
 
 
@@ -68,7 +68,7 @@ class TrainingEnergy:
         self._counts = not ranks.max(float(not self._meter.has_counter))  # else no communication later
         self._before = run.get_training(signature).read_energy() if ranks.is_first else None
 
-    def save(self) -> None:
+    def save_energy(self) -> None:
         """Write the energy counted so far, so that it is kept if the training fails."""
         joules, seconds = self._meter.read_joules() if self._counts else None, time.monotonic() - self._began
         if joules is None or not self._ranks.is_first:
@@ -101,13 +101,13 @@ def _open_energy_counter(gpu: str) -> Counter | None:
         return None
     nvml, handle = device
 
-    def read() -> float | None:
+    def read_gpu_counter() -> float | None:
         try:
             return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000  # mJ
         except (nvml.NVMLError, AttributeError):  # AttributeError: the package is too old for this counter
             return None
 
-    if read() is None:
+    if read_gpu_counter() is None:
         return None
 
-    return read
+    return read_gpu_counter

@@ -43,7 +43,7 @@ def run_training(
     energy = TrainingEnergy(run, task.signature, ranks)
     with contextlib.suppress(Preempted):
         _train_with_method(task, TrainContext(run, ranks, datasets, preemption, attempt, energy, task))
-    energy.save()
+    energy.save_energy()
 
 
 def _train_with_method(task: TrainTask, context: TrainContext) -> None:

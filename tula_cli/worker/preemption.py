@@ -53,7 +53,7 @@ class PreemptionHandler:
     def _handle_signal(self, *_: object) -> None:
         self._is_announced = True
 
-    def check(self, *, reserve: float) -> bool:
+    def stop_if_requested(self, *, reserve: float) -> bool:
         """Stop if the ranks agree to; every rank must call this after every step or evaluation batch.
 
         Args:

@@ -62,7 +62,7 @@ def main(*, modules: Iterable[str] = PRELOADED_MODULES, rank: Callable[[Request]
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     finished: list[Request] = []
-    atexit.register(_exit_quickly, finished)  # registered before all libraries' handlers, so it is called last
+    atexit.register(_exit_without_cleanup, finished)  # registered before all libraries' handlers, so it is called last
     try:
         _import_modules(modules)
     except Exception as error:  # noqa: BLE001 - the process boundary: imports may raise anything
@@ -91,7 +91,7 @@ def _import_modules(modules: Iterable[str]) -> None:
         gc.enable()
 
 
-def _exit_quickly(finished: Sequence[Request]) -> None:
+def _exit_without_cleanup(finished: Sequence[Request]) -> None:
     """Exit a finished rank without destroying its modules, which would first copy thousands of memory pages.
 
     Threads have been joined and exit handlers called by now. Of the interpreter's remaining work, only flushing files

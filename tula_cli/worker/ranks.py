@@ -69,7 +69,7 @@ class Ranks:
         dist.broadcast(tensor, src=0)
         return int(tensor.item())
 
-    def cores(self) -> float:
+    def count_cores(self) -> float:
         """Return the cores per rank: shared cores are divided among the node's ranks; the minimum over all ranks."""
         node_cores = [platform.node(), sorted(os.sched_getaffinity(0)), read_cpu_quota()]
         return find_min_cores([json.loads(text) for text in self.gather(json.dumps(node_cores))])

@@ -58,7 +58,7 @@ def count_waits_per_step(spec: JobSpec, me: Ranks, *, batch: int) -> dict[str, f
     with count_waits(me.device.type) as result:
         for _ in range(COUNTED_STEPS):
             fixed.step()
-    fixed.trainer.clock.wait()
+    fixed.trainer.clock.wait_for_device()
     del fixed
     gc.collect()
     return {where: count / COUNTED_STEPS for where, count in result.items()}
@@ -115,7 +115,7 @@ def measure_case(spec: JobSpec, me: Ranks, *, batch: int, least: float) -> dict[
 def measure_between_events(fixed: ConstantBatchTrainer, count: int) -> tuple[float, float]:
     """Return the seconds per step between two events and by wall time; the host waits once."""
     clock = fixed.trainer.clock
-    clock.wait()
+    clock.wait_for_device()
     began, start = time.perf_counter(), clock.mark()
     for _ in range(count):
         fixed.step()
@@ -129,7 +129,7 @@ def measure_with_gradient_norms(spec: JobSpec, me: Ranks, *, batch: int, count: 
     spy = GradientNormRecorder.attach(fixed.trainer)
     fixed.warm_up(5)
     clock = fixed.trainer.clock
-    clock.wait()
+    clock.wait_for_device()
     start = clock.mark()
     for _ in spy.watch_steps((fixed.step() for _ in range(count)), fixed.trainer.scaler):
         pass

@@ -126,7 +126,7 @@ def test_what_is_only_opened_is_left_alone_without_a_word(tmp_path: Path, name: 
     files, code = READS[name]
     attempt, work = probe(tmp_path, files, RUN + code)
     before = tree(work)
-    assert move_probe_files(attempt) == "" and tree(work) == before and not attempt.aside.exists()
+    assert move_probe_files(attempt) == "" and tree(work) == before and not attempt.moved_files_folder.exists()
 
 
 def test_processes_of_a_node_share_the_copies(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def observe_start(
 ) -> tuple[RunDir, Failure | None]:
     """Return the run, and why the training up to the checkpoint failed, given its losses."""
     run, task = prepare(folder)
-    command = ScriptRateSearch(run, task).make_command(attempt=1, rendezvous="")
+    command = ScriptRateSearch(run, task).make_leader_command(attempt=1, rendezvous="")
     assert command.branch is not None and command.branch.rule is None
     attempt = ScriptAttempt(run.path, task.id, 1)
     write_rows(attempt, losses, [0.01])
@@ -173,7 +173,7 @@ def observe_branch(
     task = next(task for task in run.read_tasks() if isinstance(task, RateSearchTask))
     program, failure = ScriptRateSearch(run, task), None
     for number, seen in ((2, [0.01]), (3, rates)):
-        command = program.make_command(attempt=number, rendezvous="")
+        command = program.make_leader_command(attempt=number, rendezvous="")
         assert command.branch is not None and Path(command.branch.out, "state").read_text() == "checkpoint"
         write_rows(ScriptAttempt(run.path, task.id, number), [0.9] * 5 if number == 2 else losses, seen)
         failure = program.record_results(command, None)

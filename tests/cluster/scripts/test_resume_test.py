@@ -208,7 +208,7 @@ def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
     task = ResumeTestTask(id="r", job="r", spec=spec, workdir=str(folder), nodes=1, key="k", batch=16)
     run.write_task(task)
     leader, follower = (Supervisor(run, Allocation(index, 2, index, "7", environ=os.environ)) for index in (0, 1))
-    following = threading.Thread(target=follower.follow)
+    following = threading.Thread(target=follower.follow_leader)
     following.start()
     leader._run_as_leader(task.id)
     following.join()

@@ -63,7 +63,7 @@ def start(
     meeting = "10.0.0.1:4711"
     command = LeaderCommand(task=task.id, attempt=1, ranks=world, meeting=meeting, batch=batch, checkpoint=checkpoint)
     script = ScriptTraining(run, task) if isinstance(task, TrainTask) else ScriptProbe(run, task)
-    return script.start(allocation, command)
+    return script.make_starter(allocation, command)
 
 
 def commands(result: ScriptStart) -> list[str]:

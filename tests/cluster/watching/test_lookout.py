@@ -98,7 +98,7 @@ def test_a_supervisor_reads_where_something_is_new_and_always_where_no_news_is_w
         monkeypatch.setattr(lookouts, name, value)
     monkeypatch.setattr(lookouts, "IDLE_READ_SECONDS", (600.0, 600.0))
     run = RunDir.create(tmp_path, make_runs.spec())
-    files.prepare_folders(run.path)
+    files.create_polled_folders(run.path)
     watcher = ChangeWatcher(run.path, Allocation(1, 2, 1, str(tmp_path), nodes=1))
     assert watcher.is_due()
     assert not watcher.is_due(), "nothing is new"

@@ -76,5 +76,5 @@ def test_columns_are_equally_long_and_plain() -> None:
 def test_a_damaged_row_without_bounds_is_joined_by_its_mean() -> None:
     first, second = steps(2)
     damaged = second._replace(norm_low=None, norm_high=None)
-    joined = first.join(damaged)
+    joined = first.join_next_row(damaged)
     assert (joined.norm_low, joined.norm_high) == (first.norm_low, damaged.norm)

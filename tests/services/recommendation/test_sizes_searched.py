@@ -155,7 +155,7 @@ def test_node_types_each_have_their_own(tmp_path: Path) -> None:
         node_types={"a": {"search": {"gpus_per_node": [1, 4]}}, "b": {"cluster": {"gpus_per_node": 2}}},
     )
     parts = {part.type: part for part in make_runs(tmp_path, typed)}
-    assert {name: [other.type for other in part.sizes] for name, part in parts.items()} == {
+    assert {name: [other.type for other in part.runs_of_other_sizes] for name, part in parts.items()} == {
         "a-gpus-1": ["a-gpus-4"], "a-gpus-4": ["a-gpus-1"], "b": [],
     }  # fmt: skip
     assert [part.spec.cluster.gpus_per_node for part in parts.values()] == [1, 4, 2]

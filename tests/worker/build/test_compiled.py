@@ -116,13 +116,13 @@ def test_recomputed_blocks_write_their_statistics_once(
 def test_nothing_is_compiled_in_what_a_probe_times(
     alone: Ranks, compiler: Compiler, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled_before_timing, restart = [], MemoryMeter.restart_after_warmup
+    compiled_before_timing, restart = [], MemoryMeter.restart_counts_after_warmup
 
     def restart_and_record(meter: MemoryMeter) -> None:
         compiled_before_timing.append(list(compiler.seen))
         restart(meter)
 
-    monkeypatch.setattr(MemoryMeter, "restart_after_warmup", restart_and_record)
+    monkeypatch.setattr(MemoryMeter, "restart_counts_after_warmup", restart_and_record)
     requested = {
         "ags": {"delta": "inf", "b_small": 4},
         "search": {"min_steps": 5},

@@ -116,7 +116,7 @@ def test_a_warm_up_ends_where_steps_are_never_alike() -> None:
 def test_blocks_are_timed_apart_from_what_is_between_them(alone: Ranks) -> None:
     subject, at_work = make_trainer(make_spec(), alone), []
     blocks = StepBlocks(subject, lambda times: [3, 2, 0][sum(map(len, at_work))], at_work=lambda: at_work.append("x"))
-    blocks.run(worker_train_loop.run_steps(subject))
+    blocks.run_blocks(worker_train_loop.run_steps(subject))
     assert len(blocks.steps) == len(blocks.waits) == 5 and len(at_work) == 2
     assert all(0 <= wait < step for wait, step in zip(blocks.waits, blocks.steps, strict=True))
 

@@ -368,11 +368,11 @@ def test_a_loss_with_class_weights_trains(alone: Ranks) -> None:
 
 
 def test_a_rank_alone_has_the_cores_that_it_may_run_on(alone: Ranks) -> None:
-    assert 0 < alone.cores() <= len(os.sched_getaffinity(0))
+    assert 0 < alone.count_cores() <= len(os.sched_getaffinity(0))
 
 
 def test_workers_that_are_a_number_are_not_asked_of_the_cores(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ranks, "cores", lambda _: 6.0)
+    monkeypatch.setattr(Ranks, "count_cores", lambda _: 6.0)
     assert make_trainer(make_spec(), alone, workers="auto").workers == 0  # what the job says
     assert make_trainer(make_spec(train={"workers": "auto"}), alone, workers="auto").workers == 5
     assert (

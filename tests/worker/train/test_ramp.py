@@ -29,7 +29,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.build.loaders import MicroBatchSampler, TrainingPosition, make_epoch_permutation
 from tula_cli.worker.entry import run_training
-from tula_cli.worker.methods import scaling
+from tula_cli.worker.methods import ags
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.step_watch import StepWatch
@@ -93,7 +93,7 @@ def test_beta1_of_a_ramp_follows_the_batch_that_it_comes_to(
     optimizer = {**ADAM, "args": {"betas": betas} if betas else {}}
     seen: list[TrainTask] = []
     monkeypatch.setattr("tula_cli.worker.entry._train_with_method", lambda task, context: seen.append(task))
-    monkeypatch.setattr("tula_cli.worker.entry.TrainingEnergy.save", lambda self: None)
+    monkeypatch.setattr("tula_cli.worker.entry.TrainingEnergy.save_energy", lambda self: None)
     spec = job("ramp", ramp="auto", optimizer=optimizer, train={"reference_batch": 8})
     train(RunDir.create(tmp_path, spec), alone, make_train_task(spec, batch=batch))
     built = make_trainer(seen[0].spec, alone, batch=64).base
@@ -184,7 +184,7 @@ def test_a_change_in_the_process_is_that_of_a_resumed_one(alone: Ranks) -> None:
 
 
 def test_a_method_that_does_not_follow_the_batch_fails(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling.Scaling, "change_batch", lambda self, loop: None)
+    monkeypatch.setattr(ags.Scaling, "change_batch", lambda self, loop: None)
     with pytest.raises(AssertionError):
         test_a_change_in_the_process_is_that_of_a_resumed_one(alone)
 

@@ -249,8 +249,8 @@ class ScriptProbe(ScriptProgram):
     mode = "probe"
     silence = PROBE_HANG_SECONDS
 
-    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
-        command = super().make_command(attempt=attempt, rendezvous=rendezvous)
+    def make_leader_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
+        command = super().make_leader_command(attempt=attempt, rendezvous=rendezvous)
         return command.model_copy(update={"batch": (self.run.find_current_probe(self.task) or 0) * self.task.ranks})
 
     def make_monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:

@@ -49,12 +49,12 @@ class ScriptRateSearch(ScriptProgram):
 
     # --- Starts of the script
 
-    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
+    def make_leader_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
         """Return the command for the next branch, with a copy of the checkpoint in a separate folder.
 
         It is the training up to the checkpoint if there is none yet, or none any more; all branches follow it.
         """
-        command = super().make_command(attempt=attempt, rendezvous=rendezvous)
+        command = super().make_leader_command(attempt=attempt, rendezvous=rendezvous)
         arm, origin = self._find_next_arm(), self._folder / "start"
         has_checkpoint = self._find_newest_checkpoint(origin, self._reference_batch) is not None
         if arm is None or not has_checkpoint:

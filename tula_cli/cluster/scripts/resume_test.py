@@ -131,8 +131,8 @@ class ResumeTest(ScriptProgram):
 
     # --- Starts of the script
 
-    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
-        command, start = super().make_command(attempt=attempt, rendezvous=rendezvous), self.find_next_start()
+    def make_leader_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
+        command, start = super().make_leader_command(attempt=attempt, rendezvous=rendezvous), self.find_next_start()
         ranks = start.nodes * self.task.spec.cluster.gpus_per_node
         update = {"ranks": ranks, "batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
         return command.model_copy(update=update)

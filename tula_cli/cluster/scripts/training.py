@@ -226,8 +226,8 @@ class ScriptTraining(ScriptProgram):
 
     # --- Starts of the script
 
-    def make_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
-        command = super().make_command(attempt=attempt, rendezvous=rendezvous)
+    def make_leader_command(self, *, attempt: int, rendezvous: str) -> LeaderCommand:
+        command = super().make_leader_command(attempt=attempt, rendezvous=rendezvous)
         update = {"batch": self.task.batch, "checkpoint": str(self.find_resume_checkpoint() or "")}
         return command.model_copy(update=update)
 

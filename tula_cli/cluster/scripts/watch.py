@@ -77,7 +77,7 @@ def move_probe_files(attempt: ScriptAttempt) -> str:
         try:
             if file.is_unchanged():
                 continue
-            restored = _restore(file, attempt.aside / file.path.relative_to("/"))
+            restored = _restore_file(file, attempt.moved_files_folder / file.path.relative_to("/"))
         except OSError as error:
             remaining.append(f"{file.path} ({error.strerror})")
             continue
@@ -85,7 +85,7 @@ def move_probe_files(attempt: ScriptAttempt) -> str:
     for folder in folders:  # deepest first; folders that the probe created and that are empty now
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-    text = _describe_moved_files(moved, remaining, attempt.aside)
+    text = _describe_moved_files(moved, remaining, attempt.moved_files_folder)
     if text:
         append_json_line(attempt.path / "aside.jsonl", {"text": text})
     return text
@@ -115,7 +115,7 @@ def _list_changed_files(
             yield ChangedFile(file, False, None)
 
 
-def _restore(file: ChangedFile, target: Path) -> bool:
+def _restore_file(file: ChangedFile, target: Path) -> bool:
     """Move a file aside and restore its earlier content; return False if there is no copy of that."""
     if file.existed and file.copy is None:
         return False

@@ -428,12 +428,12 @@ def hook_steps(ags: Callable[[], AgsHooks]) -> None:
         ags().register_optimizer(self)
 
     @functools.wraps(run)
-    def backward(*arguments: Any, **named: Any) -> Any:
+    def bind_and_run_backward(*arguments: Any, **named: Any) -> Any:
         ags().bind_largest_model()
         return run(*arguments, **named)
 
     torch.optim.Optimizer.__init__ = __init__  # type: ignore[method-assign]
-    torch.autograd.backward = backward
+    torch.autograd.backward = bind_and_run_backward
     module.register_optimizer_step_pre_hook(lambda *step: ags().before_step(*step))
     module.register_optimizer_step_post_hook(lambda optimizer, *_: ags().after_step(optimizer))
     _hook_skipped_steps(ags)
@@ -444,7 +444,7 @@ def _hook_skipped_steps(ags: Callable[[], AgsHooks]) -> None:
     step = scaler.step
 
     @functools.wraps(step)
-    def stepping(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+    def step_and_detect_skip(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
         hooks = ags()
         before = hooks._steps_taken
         done = step(self, optimizer, *arguments, **named)
@@ -452,4 +452,4 @@ def _hook_skipped_steps(ags: Callable[[], AgsHooks]) -> None:
             hooks.discard_skipped_step()
         return done
 
-    scaler.step = stepping
+    scaler.step = step_and_detect_skip

@@ -82,10 +82,10 @@ def hook_branch(recorder: Any) -> None:
     scale = scaler.scale
 
     @functools.wraps(scale)
-    def scaling(self: Any, outputs: Any) -> Any:
+    def scale_and_mark(self: Any, outputs: Any) -> Any:
         scaled = scale(self, outputs)
         if scaled is not outputs and hasattr(scaled, "detach"):
             scaled._tula_unscaled = outputs
         return scaled
 
-    scaler.scale = scaling
+    scaler.scale = scale_and_mark

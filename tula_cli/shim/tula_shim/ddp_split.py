@@ -132,11 +132,11 @@ class DdpSplit:
         """Return a communication hook that calls `wrapped`, and records gradient norms while they are watched."""
         import torch
 
-        def square(tensor: Any) -> Any:
+        def compute_squared_norm(tensor: Any) -> Any:
             return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32).square()
 
         @functools.wraps(wrapped)
-        def hook(state: Any, bucket: Any) -> Any:
+        def call_and_record(state: Any, bucket: Any) -> Any:
             if self._watching == "local":
                 self.note = (
                     "compute time not measured: gradients were reduced although tula had turned the reduction off"
@@ -144,18 +144,18 @@ class DdpSplit:
                 self.local = False
             if self._watching != "norms":
                 return wrapped(state, bucket)
-            self._local.append(square(bucket.buffer()))
+            self._local.append(compute_squared_norm(bucket.buffer()))
             self._rounds += bool(bucket.is_last())
 
-            def reduced(future: Any) -> Any:
+            def record_reduced_bucket(future: Any) -> Any:
                 value = future.value()
                 tensor = value[0] if isinstance(value, (list, tuple)) else value
-                self._reduced.append(square(tensor))
+                self._reduced.append(compute_squared_norm(tensor))
                 return tensor
 
-            return wrapped(state, bucket).then(reduced)
+            return wrapped(state, bucket).then(record_reduced_bucket)
 
-        return hook
+        return call_and_record
 
 
 def hook_ddp(split: Callable[[], DdpSplit]) -> None:

@@ -93,11 +93,11 @@ def _make_batch_counter_getter(recorder: Recorder) -> Callable[[], DeliveredBatc
 
 
 def _hook_ags(recorder: Recorder) -> None:
-    def ags() -> AgsHooks:
+    def get_hooks() -> AgsHooks:
         assert recorder.ags is not None
         return recorder.ags
 
-    hook_steps(ags)
+    hook_steps(get_hooks)
 
 
 def _hook_optimizers(recorder: Recorder) -> None:
@@ -153,7 +153,7 @@ def _hook_backward(recorder: Recorder) -> None:
     run = torch.autograd.backward
 
     @functools.wraps(run)
-    def backward(*arguments: Any, **named: Any) -> Any:
+    def run_and_record_backward(*arguments: Any, **named: Any) -> Any:
         done = run(*arguments, **named)
         recorder.backwards += 1
         recorder.delivered.count_backward()
@@ -162,7 +162,7 @@ def _hook_backward(recorder: Recorder) -> None:
         recorder.split.after_backward(recorder.clock.mark)
         return done
 
-    torch.autograd.backward = backward
+    torch.autograd.backward = run_and_record_backward
 
 
 def _hook_gaps(recorder: Recorder) -> None:

@@ -61,12 +61,12 @@ class OrthoHooks:
         step = scaler.step
 
         @functools.wraps(step)
-        def stepping(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        def step_without_fused_scaling(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
             # Otherwise a fused step would unscale gradients within the step.
             optimizer._step_supports_amp_scaling = False
             return step(self, optimizer, *arguments, **named)
 
-        scaler.step = stepping
+        scaler.step = step_without_fused_scaling
 
     def register_model(self, optimizer: Any, model: Any) -> None:
         """Store the module of an optimizer that the loop declares, so that it need not be searched for."""

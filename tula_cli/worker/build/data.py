@@ -214,13 +214,13 @@ def _make_official_split_builder(
 ) -> Callable[[JobSpec, Transform, Transform], Split]:
     """Return a builder for a torchvision dataset with an official split, which the argument `key` selects."""
 
-    def build(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    def build_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
         root = str(_get_data_folder(spec))
         samples = _construct_torchvision_dataset(spec, root=root, transform=train, **{key: train_value})
         held_out = _construct_torchvision_dataset(spec, root=root, transform=evaluate, **{key: eval_value})
         return samples, held_out, len(samples.classes)
 
-    return build
+    return build_split
 
 
 def _build_caltech_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:

@@ -76,14 +76,14 @@ def collate_padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[TextBlockDataset, TextBlockDataset, None]:
     """Return `python_source`: training and held-out blocks of `length` bytes, from `size` bytes of source text."""
 
-    def settings(length: int = 128, size: int = 1_000_000) -> tuple[int, int]:
+    def collect_settings(length: int = 128, size: int = 1_000_000) -> tuple[int, int]:
         return length, size
 
     _refuse_transforms(spec)
     length, size = _require_positive(
-        call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_source")
+        call_with_arguments(collect_settings, spec.dataset.args, path="dataset.args", name="python_source")
     )
-    held_out, train_files = _hold_out_files(_read_bytes(_list_source_files(), size), spec.dataset.eval_fraction)
+    held_out, train_files = _choose_held_out_files(_read_bytes(_list_source_files(), size), spec.dataset.eval_fraction)
     datasets = TextBlockDataset(_join_bytes(train_files), length), TextBlockDataset(_join_bytes(held_out), length)
     if not all(map(len, datasets)):
         raise SpecError(
@@ -100,12 +100,12 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[TextFragmentDataset
     with the most text.
     """
 
-    def settings(length: int = 128, classes: int = 8, size: int = 100_000) -> tuple[int, ...]:
+    def collect_settings(length: int = 128, classes: int = 8, size: int = 100_000) -> tuple[int, ...]:
         return length, classes, size
 
     _refuse_transforms(spec)
     length, classes, size = _require_positive(
-        call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_packages")
+        call_with_arguments(collect_settings, spec.dataset.args, path="dataset.args", name="python_packages")
     )
     packages: dict[str, list[tuple[str, bytes]]] = {}
     for name, text in _list_source_files():
@@ -123,7 +123,7 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[TextFragmentDataset
         )
     splits: tuple[tuple[list[bytes], list[int]], ...] = (([], []), ([], []))
     for label, name in enumerate(sorted(largest)):
-        split_files = _hold_out_files(_read_bytes(multi_file_packages[name], size), spec.dataset.eval_fraction)
+        split_files = _choose_held_out_files(_read_bytes(multi_file_packages[name], size), spec.dataset.eval_fraction)
         for (texts, labels), files in zip(splits, split_files, strict=True):
             new = [fragment for text in files for fragment in _split_lines(text, length)]
             texts += new
@@ -184,7 +184,7 @@ def _read_bytes(files: Sequence[tuple[str, bytes]], size: int) -> list[bytes]:
     return chunks
 
 
-def _hold_out_files(files: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
+def _choose_held_out_files(files: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
     """Return the files to hold out, about `fraction` of the bytes, and the remaining files; at least one file each."""
     wanted_bytes, held_out_bytes, count = fraction * sum(map(len, files)), 0, 0
     while count < len(files) - 1 and (not count or held_out_bytes + len(files[count]) / 2 <= wanted_bytes):

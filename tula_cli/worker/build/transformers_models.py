@@ -82,7 +82,7 @@ class FromConfig:
         """
         kind = self._find_config_class(model_type)
         default = kind()
-        self._check_known_settings(settings, default)
+        self._refuse_unknown_settings(settings, default)
         if num_classes is not None and "Classification" in self.name:
             settings.setdefault("num_labels", num_classes)
         if hasattr(default, "use_cache"):
@@ -119,7 +119,7 @@ class FromConfig:
             )
         return configurations[model_type]
 
-    def _check_known_settings(self, settings: dict[str, Any], default: Any) -> None:
+    def _refuse_unknown_settings(self, settings: dict[str, Any], default: Any) -> None:
         """Refuse settings that the configuration would store but nothing would read."""
         known_keys = [
             key for key in {*vars(default), *default.to_dict(), *default.attribute_map} if not key.startswith("_")

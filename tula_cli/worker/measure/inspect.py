@@ -147,7 +147,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         JobFailed: the user's model or dataset fails.
     """
     job, spec = spec, find_most_expensive_job(spec)
-    _check_names(spec)
+    _check_names_of_spec(spec)
     device = _get_local_device(spec)
     download_dataset(spec)
     if spec.train.is_sharded and not _needs_gpu_memory_estimate(spec, device):
@@ -250,7 +250,7 @@ def _warn_ineffective_methods(model: torch.nn.Module) -> list[str]:
     return []
 
 
-def _check_names(spec: JobSpec) -> None:
+def _check_names_of_spec(spec: JobSpec) -> None:
     """Resolve every name before anything is built, so that all problems are reported together.
 
     Raises:

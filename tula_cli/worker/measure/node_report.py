@@ -305,6 +305,6 @@ def _time_calls(act: Callable[[], object], count: int, device: torch.device) -> 
     for _ in range(count):
         start = time.perf_counter()
         act()
-        clock.wait()
+        clock.wait_for_device()
         seconds.append(time.perf_counter() - start)
     return seconds

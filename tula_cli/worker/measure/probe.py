@@ -501,13 +501,13 @@ def measure_probe(
     if why := DivergenceDetector(trainer).describe_divergence(weights=True):
         raise Diverged(why, failures.describe_advice("diverged"))
     if overheads.longest is not None:
-        _run_largest_step(trainer, overheads.longest)
-    meter.restart_after_warmup()
+        _run_step_on_largest_sample(trainer, overheads.longest)
+    meter.restart_counts_after_warmup()
     with use_zero_learning_rate(trainer):
         energy, gpu_states = EnergyMeter(ranks), GpuStateRecorder(ranks)
         more = partial(count_steps_to_time, search=trainer.spec.search)
         window = StepBlocks(trainer, more, at_work=gpu_states.sample_state)
-        window.run(stream)
+        window.run_blocks(stream)
         joules, gpus = energy.read_joules(), gpu_states.get_first_and_last()
         refresh_time = _measure_refresh_time(trainer, stream, window.steps)
         eval_time = _measure_eval_time(trainer)
@@ -558,11 +558,11 @@ def _run_warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
     first_steps = [next(stream), _run_step_with_refresh(trainer, stream)]
     queue = -(-PREFETCH_FACTOR * trainer.workers // trainer.parts)
     blocks = StepBlocks(trainer, partial(count_warm_up_steps, search=trainer.spec.search, prefetched=queue))
-    blocks.run(stream)
+    blocks.run_blocks(stream)
     return measure_step_seconds(trainer, first_steps) + blocks.steps
 
 
-def _run_largest_step(trainer: Trainer, sample: Any) -> None:
+def _run_step_on_largest_sample(trainer: Trainer, sample: Any) -> None:
     """Take a step on a batch of copies of the largest sample, whose memory a training may need at some step."""
     batch = make_batch(trainer.datasets.collate, [sample] * trainer.micro_batch)
     with use_zero_learning_rate(trainer):
@@ -579,7 +579,7 @@ class StepBlocks:
     steps: list[float] = field(default_factory=list)  # seconds of each step
     waits: list[float] = field(default_factory=list)  # seconds of each step spent waiting for data
 
-    def run(self, stream: Iterator[Step]) -> None:
+    def run_blocks(self, stream: Iterator[Step]) -> None:
         trainer = self.trainer
         while count := trainer.ranks.broadcast(self.more(self.steps) if trainer.ranks.is_first else 0):
             block = list(itertools.islice(stream, count))
@@ -635,7 +635,7 @@ def _measure_eval_time(trainer: Trainer) -> float:
     batches = min(TIMED_EVAL_BATCHES, evaluator.count_batches(0))  # the same on all ranks
     began = time.perf_counter()
     evaluator.evaluate(max_batches=batches)
-    trainer.clock.wait()
+    trainer.clock.wait_for_device()
     return (time.perf_counter() - began) / max(1, batches)
 
 

@@ -122,10 +122,10 @@ class BranchContext:
         """Samples of an epoch."""
         return len(self.datasets.train)
 
-    def check(self) -> None:
+    def stop_if_requested(self) -> None:
         """Stop if the ranks have to; called between steps, on every rank at the same time."""
         if self.preemption is not None:
-            self.preemption.check(reserve=0.0)  # there is nothing to save
+            self.preemption.stop_if_requested(reserve=0.0)  # there is nothing to save
 
     def build_branch_trainer(self, task: TrainTask, arm: Arm, length: int) -> Trainer:
         """Return a new trainer at the point where the arms branch, for a branch of `length` samples at the batch of `task`."""
@@ -147,7 +147,7 @@ class BranchContext:
         begin = trainer.samples_passed
         with contextlib.closing(loop.run_steps(trainer)) as stream:
             for count, step in enumerate(stream, 1):
-                self.check()
+                self.stop_if_requested()
                 is_finished = self_tuning.is_branch_finished(trainer.samples_passed - begin, length, trainer.batch)
                 if count % STEPS_BETWEEN_CHECKS == 0 or is_finished:
                     finite = math.isfinite(float(step.loss))
@@ -160,8 +160,10 @@ class BranchContext:
     def evaluate(self, trainer: Trainer) -> Evaluation:
         """Evaluate a trainer's weights on the held-out samples."""
         # The running statistics lag about ten steps behind the weights, which is most of a short branch.
-        evaluation.recompute_batch_norm_statistics(trainer, batches=BATCH_NORM_MICRO_BATCHES, after_batch=self.check)
-        return evaluation.Evaluator(trainer).evaluate(after_batch=self.check)
+        evaluation.recompute_batch_norm_statistics(
+            trainer, batches=BATCH_NORM_MICRO_BATCHES, after_batch=self.stop_if_requested
+        )
+        return evaluation.Evaluator(trainer).evaluate(after_batch=self.stop_if_requested)
 
     def train_branch(self, task: TrainTask, arm: Arm, length: int, *, control: float | None) -> Branch:
         """Train one branch and evaluate it.
@@ -263,7 +265,7 @@ def run_tuning(task: TrainTask, training: TrainContext, datasets: Datasets, metr
     )
     arms = self_tuning.list_arms_of_training(task.spec, task.batch)
     length = self_tuning.count_branch_samples(task.spec, len(arms), context.size)
-    tuning = _load_record(context, run, position, arms)
+    tuning = _load_tuning_record(context, run, position, arms)
     if ranks.is_first:
         run.write_tuning(tuning)
     while (arm := _find_next_arm(tuning, ranks)) is not None:
@@ -305,7 +307,9 @@ def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datase
     )
 
 
-def _load_record(context: BranchContext, run: RunDir, position: TrainingPosition, arms: tuple[Arm, ...]) -> Tuning:
+def _load_tuning_record(
+    context: BranchContext, run: RunDir, position: TrainingPosition, arms: tuple[Arm, ...]
+) -> Tuning:
     """Return the record of this tuning; one of another batch, checkpoint or set of arms is discarded."""
     task = context.task
     fresh = Tuning(

@@ -73,7 +73,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
         DiskFull: there is no space for it; older checkpoints remain.
     """
 
-    def save(file: BinaryIO) -> None:
+    def save_content(file: BinaryIO) -> None:
         out = _FileRecorder(file)
         try:
             torch.save(content, cast("IO[bytes]", out))
@@ -83,7 +83,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
             raise
 
     try:
-        write_file_atomically(path, save)
+        write_file_atomically(path, save_content)
     except DiskFull as error:
         error.needed = count_tensor_bytes(tree_leaves(content))  # approximately the size of the file
         raise

@@ -310,17 +310,17 @@ class Evaluator:
         with disable_compilation(trainer.spec.train), make_autocast_context(trainer.spec.train, trainer.ranks.device):
             trainer.call.compute_outputs(trainer.parallel.module, move_batch_to_device(trainer, batch))
 
-    def _count_samples(self, rank: int) -> int:
+    def _count_samples_of_rank(self, rank: int) -> int:
         return len(range(rank, len(self.trainer.datasets.eval), self.trainer.ranks.world))
 
     def count_batches(self, rank: int) -> int:
         """Return the number of batches of a rank: the first ranks may have one more than the last."""
-        return math.ceil(self._count_samples(rank) / self.trainer.largest_micro_batch)
+        return math.ceil(self._count_samples_of_rank(rank) / self.trainer.largest_micro_batch)
 
     def _get_batch_size(self, index: int) -> int:
         """Return the number of samples in this rank's batch number `index`; the last batch may have fewer."""
         size = self.trainer.largest_micro_batch
-        return min(size, self._count_samples(self.trainer.ranks.rank) - index * size)
+        return min(size, self._count_samples_of_rank(self.trainer.ranks.rank) - index * size)
 
     def _score_batch(self, batch: Any, count: int) -> torch.Tensor:
         """Return sums over a batch of `count` samples: loss, top-1 hits, top-5 hits, samples, and samples of language models."""

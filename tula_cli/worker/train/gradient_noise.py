@@ -106,14 +106,14 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
     """Return the unscaled gradient of this rank's batch; if sharded, this rank's shard of that of all ranks'
     batches."""
 
-    def loss() -> torch.Tensor:
+    def compute_loss() -> torch.Tensor:
         with disable_compilation(trainer.spec.train), make_autocast_context(trainer.spec.train, trainer.ranks.device):
             return trainer.call.compute_loss(trainer.parallel.module, batch)
 
     if isinstance(trainer.parallel, Sharded):
-        return dict(sharding.compute_sharded_gradients(loss, trainer.parallel))
+        return dict(sharding.compute_sharded_gradients(compute_loss, trainer.parallel))
     parameters = [p for p in trainer.parallel.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(trainer.scaler.scale(loss()), parameters, allow_unused=True)
+    gradients = torch.autograd.grad(trainer.scaler.scale(compute_loss()), parameters, allow_unused=True)
     scale = float(trainer.scaler.get_scale())
     tensors = ((p, tensor.float()) for p, tensor in zip(parameters, gradients, strict=True) if tensor is not None)
     return {p: tensor if scale == 1 else tensor.div_(scale) for p, tensor in tensors}

@@ -80,7 +80,7 @@ class HangWatch:
             self._finished.set()
 
     @property
-    def limit(self) -> float:
+    def max_step_seconds(self) -> float:
         """Seconds that a step may take; infinity for the first."""
         if not self._step_seconds:
             return float("inf")
@@ -93,7 +93,7 @@ class HangWatch:
             # Count polls instead of clock time: the time in which a job is suspended counts as one poll.
             silent = silent + POLL_SECONDS if step is not None and step == last_step else 0.0
             last_step = step
-            if step is None or silent < self.limit:
+            if step is None or silent < self.max_step_seconds:
                 continue
             frame = sys._current_frames().get(main)
             if frame is not None and not (self.world > 1 and is_waiting_for_peers(frame)) and self._step == step:

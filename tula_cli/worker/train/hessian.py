@@ -116,12 +116,12 @@ def measure_curvature(trainer: Trainer, *, samples: int, after_product: Callable
         )
         loss, gradient = surface.compute_gradient()
 
-        def product(vector: Tensor) -> Tensor:
+        def multiply_vector(vector: Tensor) -> Tensor:
             result = surface.multiply_hessian(vector)
             after_product()
             return result
 
-        extremes = run_lanczos(product, surface.make_direction())
+        extremes = run_lanczos(multiply_vector, surface.make_direction())
     return Curvature(
         eigenvalue=extremes.largest,
         smoothness=extremes.magnitude,
@@ -242,7 +242,7 @@ class LossSurface:
                 self._flatten_tensors(torch.autograd.grad(value, self.parameters, allow_unused=True)), alpha=weight
             )
             loss += weight * float(value.detach())
-        return self.ranks.sum([loss])[0], self._sum_over_ranks(total)
+        return self.ranks.sum([loss])[0], self._sum_vector_over_ranks(total)
 
     def multiply_hessian(self, vector: Tensor) -> Tensor:
         """Return the Hessian times a vector.
@@ -259,7 +259,7 @@ class LossSurface:
                 if _NO_SECOND_DERIVATIVE.search(str(error)):
                     raise _make_no_second_derivative_error(str(error).splitlines()[0]) from error
                 raise
-        return self._sum_over_ranks(total)
+        return self._sum_vector_over_ranks(total)
 
     def _compute_second_derivative(self, loss: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor | None]:
         first = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
@@ -296,7 +296,7 @@ class LossSurface:
         pieces = vector.split([p.numel() for p in self.parameters])
         return [piece.view_as(p).to(p.dtype) for piece, p in zip(pieces, self.parameters, strict=True)]
 
-    def _sum_over_ranks(self, vector: Tensor) -> Tensor:
+    def _sum_vector_over_ranks(self, vector: Tensor) -> Tensor:
         if self.ranks.world > 1:
             dist.all_reduce(vector)
         return vector

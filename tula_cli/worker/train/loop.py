@@ -196,7 +196,7 @@ def build_trainer(
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
         call=call,
         sizes=sizes,
-        workers=spec.train.count_loaders(ranks.cores()) if workers == "auto" else workers,
+        workers=spec.train.count_loaders(ranks.count_cores()) if workers == "auto" else workers,
         clock=Clock(ranks.device),
         lr_ratios=zoo.compute_lr_ratios(base, spec.optimizer.lr),
         beta2s_at={batch: zoo.compute_beta2_by_group(base, spec, batch) for batch in sizes.splits},
@@ -307,7 +307,7 @@ def _refresh_scaling_factors(trainer: Trainer) -> bool:
     # A refresh per epoch is not worth a compilation, which ranks would do one after the other.
     each_step = trainer.spec.ags.fill_from_preset().refreshes_each_step
 
-    def small_loss(count: int) -> torch.Tensor:
+    def compute_small_loss(count: int) -> torch.Tensor:
         assert count <= samples, f"{count} samples of a micro-batch of {samples}"
         small = slice_batch(
             trainer.last_batch, samples=samples, stop=count, from_user=trainer.datasets.collate is not None
@@ -316,7 +316,7 @@ def _refresh_scaling_factors(trainer: Trainer) -> bool:
         with compilation, make_autocast_context(train, trainer.ranks.device):
             return trainer.call.compute_loss(trainer.parallel.module, small)
 
-    return trainer.method.refresh(trainer, small_loss)
+    return trainer.method.refresh(trainer, compute_small_loss)
 
 
 def _update_weights(trainer: Trainer) -> None:

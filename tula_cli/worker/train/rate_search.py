@@ -38,7 +38,7 @@ def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: D
     if search is not None and search.finished:
         return
     plan = rate_search.plan_rate_search(task.spec, task.batches, dataset_size=len(datasets.train))
-    context = _make_context(task, plan, ranks, datasets)
+    context = _make_branch_context(task, plan, ranks, datasets)
     if search is None:
         search = _measure_loss_and_noise_at_checkpoint(context, task, plan)
     while (arm := rate_search.find_next_arm(task.spec, task.batches, search.branches, search.start_loss)) is not None:
@@ -51,11 +51,11 @@ def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: D
         run.write_rate_search(search.model_copy(update={"finished": True}))
 
 
-def _make_context(task: RateSearchTask, plan: SearchPlan, ranks: Ranks, datasets: Datasets) -> BranchContext:
+def _make_branch_context(task: RateSearchTask, plan: SearchPlan, ranks: Ranks, datasets: Datasets) -> BranchContext:
     """Return the context of the branches; nothing is trained before it is needed."""
     split = auto_tune.hold_out_samples(task.spec, datasets, batch=max(task.batches))
     return BranchContext(
-        task=_make_task(task, plan, len(split.train), task.spec, task.spec.train.reference_batch),
+        task=_make_training_task(task, plan, len(split.train), task.spec, task.spec.train.reference_batch),
         ranks=ranks,
         datasets=split,
         beginning=plan.start,
@@ -70,7 +70,7 @@ def _get_arm_method(spec: JobSpec) -> str:
     return spec.train.training_method.without_rule or spec.train.method
 
 
-def _make_task(task: RateSearchTask, plan: SearchPlan, size: int, spec: JobSpec, batch: int) -> TrainTask:
+def _make_training_task(task: RateSearchTask, plan: SearchPlan, size: int, spec: JobSpec, batch: int) -> TrainTask:
     """Return the task of a training at a batch, whose warm-up ends before the branches start.
 
     Args:
@@ -102,7 +102,9 @@ def _measure_loss_and_noise_at_checkpoint(context: BranchContext, task: RateSear
             f" {task.spec.optimizer.lr:g}",
             "lower optimizer.lr, or set train.max_grad_norm",
         )
-    noise = gradient_noise.measure_gradient_noise(trainer, batches=plan.noise_batches, after_batch=context.check)
+    noise = gradient_noise.measure_gradient_noise(
+        trainer, batches=plan.noise_batches, after_batch=context.stop_if_requested
+    )
     interval = (noise["scale"], noise["low"], noise["high"]) if "scale" in noise else None
     return RateSearch(
         key=task.key,
@@ -130,7 +132,7 @@ def _train_branch(
         warmup_epochs=plan.length / 4 / context.size,
     )
     branch = context.train_branch(
-        _make_task(task, plan, context.size, spec, arm.batch),
+        _make_training_task(task, plan, context.size, spec, arm.batch),
         trained,
         plan.length,
         control=branches[0].loss if branches else None,

@@ -186,7 +186,7 @@ class Training:
     # --- Early stops and divergence
 
     def _check_preemption(self) -> None:
-        if self.context.preemption.check(reserve=1.5 * self.log.save_time):
+        if self.context.preemption.stop_if_requested(reserve=1.5 * self.log.save_time):
             self._check_divergence()
             self._check_step_times()
             shares = self.trainer.parallel.needs_all_ranks and not self.evaluation_pending
@@ -305,15 +305,15 @@ class Training:
         loss = loss_sum / self.trainer.ranks.world
         if step:
             self._handle_evaluation(loss)
-        self.context.energy.save()
+        self.context.energy.save_energy()
         train = self.task.spec.train
         # Rank 0 alone knows the best epoch.
         is_best = self.is_first_rank and early_stopping.is_better_evaluation(
             result.values, self.best, train.best_checkpoint
         )
         if is_best:
-            self._store_best(result)
-        self._decide_to_stop(result)
+            self._store_best_values(result)
+        self._decide_early_stop(result)
         if self.is_first_rank:
             lr = step.lr if step else self.trainer.lr
             self.log.write_epoch(result, loss=loss, lr=lr)
@@ -322,7 +322,7 @@ class Training:
         if self.is_first_rank and (self.trainer.position.epoch == train.epochs or self.stop_reason):
             self._write_result(result)
 
-    def _decide_to_stop(self, result: Evaluation) -> None:
+    def _decide_early_stop(self, result: Evaluation) -> None:
         """Decide whether the training ends here; rank 0, which knows the best epoch so far, decides for all ranks."""
         train, epoch = self.task.spec.train, self.trainer.position.epoch
         if train.early_stopping is None or self.trainer.until is not None:
@@ -332,7 +332,7 @@ class Training:
             why = early_stopping.describe_stop_reason(result.values, self.best, train, epoch=epoch)
         self.stop_reason = self.trainer.ranks.gather(why)[0]
 
-    def _store_best(self, result: Evaluation) -> None:
+    def _store_best_values(self, result: Evaluation) -> None:
         self.best = early_stopping.select_best_values(
             result.values, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
         )
@@ -396,7 +396,7 @@ class Training:
         if self.is_first_rank:
             self.log.warn_non_finite_evaluation(result)
             if not self.best:
-                self._store_best(result)
+                self._store_best_values(result)
         if self.is_saving_rank:
             self._save_checkpoint(is_best=False)
         if self.is_first_rank:

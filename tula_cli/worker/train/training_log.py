@@ -99,9 +99,9 @@ class StepRecordFile:
     def _add_to_open_row(self, step: StepRow) -> list[StepRow]:
         """Add a step to the open row; return the rows that become full."""
         full: list[StepRow] = []
-        if self.open and not step.follows(self.open[0]):
+        if self.open and not step.is_directly_after(self.open[0]):
             full.append(self.open.pop())
-        self.open = [self.open[0].join(step) if self.open else step]
+        self.open = [self.open[0].join_next_row(step) if self.open else step]
         if self.open[0].steps >= self.width:
             full.append(self.open.pop())
         return full

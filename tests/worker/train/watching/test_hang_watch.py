@@ -87,7 +87,7 @@ def test_neither_the_first_step_nor_what_comes_between_two_is_a_hang(watched: Wa
 
 def test_slow_steps_may_take_many_times_their_median(watched: Watched) -> None:
     watched.watch._step_seconds.extend([0.1] * 5)
-    assert watched.watch.limit == pytest.approx(2.0)
+    assert watched.watch.max_step_seconds == pytest.approx(2.0)
 
 
 def test_who_waits_for_another_rank_does_not_hang(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

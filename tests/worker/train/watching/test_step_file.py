@@ -116,9 +116,9 @@ def test_a_long_training_is_thinned_out_and_no_step_is_lost(tmp_path: Path) -> N
     training = TrainingRun(tmp_path, "ab12cd34")
     file = StepRecordFile(training, max_rows=40)
     for first in range(0, 1000, 7):
-        file.add(steps(min(7, 1000 - first), start=first), close=first % 49 == 0)
+        file.add_steps(steps(min(7, 1000 - first), start=first), close=first % 49 == 0)
         assert len(training.read_step_rows()) == file.count <= 40
-    file.add([], close=True)
+    file.add_steps([], close=True)
     result = training.read_steps()
     assert sum(result.steps) == 1000 and result.samples[-1] == 8000
     assert file.width == max(result.steps) == 32
@@ -129,7 +129,7 @@ def test_no_row_has_steps_from_both_sides_of_a_checkpoint(tmp_path: Path) -> Non
     training = TrainingRun(tmp_path, "ab12cd34")
     file = StepRecordFile(training, max_rows=10)
     for first in range(0, 60, 5):
-        file.add(steps(5, start=first), close=True)
+        file.add_steps(steps(5, start=first), close=True)
         if first in (20, 35, 50):
             write_file_atomically(training.get_checkpoint_path(8 * (first + 5)), b"")
     for path in training.list_checkpoints():
@@ -142,18 +142,18 @@ def test_no_row_has_steps_from_both_sides_of_a_checkpoint(tmp_path: Path) -> Non
 
 def test_a_line_that_a_kill_has_cut_is_dropped_before_others_follow(tmp_path: Path) -> None:
     training = TrainingRun(tmp_path, "ab12cd34")
-    StepRecordFile(training).add(steps(3), close=True)
+    StepRecordFile(training).add_steps(steps(3), close=True)
     with training.steps_path.open("a") as file:
         file.write('{"samples":32,"ba')
     again = StepRecordFile(training)
     again.resume(24)
-    again.add(steps(2, start=3), close=True)
+    again.add_steps(steps(2, start=3), close=True)
     assert training.read_steps().samples == [8, 16, 24, 32, 40]
 
 
 def test_metrics_cut_the_rows_also_where_nobody_adds_any(alone: Ranks, run: RunDir) -> None:
     task = make_train_task(make_spec())
-    StepRecordFile(run.get_training(task.signature)).add(steps(5), close=True)
+    StepRecordFile(run.get_training(task.signature)).add_steps(steps(5), close=True)
     with training_log.MetricsFile(run, task, is_first=True, samples=16):
         assert run.get_training(task.signature).read_steps().samples == [8, 16]
 

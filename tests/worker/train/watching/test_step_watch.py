@@ -27,7 +27,7 @@ STEPS = 220
 class MeetsEachStep(PreemptionHandler):
     """The ranks look after every step."""
 
-    def check(self, *, reserve: float) -> bool:
+    def stop_if_requested(self, *, reserve: float) -> bool:
         return True
 
 

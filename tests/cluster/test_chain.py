@@ -19,7 +19,7 @@ from tula_cli.cluster import allocation, failures
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.chains import get_chain_state
+from tula_cli.cluster.chains import derive_chain_state
 from tula_cli.cluster.decisions import History, decide_next_action
 from tula_cli.cluster.failures import convert_error_to_failure, write_follower_failure
 from tula_cli.cluster.full_disk import release_held_jobs
@@ -360,7 +360,7 @@ def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tul
         **dict.fromkeys(LINKS, cancelled),
         "12": SchedulerState("ended", "FAILED: the script of the job ended with an error", failed=True),
     }
-    state = get_chain_state(job, known, forgotten="", released=released)
+    state = derive_chain_state(job, known, forgotten="", released=released)
     assert state.failed and state.released == f"tula cancelled jobs 13 to 15 of the chain: {why}"
 
 

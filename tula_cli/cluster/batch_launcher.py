@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tula_cli.cluster.chains import get_chain_state, list_chain_tasks, list_nodes_of_chain_jobs
+from tula_cli.cluster.chains import derive_chain_state, list_chain_tasks, list_nodes_of_chain_jobs
 from tula_cli.cluster.local import list_attempts_of_submission
 from tula_cli.cluster.scheduler import JobRequest, QueuedJob, Scheduler, SchedulerState
 from tula_cli.errors import SchedulerError
@@ -93,7 +93,7 @@ class BatchLauncher:
 
     def _get_job_state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
         forgotten = f"{self.scheduler.name} no longer knows it"
-        state = get_chain_state(job, states, forgotten=forgotten, released=snapshot.read_released_jobs(job.id))
+        state = derive_chain_state(job, states, forgotten=forgotten, released=snapshot.read_released_jobs(job.id))
         if state.state == "pending" and has_run_moved(job, snapshot.resolved_path):
             return SchedulerState("ended", f"the run was moved from {job.folder} after the job was submitted")
         if state.young and any(attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)):

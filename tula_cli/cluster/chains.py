@@ -64,7 +64,7 @@ def compute_start_delay(number: int) -> int:
 # --- The state of a chain
 
 
-def get_chain_state(
+def derive_chain_state(
     job: Job,
     reported_states: Mapping[str, SchedulerState],
     *,
@@ -85,7 +85,7 @@ def get_chain_state(
         remaining = job.model_copy(
             update={"links": kept_ids, "scheduler_id": kept_ids[0] if kept_ids else job.scheduler_id}
         )
-        return replace(get_chain_state(remaining, reported_states, forgotten=forgotten), released=explanation)
+        return replace(derive_chain_state(remaining, reported_states, forgotten=forgotten), released=explanation)
     is_just_submitted = time.time() - job.submitted_at < YOUNG_SECONDS
     unheard = SchedulerState("ended", forgotten, forgotten=True)
     if is_just_submitted:
@@ -98,7 +98,7 @@ def get_chain_state(
         return _add_reason_of_next_job(job.ids, states, kinds.index("running"))
     if "pending" in kinds:
         first_pending = kinds.index("pending")
-        return _get_waiting_state(job.ids[:first_pending], states[: first_pending + 1])
+        return _derive_waiting_state(job.ids[:first_pending], states[: first_pending + 1])
     return states[kinds.index("unknown")] if "unknown" in kinds else states[-1]
 
 
@@ -112,7 +112,7 @@ def _add_reason_of_next_job(ids: Sequence[str], states: Sequence[SchedulerState]
     return state
 
 
-def _get_waiting_state(earlier: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:
+def _derive_waiting_state(earlier: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:
     """Return the state of the first waiting job, with the outcome of the job before it if it waits for that job."""
     last_state = states[-1]
     if last_state.reason != WAITS_FOR_EARLIER_JOB or not earlier:

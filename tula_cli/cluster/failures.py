@@ -38,7 +38,7 @@ from tula_cli.run.shortages import get_shortage, parse_shortage
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a process that a supervisor started has exited; of several processes, the one that failed first."""
+    """The exit of a process that a supervisor started; of several processes, that of the one that failed first."""
 
     exit_code: int
     oom_kill: bool  # whether the kernel killed a process of this node for lack of memory during the attempt
@@ -257,7 +257,6 @@ def convert_os_error(error: Exception, run: RunDir) -> Exception:
 
 
 def convert_error_to_failure(error: Exception, run: RunDir, task: Task) -> Failure:
-    """Convert an error raised in a supervisor to a `Failure`."""
     host = get_node_name()
     if isinstance(error, DiskFull):
         full = Failure(outcome="disk", host=host, shortage=get_shortage(error))

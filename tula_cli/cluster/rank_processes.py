@@ -209,7 +209,7 @@ def list_visible_gpus(starts: Sequence[RankCommand]) -> list[str]:
 
 @dataclass(frozen=True)
 class RankLaunchPlan:
-    """How one supervisor starts its ranks of one attempt."""
+    """Makes the commands and environments with which one supervisor starts its ranks of one attempt."""
 
     run: RunDir
     allocation: Allocation

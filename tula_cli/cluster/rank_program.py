@@ -66,7 +66,7 @@ class RankMonitor:
 
 
 class RankStarter(Protocol):
-    """How one supervisor starts its ranks of one attempt."""
+    """Makes the commands with which one supervisor starts its ranks of one attempt."""
 
     def make_rank_commands(self, log: Path) -> list[RankCommand]:
         """Return the processes that this supervisor starts, which write to `log`."""
@@ -94,7 +94,7 @@ class RankProgram(ABC):
 
     @abstractmethod
     def make_starter(self, allocation: Allocation, command: LeaderCommand) -> RankStarter:
-        """Return how a supervisor starts its ranks."""
+        """Return the object that makes the commands of a supervisor's ranks."""
 
     @abstractmethod
     def make_monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:

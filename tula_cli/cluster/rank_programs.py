@@ -9,7 +9,6 @@ from tula_cli.run.records.tasks import ProbeTask, RateSearchTask, ResumeTestTask
 
 
 def make_rank_program(run: RunDir, task: Task) -> RankProgram:
-    """Return the program that the ranks of a task run."""
     if task.script is None:
         return WorkerProgram(run, task)
     match task:

@@ -236,7 +236,7 @@ def list_probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]
 
 
 def describe_queue_position(holder: str) -> str:
-    """Return a description of what a probe waits for, and its place in the queue; empty if it does not wait."""
+    """Describe the probes that a probe waits for, and its position in the queue; empty if it does not wait."""
     queue = list_living_tickets()
     for ticket in queue:
         if ticket.holder == holder and ticket.measures and (probes := list_probes_ahead(ticket, queue)):

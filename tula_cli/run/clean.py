@@ -93,12 +93,14 @@ def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> I
     ]
     if complete_checkpoints:
         is_finished = training.read_result() is not None
-        gone = is_finished and training.signature in policy.compared
+        is_removed = is_finished and training.signature in policy.compared
         kept = (
-            set() if gone else _list_kept_checkpoints(training, complete_checkpoints, policy, is_finished=is_finished)
+            set()
+            if is_removed
+            else _list_kept_checkpoints(training, complete_checkpoints, policy, is_finished=is_finished)
         )
         for name in sorted(set(complete_checkpoints) - kept):
-            yield _make_removable_entry("compared" if gone else "checkpoints", folder / name)
+            yield _make_removable_entry("compared" if is_removed else "checkpoints", folder / name)
     for name, mode in sorted(entries.items()):
         if stat.S_ISLNK(mode):
             continue

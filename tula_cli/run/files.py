@@ -227,7 +227,7 @@ def is_regular_file(path: Path | str) -> bool:
 
 
 def read_change_time(path: Path, *, follow_symlinks: bool = True) -> float:
-    """Return when a file was last changed (Unix time); 0 if it does not exist."""
+    """Return the time of the last change of a file (Unix time); 0 if it does not exist."""
     try:
         return path.stat(follow_symlinks=follow_symlinks).st_mtime
     except OSError:

@@ -67,7 +67,6 @@ class Snapshot:
 
     @cached_property
     def resolved_path(self) -> Path:
-        """Resolved path of the run."""
         return self.path.resolve()
 
     # --- Tasks, jobs and attempts

@@ -116,7 +116,6 @@ class StepSeries:
 
 
 def convert_to_columns(rows: Sequence[StepRow]) -> StepSeries:
-    """Convert rows to columns."""
     return StepSeries(**{field.name: [getattr(row, field.name) for row in rows] for field in fields(StepSeries)})
 
 

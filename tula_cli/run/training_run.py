@@ -91,7 +91,7 @@ class TrainingRun:
         return sorted(tasks, key=lambda task: task.attempt)
 
     def read_newest_task(self) -> TrainTask | None:
-        """Return the task of the latest attempt."""
+        """Return the task of the newest attempt; None before the first one."""
         tasks = self.read_tasks()
         return tasks[-1] if tasks else None
 

@@ -143,8 +143,8 @@ def looked(run: RunDir, of: TrainTask, *, slower_from: int, looks: int = 70) -> 
             now += 30.0
             gaps.append({**row("gap", step, now), "seconds": 30.0 + value, "causes": ["evaluation"]})
         tells(run, of.id, *gaps, step=step, samples=16.0 * step, stepped_at=now)
-        training.check_step_time(pace, ScriptAttempt(run.path, of.id, 1), command)
-        training.check_step_time(pace, ScriptAttempt(run.path, of.id, 1), command)  # no step since
+        training.record_step_time_change(pace, ScriptAttempt(run.path, of.id, 1), command)
+        training.record_step_time_change(pace, ScriptAttempt(run.path, of.id, 1), command)  # no step since
     return list(run.get_training("x").read_step_changes())
 
 
@@ -611,7 +611,7 @@ def second_start(run: RunDir, *rows: dict[str, object]) -> tuple[ScriptTraining,
     attempt.plan_path.write_text("{}")
     os.utime(attempt.plan_path, (STARTED + 101, STARTED + 101))
     training.log_progress(attempt, command, after=0)
-    return training, training.get_start_position(command)
+    return training, training.find_start_position(command)
 
 
 def test_a_script_that_resumes_by_itself_is_counted_from_what_it_has_loaded(alone: RunDir) -> None:
@@ -685,7 +685,7 @@ def test_steps_that_come_to_train_on_more_samples_are_reported_with_both_figures
     attempt, batch = ScriptAttempt(alone.path, "train-x-1", 1), 16.0
     for step, samples in ((10, 16.0), (20, 16.5), (30, None), (40, 64.0), (50, 64.0), (60, 16.0)):
         heartbeat(alone, "train-x-1", 0, step=step, step_samples=samples)
-        batch = training.check_step_samples(attempt, command, previous=batch)
+        batch = training.warn_step_samples_change(attempt, command, previous=batch)
     rows = [row["message"] for row in alone.get_training("x").read_newest_metrics() if row["kind"] == "warning"]
     assert [message.partition(", but the command was given batch 16")[0] for message in rows] == [
         "at step 40, a step trains on 64 samples",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_slurm import VERSIONS, FakeSlurm, format_time
 
-from tula_cli.cluster.chains import get_chain_state
+from tula_cli.cluster.chains import derive_chain_state
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
@@ -245,7 +245,7 @@ def test_what_keeps_a_job_is_reported_with_what_to_do_also_while_the_link_before
     message = query_states([first, second])[second].reason
     assert message.startswith(reason) and words.format(id=second) in message
     job = Job(id="j", scheduler="slurm", scheduler_id=first, nodes=1, submitted_at=0, links=(first, second, third))
-    now = get_chain_state(job, query_states(job.links), forgotten="")
+    now = derive_chain_state(job, query_states(job.links), forgotten="")
     assert now.state == "running"
     kept = "Reserved" not in reason  # which ends by itself
     assert now.reason == (f"the next job {second}: {message}" if kept else "")

@@ -219,7 +219,7 @@ class ScriptProgram(RankProgram):
         return methods.NEVER_REFRESH_STEPS
 
     def make_kill_plan(self, command: LeaderCommand) -> KillPlan | None:
-        """Return how the shim kills the start after a checkpoint; None if it does not."""
+        """Return the plan by which the shim kills the start after a checkpoint; None if it does not."""
         return None
 
     def make_branch_plan(self, command: LeaderCommand) -> BranchPlan | None:
@@ -254,7 +254,7 @@ class AttemptContext:
 
 @dataclass(frozen=True)
 class ScriptStart(AttemptContext):
-    """How one supervisor starts a script in one attempt.
+    """Makes the commands with which one supervisor starts a script in one attempt, and the plan for the shim.
 
     Args:
         command: command of the leader; its `batch` is the one that a probe measures.
@@ -300,7 +300,6 @@ class ScriptStart(AttemptContext):
         ]
 
     def make_plan(self) -> ShimPlan:
-        """Return the plan for the shim."""
         spec, script, attempt, program = self.task.spec, self.program.script, self.attempt, self.program
         counted = script.placeholders & {"accumulate", "accumulate_total", "micro_batch"}
         lr = compute_script_learning_rate(program.make_spec(self.command), self.command.batch)
@@ -339,7 +338,6 @@ class ScriptStart(AttemptContext):
         )
 
     def _list_placeholder_values(self, process: ScriptProcess) -> dict[str, str | float]:
-        """Return the values of the placeholders."""
         command, program, workers = self.command, self.program, self.task.loader_workers
         if workers == "auto":
             # Without a scheduler, all ranks share the cores of this machine.

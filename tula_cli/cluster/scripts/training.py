@@ -96,10 +96,10 @@ class TrainingMonitor(ScriptMonitor):
             self._step = self.program.log_progress(self.attempt, self.command, after=previous_step)
             if self._step > previous_step:
                 self._print_progress()
-            self._batch = self.program.check_step_samples(
+            self._batch = self.program.warn_step_samples_change(
                 self.attempt, self.command, previous=self._batch or self.command.batch
             )
-            self.program.check_step_time(self._level_detector, self.attempt, self.command)
+            self.program.record_step_time_change(self._level_detector, self.attempt, self.command)
             if not self._first_steps_checked and (first_results := self.attempt.read_first_results()):
                 self._first_step_failure = self.program.find_contradiction_in_first_steps(first_results, self.command)
                 self._first_steps_checked = len(first_results) >= first_results[0].world
@@ -149,16 +149,18 @@ class TrainingMonitor(ScriptMonitor):
         return self.attempt.read_end_time()
 
     def request_checkpoint(self) -> None:
-        """Ask these ranks for a checkpoint in the way of script.save; only the leader does so by a file or hook."""
-        how = self.program.script.save
-        if how in SAVE_SIGNALS:
+        """Ask these ranks for a checkpoint in the way that script.save names; only the leader does so by a file or hook."""
+        save_method = self.program.script.save
+        if save_method in SAVE_SIGNALS:
             for pid in self._find_rank_processes():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, SAVE_SIGNALS[how])
-        elif self.leads and how == "hooks":
+                    os.kill(pid, SAVE_SIGNALS[save_method])
+        elif self.leads and save_method == "hooks":
             self.attempt.write_save_request()
         elif self.leads:
-            path = Path(self.task.workdir) / fill_text(how.removeprefix("file:"), self.program.placeholder_values)
+            path = Path(self.task.workdir) / fill_text(
+                save_method.removeprefix("file:"), self.program.placeholder_values
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
 
@@ -273,7 +275,7 @@ class ScriptTraining(ScriptProgram):
 
     @property
     def resume_settings(self) -> Resume | None:
-        """How the script resumes: as in the spec, else as observed when it resumed by itself; None if not."""
+        """The settings with which the script resumes: those of the spec, else those observed when it resumed by itself; or None."""
         configured, pattern = self.script.resume, self.training.read_script_saves().resumes_from
         return Resume(checkpoint=pattern, batch="same") if configured is None and pattern else configured
 
@@ -361,7 +363,7 @@ class ScriptTraining(ScriptProgram):
         size = self.epoch_samples
         return None if size is None else count_script_samples(self.script, size)
 
-    def get_start_position(self, command: LeaderCommand) -> tuple[int, int]:
+    def find_start_position(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and steps from which an attempt starts; 0 unless it resumes."""
         progress = self._progress
         # Without a given checkpoint, the script may have loaded one, as recorded at its first step.
@@ -424,10 +426,10 @@ class ScriptTraining(ScriptProgram):
             message = "according to the resume test, the script cannot resume from its own checkpoint, so it starts from the beginning after each interruption"
             self._add_warning(0, message)
         for message in self._describe_damaged_checkpoints():
-            self._add_warning(self.get_start_position(command)[0], message)
+            self._add_warning(self.find_start_position(command)[0], message)
         lr = compute_script_learning_rate(self.task.spec, self.task.batch)
         self._add_row(
-            "start", self.get_start_position(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr
+            "start", self.find_start_position(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr
         )
 
     def _describe_damaged_checkpoints(self) -> Iterator[str]:
@@ -454,7 +456,7 @@ class ScriptTraining(ScriptProgram):
             self._gaps.clear()
             self.detect_resume_by_script(attempt, command)
         for note in attempt.read_notes(0) if after == 0 else ():
-            self._add_warning(self.get_start_position(command)[0], note)
+            self._add_warning(self.find_start_position(command)[0], note)
         self._gaps.update({gap["step"]: gap for gap in attempt.read_gaps(0)})
         row = attempt.read_newest_row(0)
         samples, steps = self._find_reached_position(command, heartbeat.step, heartbeat.samples)
@@ -483,13 +485,13 @@ class ScriptTraining(ScriptProgram):
         if not self._gaps:
             return 0.0
         newest = self._gaps[max(self._gaps)]
-        start, _ = self.get_start_position(command)
+        start, _ = self.find_start_position(command)
         reached, _ = self._find_reached_position(command, newest["step"] - 1, newest["before"])
         covered = max(1, reached - start, self.epoch_samples or 0 if start else 0)
         seconds = sum(max(0.0, float(gap["seconds"]) - step_time) for gap in self._gaps.values())
         return seconds / covered * max(0, total - reached)
 
-    def check_step_samples(self, attempt: ScriptAttempt, command: LeaderCommand, *, previous: float) -> float:
+    def warn_step_samples_change(self, attempt: ScriptAttempt, command: LeaderCommand, *, previous: float) -> float:
         """Warn if the number of samples per step has changed; return that of the newest steps.
 
         Args:
@@ -511,7 +513,9 @@ class ScriptTraining(ScriptProgram):
         self._add_warning(samples, message)
         return changed
 
-    def check_step_time(self, pace: "ScriptLevelDetector", attempt: ScriptAttempt, command: LeaderCommand) -> None:
+    def record_step_time_change(
+        self, pace: "ScriptLevelDetector", attempt: ScriptAttempt, command: LeaderCommand
+    ) -> None:
         """Record a change of the step time."""
         from tula_cli.models.time.changes import make_step_change  # here: needs numpy
 
@@ -551,7 +555,7 @@ class ScriptTraining(ScriptProgram):
             return
         assert checkpoint is not None
         previous_save = next((save.saved_at for save in saves.saves[-1:] if save.saved_at > began), None)
-        samples, steps = self.get_start_position(command)
+        samples, steps = self.find_start_position(command)
         if previous_save is not None:
             samples, steps = self._find_reached_position(command, *_find_position_at_time(attempt, previous_save))
         end = self._find_reached_position(command, *_find_position_at_time(attempt, saved_at))
@@ -584,7 +588,7 @@ class ScriptTraining(ScriptProgram):
 
     def _find_reached_position(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
         """Return total samples and steps; samples are those of all ranks, from the steps if rank 0 counts none."""
-        samples_before, steps = self.get_start_position(command)
+        samples_before, steps = self.find_start_position(command)
         samples_seen = step * self.task.batch if samples is None else round(samples * self.task.ranks)
         return samples_before + samples_seen, steps + step
 

@@ -123,7 +123,6 @@ def _find_newest_job(run: RunDir) -> FirstJob | None:
 
 
 def _get_log_path(run: RunDir, id_: str) -> Path:
-    """Return the log of the first task of a job."""
     return run.submitit_dir / f"{id_}_0_log.out"
 
 

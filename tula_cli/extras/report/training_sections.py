@@ -267,8 +267,8 @@ def build_gradients_section(material: ReportData) -> Section:
             section,
             missing="the gradients of a script are not logged; train.diagnostics works only with tula's own training loop",
         )
-    how = "To log gradient norms and curvature, train with --set train.diagnostics=[gradient_norms,hessian]"
-    return replace(section, missing=f"this training logged no gradients. {how}")
+    advice = "To log gradient norms and curvature, train with --set train.diagnostics=[gradient_norms,hessian]"
+    return replace(section, missing=f"this training logged no gradients. {advice}")
 
 
 def _make_training_curve(training: TrainingReportData) -> TrainingCurve:

@@ -252,7 +252,7 @@ class Resize(Record):
 
     @property
     def description(self) -> str:
-        """How many nodes were granted or requested, and how many of them are used."""
+        """The numbers of nodes that were granted or requested, and that are used."""
         if self.granted is None:
             return (
                 f"continues on {format_count(self.nodes)} instead of {self.nodes_before}, because --nodes has changed"

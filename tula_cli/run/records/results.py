@@ -79,7 +79,7 @@ class Branch(Record):
 
 
 class Tuning(Record):
-    """How a self-tuning training selected its settings; written by rank 0 after each branch."""
+    """The settings that a self-tuning training has tried and selected; written by rank 0 after each branch."""
 
     signature: str
     batch: int

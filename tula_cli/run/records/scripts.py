@@ -126,7 +126,7 @@ class KillPlan(Record):
 
 
 class BranchPlan(Record):
-    """How a branch of a learning-rate search is trained, or the training before the branches."""
+    """The plan for a branch of a learning-rate search, or for the training before the branches."""
 
     steps: Positive | None  # length of the branch; None for the training before the branches, which a KillPlan ends
     factor: float  # learning rate of the branch divided by that at the reference batch

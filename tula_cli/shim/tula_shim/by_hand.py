@@ -29,7 +29,7 @@ def small_batch(loss: Callable[[int], Any]) -> None:
 
 
 def step(samples: float | None, loss: Any, lr: Any) -> None:
-    """Record a step. From the first call on the loop is the clock, in place of torch's optimizers."""
+    """Record a step. From the first call on, these calls are counted instead of the steps of torch's optimizers."""
     recorder = get_recorder()
     if recorder.over:
         return

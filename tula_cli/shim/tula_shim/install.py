@@ -106,10 +106,10 @@ def _hook_optimizers(recorder: Recorder) -> None:
     def record_step(optimizer: Any, *_: object) -> None:
         if recorder.over:
             return
-        clock = recorder.optimizers.record_step(optimizer)
-        if recorder.by_hand or clock is False:
+        is_counted = recorder.optimizers.record_step(optimizer)
+        if recorder.by_hand or is_counted is False:
             return
-        if clock is None and recorder.step <= recorder.plan.warmup:
+        if is_counted is None and recorder.step <= recorder.plan.warmup:
             recorder.restart()
         count_step(recorder, lr=get_learning_rate(optimizer))
 

@@ -1,5 +1,5 @@
-"""The script's torch optimizers, and in a resume test their schedulers. The optimizer with most elements is the
-clock."""
+"""The script's torch optimizers, and in a resume test their schedulers. The steps of the optimizer with most
+elements are counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Optimizers:
         self.bytes: dict[str, int] = {}
         self._places: dict[int, int] = {}  # id of an optimizer -> index in `seen`
         self._stepping: list[weakref.ref[Any]] = []
-        self._clock: weakref.ref[Any] | None = None
+        self._main: weakref.ref[Any] | None = None
         self._largest = -1
 
     def record_step(self, optimizer: Any) -> bool | None:
@@ -35,15 +35,16 @@ class Optimizers:
             return self.main_optimizer is optimizer
         changed = self._largest >= 0
         self._largest = entry["elements"]
-        self._clock = weakref.ref(optimizer)
+        self._main = weakref.ref(optimizer)
         return None if changed else True
 
     @property
     def main_optimizer(self) -> Any | None:
-        return self._clock() if self._clock is not None else None
+        """The optimizer whose steps are counted; None before the first step."""
+        return self._main() if self._main is not None else None
 
     def describe_main_optimizer(self) -> dict[str, Any] | None:
-        """Return the name and number of elements of the clock, or else of the optimizer that the loop declared."""
+        """Return the name and number of elements of the largest optimizer, or else of the one that the loop declared; or None."""
         return max(self.seen, key=lambda entry: int(entry["elements"]), default=self.declared)
 
     def measure_bytes(self) -> None:

@@ -27,7 +27,6 @@ SELF_EXITING_CHILDREN = (b"resource_tracker", b"torch_shm_manager")
 
 
 def write_first_steps(recorder: Recorder) -> None:
-    """Write the measurements of the first steps of a training."""
     write_json(recorder.plan.folder / f"begun-{recorder.rank}.json", make_report(recorder, "begun"))
 
 

@@ -22,7 +22,7 @@ RECENT_SAMPLES = 20  # steps for the median of samples per step; few, to notice 
 
 
 class HeartbeatWriter:
-    """Writes heartbeat-<rank>.json and steps-<rank>.jsonl at most as often as the plan says. Durations are of the host."""
+    """Writes heartbeat-<rank>.json and steps-<rank>.jsonl at most as often as the plan allows. Durations are of the host."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -208,14 +208,14 @@ class StepKiller:
             if self._checkpoint is not None and step >= self._last:
                 self._kill_process()
 
-    def _request_save(self, how: str, rank: int) -> None:
-        if how.startswith("SIG"):
-            os.kill(os.getpid(), getattr(signal, how))
-        elif rank == 0 and how.startswith("file:"):
-            path = Path(how[len("file:") :])
+    def _request_save(self, request: str, rank: int) -> None:
+        if request.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, request))
+        elif rank == 0 and request.startswith("file:"):
+            path = Path(request[len("file:") :])
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        elif rank == 0 and how == "hooks":
+        elif rank == 0 and request == "hooks":
             write_json(self.plan.folder / "save.json", {"then": "go on"})
 
     def _find_checkpoint(self, step: int, samples: float | None, dataset: int | None) -> None:

@@ -311,9 +311,9 @@ class ModelCall:
     names: tuple[str, str] = ("model", "loss")  # names of model and loss in messages
 
     @classmethod
-    def from_model(cls, model: nn.Module, loss: LossFunction, **how: Any) -> "ModelCall":
+    def from_model(cls, model: nn.Module, loss: LossFunction, **options: Any) -> "ModelCall":
         """Return the call of a model, before it is wrapped, and a loss."""
-        return cls(ForwardSignature.from_function(model.forward), loss, whole=accepts_batch(loss), **how)
+        return cls(ForwardSignature.from_function(model.forward), loss, whole=accepts_batch(loss), **options)
 
     def compute_outputs(self, model: nn.Module, batch: Any) -> Any:
         """Call the model or its wrapper.

@@ -119,7 +119,9 @@ class WeightFit:
             "not in the model": self.unexpected,
             "with another shape": self.other_shape,
         }
-        return "; ".join(f"{kind}: {join_first_words(names, MAX_NAMES_SHOWN)}" for kind, names in mismatches.items() if names)
+        return "; ".join(
+            f"{kind}: {join_first_words(names, MAX_NAMES_SHOWN)}" for kind, names in mismatches.items() if names
+        )
 
 
 def read_weights(path: str, *, key: str = WEIGHTS_KEY) -> dict[str, Any]:
@@ -296,7 +298,6 @@ def _load_sharded_weights(section: Model, model: nn.Module, *, first: bool, key:
 
 
 def describe_loaded_weights(section: Model, fit: WeightFit) -> str:
-    """Describe the weights loaded from a file."""
     mismatch = f"; {fit.mismatch_text}" if fit.mismatch_text else ""
     return f"weights: {len(fit.common)} tensors of {section.weights}{mismatch}"
 

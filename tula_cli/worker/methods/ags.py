@@ -18,7 +18,7 @@ from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 from tula_cli.worker.parallel.sharding import Parallel
 
 
-def get_small_batch_limit(configuration: Configuration) -> int:
+def compute_small_batch_limit(configuration: Configuration) -> int:
     """Return the most samples that a rank can use for AGS's small batch: one micro-batch (rounded down)."""
     return configuration.batch // configuration.world // configuration.spec.train.accumulate
 
@@ -58,7 +58,7 @@ class Scaling(Plain):
                 b_small=compute_small_batch_size(spec, batch),
                 **arguments,
                 max_grad_norm=spec.train.max_grad_norm,
-                available=get_small_batch_limit(configuration),
+                available=compute_small_batch_limit(configuration),
                 seed=spec.train.seed,
                 exclude=list_excluded_parameters(parallel.module, spec.ags),
             )
@@ -90,7 +90,7 @@ class Scaling(Plain):
         if not _needs_small_batch(spec, several=world > 1):
             return ()
         return count_samples_per_rank(
-            compute_small_batch_size(spec, configuration.batch), get_small_batch_limit(configuration), world, 0
+            compute_small_batch_size(spec, configuration.batch), compute_small_batch_limit(configuration), world, 0
         )
 
     def compute_min_samples(self, configuration: Configuration) -> int:
@@ -112,7 +112,7 @@ class Scaling(Plain):
         ags.change_batch(
             b_large=configuration.batch,
             b_small=compute_small_batch_size(spec, configuration.batch),
-            available=get_small_batch_limit(configuration),
+            available=compute_small_batch_limit(configuration),
         )
 
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:

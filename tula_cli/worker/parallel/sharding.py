@@ -85,7 +85,6 @@ class Sharded(nn.Module):
     separates_communication: ClassVar[bool] = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
         return self.module(*args, **kwargs)
 
     def count_samples_of_gradient(self, samples: int) -> int:

@@ -75,6 +75,7 @@ def own_model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.proof  # its model and dataset are built by the next test
 def test_own_model_trains_on_own_data(own_model: Path) -> None:
     words = ("train", "job.yaml", "--nodes", "1", "--batch", "32", "--yes", "--json", "--set", "train.epochs=5")
     answer = json.loads(run("-m", "tula_cli", *words, folder=own_model))["data"]

@@ -210,6 +210,7 @@ srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=1 --rdzv_id=$SLURM_JOB_ID 
 """
 
 
+@pytest.mark.proof  # other scripts train and compare above; test_from_sbatch reads such files
 def test_a_script_of_sbatch_becomes_a_job_that_profiles(tmp_path: Path, on_slurm: SlurmCluster) -> None:
     (tmp_path / "train.sbatch").write_text(SBATCH)
     tula = on_cluster(tmp_path, "", ROOT / "tests" / "scripts" / "plain_ddp.py")

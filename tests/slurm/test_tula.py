@@ -138,6 +138,7 @@ def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm
     assert tula.run().read_jobs()[0].submissions == 1
 
 
+@pytest.mark.proof  # test_submission cancels a chain, test_main_job a training
 def test_cancel_ends_the_allocation_and_stays_cancelled(tula: Tula) -> None:
     tula("train", "job.yaml", "--nodes", "1", "--batch", "128", "--set", "train.epochs=200")
     tula.wait_until(tula.epochs_done)

@@ -29,6 +29,8 @@ JOBS = {  # pixels, classes, parameters
     "alexnet_caltech101": (256, 101, 57_417_637),
     "mobilenetv3_caltech256": (256, 257, 4_531_249),
 }
+SHORT = ("vgg11_cifar100", "alexnet_caltech101")
+"""The jobs of `make test`."""
 
 
 def probed(ranks: Ranks, run: RunDir, name: str, **changes: Any) -> Measured:
@@ -53,7 +55,9 @@ def probed(ranks: Ranks, run: RunDir, name: str, **changes: Any) -> Measured:
     return result
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.proof) for name in JOBS]
+)
 def test_a_job_of_the_paper_runs_a_probe(alone: Ranks, run: RunDir, name: str) -> None:
     result = probed(alone, run, name, model=Model(name="small_cnn", args={"width": 4}))
     assert result.memory.batch >= 2 * 3 * min(JOBS[name][0], 224) ** 2 * 4, "images of the network's size"

@@ -129,3 +129,15 @@ def test_a_search_that_nothing_fits_ends_at_the_smallest_batch() -> None:
         assert trial < min(sizes)
         sizes.append(trial)
     assert min(sizes) == 2
+
+
+def test_no_headroom_is_inferred_from_memory_that_falls_with_the_batch() -> None:
+    """The batch that did not fit may need hardly more than the largest one that fitted."""
+    probes = [
+        make_probe(Truth(capacity=700 * MIB), 1, batch, memory=PeakMemory(states=None, peak=peak, reserved=peak))
+        for batch, peak in ((16, 680 * MIB), (20, 670 * MIB))
+    ]
+    too_large = out_of_memory(40)
+    bounds = BatchBounds(limit=64, start=16, capacity=None, footprints=())
+    bracket = BatchBracket.from_results(make_runs.spec(), 1, bounds, [*probes, too_large])
+    assert bracket.model is not None and not bracket.model.grows and bracket.compute_headroom() == 0

@@ -139,6 +139,7 @@ class Estimator:
         steps, held_up = fit_step_time_and_find_stragglers(
             spec, [*measured, *other_sizes.probes], [*trained, *other_sizes.trained]
         )
+        capacity = find_capacity(spec, measured, inspection)
         memory_model = memory.fit_memory_model(
             [*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.is_sharded
         )
@@ -148,7 +149,7 @@ class Estimator:
             held_up=bool(held_up),
             memory=memory_model,
             power=_fit_power_model(measured),
-            capacity=find_capacity(spec, measured, inspection),
+            capacity=capacity,
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
             ooms=tuple((oom.nodes, oom.local_batch) for oom in ooms),
             dataset_size=measured[0].dataset_size,
@@ -161,7 +162,8 @@ class Estimator:
                 *list_measurement_warnings(measured),
                 *steps.warnings,
                 *held_up,
-                *filter(None, [memory_model.warning]),
+                # unknown growth does not matter without a capacity, or if a probe ran out of memory
+                *filter(None, [memory_model.warning if memory_model.grows or (capacity and not ooms) else None]),
                 *warn_forecast_limits(spec, measured, noise),
             ),
             noise=noise,

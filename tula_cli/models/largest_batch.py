@@ -89,10 +89,14 @@ class BatchBracket:
 
     @property
     def usable_bytes(self) -> int | None:
-        """The capacity, or what a batch that did not fit needs according to the model: the rest is lost to fragmentation."""
+        """The capacity, or what a batch that did not fit needs according to the model: the rest is lost to fragmentation.
+
+        If the model does not know how memory grows, that batch may need hardly more than the largest one that fitted.
+        """
         if self.model is None or self.failing is None or self.capacity is None:
             return self.capacity
-        return min(self.capacity, int(self.model.compute_needed_memory(self.failing)))
+        known = self.failing if self.model.grows else self.fitting
+        return min(self.capacity, int(self.model.compute_needed_memory(known)))
 
     def compute_headroom(self) -> float | None:
         """Return the share of the memory that the largest fitting batch leaves free; None if that is unknown."""

@@ -105,6 +105,7 @@ class MemoryModel:
     by_component: bool = True  # False if only peaks are known: batch and activations are then one term
     sharded: bool = False  # whether the ranks divide the states, which are those of the whole model (`adapt_to_ranks`)
     warning: Diagnostic | None = None  # warning about the growth of memory with the batch
+    grows: bool = True  # False if measured memory does not grow with the batch, so that its growth is an assumption
 
     def adapt_to_ranks(self, ranks: Number) -> "MemoryModel":
         """Return the model of one of `ranks` ranks; unchanged if the ranks do not share a model.
@@ -239,7 +240,7 @@ def fit_memory_model(
     split_points = [
         [point.separate_activations(states, batch_slope) for point in points] for points in (measured, estimated)
     ]
-    activations, warning = _fit_activations(*split_points)
+    activations, grows, warning = _fit_activations(*split_points)
     model = MemoryModel(
         states=states,
         batch_slope=batch_slope,
@@ -252,6 +253,7 @@ def fit_memory_model(
         by_component=bool(slopes),
         sharded=sharded,
         warning=warning,
+        grows=grows,
     )
     return replace(model, error=_compute_median_error(model, believed))
 
@@ -325,25 +327,35 @@ def _fit_batch_slopes(points: Sequence[_Point]) -> list[float]:
 
 def _fit_activations(
     measured: Sequence[_Point], estimated: Sequence[_Point]
-) -> tuple[PiecewiseLinear, Diagnostic | None]:
-    """Return the curve of the activations, never falling or below a measurement, and a warning about it."""
+) -> tuple[PiecewiseLinear, bool, Diagnostic | None]:
+    """Return the curve of the activations, never falling or below a measurement, whether they grow, and a warning.
+
+    If the measured ones do not grow, the curve beyond them grows as estimated, or without an estimate in proportion to the
+    batch: a flat curve would let any batch fit.
+    """
     shape = _make_non_decreasing({point.micro_batch: point.activations for point in estimated})
     if not measured:
-        return shape, None
+        return shape, True, None
     if not estimated:
         shape = PiecewiseLinear((0.0, 1.0), (0.0, 1.0))
     level, scale = _fit_correction(measured, shape, proportional=not estimated)
-    warning = None
-    if estimated and not 1 / FAR_RATIO <= scale <= FAR_RATIO:
+    warning, grows = None, scale > 0 or level <= 0
+    if not grows:
+        warning = messages.memory_growth_unknown(
+            largest=max(point.micro_batch for point in measured), estimated=bool(estimated)
+        )
+    elif estimated and not 1 / FAR_RATIO <= scale <= FAR_RATIO:
         warning = messages.memory_grows_differently(factor=scale)
+    if not grows and estimated:
+        level, scale = max(0.0, *(point.activations - shape(point.micro_batch) for point in measured)), 1.0
     points = {x: max(0.0, level + scale * shape(x)) for x in shape.xs}
     for point in measured:
         level_here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
         points[point.micro_batch] = max(level_here, point.activations)
     if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
         end = 2 * max(points)  # beyond an outlier, the curve continues like the fit
-        points[end] = max(0.0, level + scale * shape(end))
-    return _make_non_decreasing(points), warning
+        points[end] = max(0.0, level + scale * shape(end)) if grows or estimated else 2 * level
+    return _make_non_decreasing(points), grows, warning
 
 
 def _make_non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
@@ -354,6 +366,7 @@ def _make_non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
 def _fit_correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, proportional: bool) -> tuple[float, float]:
     """Return (level, scale) that map the shape of the activations to the measured ones; scale is not negative.
 
+    The scale is 0 if the activations of several micro-batches do not grow.
     If the probes do not show how activations grow, an excess over the shape is treated as fixed (workspaces), and a
     deficit of a single micro-batch as proportional (tensors that are freed or fused). On the CPU, heap and workspaces
     make the growth up to HEAP_GROWTH times the estimated one, which probes with similar peaks hardly correct.

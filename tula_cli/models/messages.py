@@ -202,6 +202,16 @@ def memory_grows_differently(*, factor: float) -> str:
 
 
 @diagnostic
+def memory_growth_unknown(*, largest: float, estimated: bool) -> str:
+    """`largest` is the largest measured micro-batch."""
+    assumed = "as estimated" if estimated else "in proportion to the batch"
+    return (
+        f"Memory does not grow with the batch in the probes, so that needed by more than {largest:g} samples at a time is"
+        f" unknown. Predictions assume that it grows {assumed}. To find the largest batch that fits, run tula profile --largest."
+    )
+
+
+@diagnostic
 def straggler(*, name: str, factor: float, slow_probes: int, probes: int, waits_for_data: bool) -> str:
     work = "gets its data" if waits_for_data else "computes"
     advice = "its data loader and disk" if waits_for_data else "its clocks and for other programs"

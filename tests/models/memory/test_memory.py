@@ -116,11 +116,31 @@ def test_memory_that_does_not_grow_sets_no_bound() -> None:
     )
 
 
+def test_batches_larger_than_those_whose_memory_falls_are_predicted_to_need_more() -> None:
+    """A user's script, of which only peaks are known: a flat curve would let any batch fit."""
+    peaks = {32: 680, 64: 677}
+    probes = [
+        make_probe(Truth(), 1, batch, memory=PeakMemory(states=None, peak=peak * MIB, reserved=peak * MIB))
+        for batch, peak in peaks.items()
+    ]
+    model = fit_memory_model(probes)
+    assert model.warning is not None and model.warning.code == "memory-growth-unknown"
+    assert model.compute_peak(64) == 680 * MIB and model.compute_peak(640) == pytest.approx(6800 * MIB)
+    assert model.compute_largest_local_batch(6800 * MIB, margin=0.0) == 640
+
+
+def test_measured_memory_that_falls_against_the_estimate_grows_as_estimated_beyond() -> None:
+    probes = [seen_at(128, level=300 * MIB), seen_at(256, scale=0.5)]
+    model = fit_memory_model([*BENT, *probes])
+    assert model.warning is not None and model.warning.values == {"largest": 256, "estimated": True}
+    assert model.compute_peak(1000) >= bent(1000).memory.peak
+
+
 def test_activations_that_fall_with_the_batch_are_taken_at_their_largest() -> None:
     low, high = make_probe(Truth(), 2, 32), make_probe(Truth(), 2, 128)
     swapped = [low.model_copy(update={"memory": high.memory}), high.model_copy(update={"memory": low.memory})]
     model = fit_memory_model(swapped)
-    assert model.activations(32) == model.activations(4096) == high.memory.activations
+    assert model.activations(32) == model.activations(128) == high.memory.activations
 
 
 def test_the_error_is_that_of_the_peak() -> None:

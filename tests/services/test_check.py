@@ -297,6 +297,15 @@ def test_offline_nothing_is_built(monkeypatch):
     assert report.jobs[0].batches == (32, 64)
 
 
+def test_what_a_plan_made_offline_does_not_know_is_warned_of(found):
+    job = spec(search={"max_batch": 4096})
+    assert values(check_job(job, online=False).warnings, "plan-made-offline") == {"strategy": job.search.strategy}
+    online = check_job(job)
+    assert "plan-made-offline" not in codes(online.warnings)
+    assert max(online.jobs[0].batches) <= 1000 < max(check_job(job, online=False).jobs[0].batches), "of the dataset"
+    assert "plan-made-offline" not in codes(check_job(spec(), online=False).warnings), "there is no plan"
+
+
 # --- estimate
 
 

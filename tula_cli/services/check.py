@@ -255,6 +255,7 @@ def check_job(
         ),
         warnings=(
             *_warn_unknown_cost(upper_bound_plan),
+            *([messages.plan_made_offline(strategy=spec.search.strategy)] if jobs and not online else []),
             *_list_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
         ),
         unsettled=upper_bound_plan,

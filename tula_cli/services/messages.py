@@ -219,6 +219,15 @@ def adaptive_first_round(*, chosen_by_auto: bool, capped: bool) -> str:
 
 
 @diagnostic
+def plan_made_offline(*, strategy: str) -> str:
+    sweep = ", and search.strategy: auto may choose another search than this sweep" if strategy == "auto" else ""
+    return (
+        "With --offline, the size of the dataset, the memory of each batch and earlier probes are unknown. Batches that exceed the"
+        f" dataset or the memory will be left out{sweep}. Run tula check without --offline for the final plan."
+    )
+
+
+@diagnostic
 def no_cap_on_node_hours() -> str:
     return (
         "search.max_node_hours is not set, so tula profile asks for confirmation; without a terminal, it needs --yes."

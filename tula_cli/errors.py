@@ -3,14 +3,39 @@
 Any exception that is not a TulaError is a defect of tula and keeps its traceback.
 """
 
+import re
+from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
+
+ARGUMENT_BY_FLAG: ContextVar[Mapping[str, str]] = ContextVar("argument_by_flag", default=MappingProxyType({}))
+"""The arguments of the Python function that is being called, by the flags that they stand for; empty on the command line."""
+_MARKED_OPTION = re.compile(r"\[\[(--[a-z-]+)(?: (.+?))?\]\](?!\])")
+
+
+def name_options(text: str) -> str:
+    """Return a text in which options are marked as `[[--nodes]]` with their flags, or in a Python call with its arguments.
+
+    A mark may contain values of an option that takes a list: `[[--set a.b=1 --set c=2]]`.
+    """
+
+    def name_option(match: re.Match[str]) -> str:
+        flag, values = match.groups()
+        argument = ARGUMENT_BY_FLAG.get().get(flag)
+        if argument is None:
+            return match[0][2:-2]
+        items = [int(item) if item.isdecimal() else item for item in values.split(f" {flag} ")] if values else []
+        return f"{argument}={items}" if items else argument
+
+    return _MARKED_OPTION.sub(name_option, text)
 
 
 class TulaError(Exception):
     """An error that the user can act on.
 
     Args:
-        message: what is wrong, with the offending value.
+        message: what is wrong, with the offending value; options are marked as described by `name_options`.
         hint: what to do about it, or empty.
     """
 
@@ -18,9 +43,8 @@ class TulaError(Exception):
     code = "failed"
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = name_options(message), name_options(hint)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         """Return the message, details and hint, as the command prints them: a notebook shows only this text."""
@@ -93,7 +117,7 @@ class RunGone(TulaError):
     def __init__(self, path: object) -> None:
         super().__init__(
             f"the run directory {path} was moved or removed, so its jobs stop",
-            "if you moved the directory, run the same command with --run and the new path to resume from the newest checkpoint",
+            "if you moved the directory, run the same command with [[--run]] and the new path to resume from the newest checkpoint",
         )
 
 
@@ -150,7 +174,7 @@ class JobFailed(TulaError):
 
     def __init__(self, message: str, hint: str = "", *, evidence: str = "") -> None:
         super().__init__(message, hint)
-        self.evidence = evidence or message
+        self.evidence = evidence or self.message
 
 
 class OutOfMemoryAtMinimum(TulaError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
-from tula_cli.errors import JobFailed, SchedulerError, SpecError, TulaError
+from tula_cli.errors import ARGUMENT_BY_FLAG, SpecError
 from tula_cli.words import split_outside_brackets
 
 MAX_COUNT = 2**31 - 1
@@ -68,9 +68,10 @@ def find_option(parameter: inspect.Parameter) -> Option | None:
     return next((extra for extra in get_args(parameter.annotation) if isinstance(extra, Option)), None)
 
 
-def list_fields(options: Callable[..., object]) -> list[tuple[inspect.Parameter, Option | None]]:
-    """Return the fields of a class of options as parameters, each with its Option; None if it is an argument of Python only."""
-    return [(field, find_option(field)) for field in inspect.signature(options).parameters.values()]
+def list_fields(options: Callable[..., object]) -> list[tuple[inspect.Parameter, Option]]:
+    """Return the fields of a class of options as parameters, each with its Option; a text describes an argument of Python only."""
+    fields = inspect.signature(options).parameters.values()
+    return [(field, find_option(field) or Option(get_args(field.annotation)[1])) for field in fields]
 
 
 def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P, R]]:
@@ -103,14 +104,12 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
                 check_type(parameter.name, value, get_args(parameter.annotation)[0])
                 if isinstance(value, list | tuple) and not value and parameter.default != ():
                     raise SpecError(f"{parameter.name} {value!r}: must have at least one item")
-                (option or Option("")).check_value(parameter.name, value)
+                option.check_value(parameter.name, value)
+            token = ARGUMENT_BY_FLAG.set(argument_by_flag)
             try:
                 return function(arguments(*args, **kwargs))
-            except TulaError as error:
-                if not isinstance(error, JobFailed | SchedulerError):  # these quote other programs, whose flags remain
-                    error.message = _replace_flags(error.message, argument_by_flag)
-                error.hint = _replace_flags(error.hint, argument_by_flag)
-                raise
+            finally:
+                ARGUMENT_BY_FLAG.reset(token)
 
         argument_by_flag = dict(_list_flags(arguments))
         plain = [field.replace(annotation=get_args(field.annotation)[0]) for field, _ in list_fields(arguments)]
@@ -125,32 +124,10 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
 def _list_flags(arguments: Callable[..., object]) -> Iterator[tuple[str, str]]:
     """Yield the flags of a class of options, each with the argument of the Python function that it stands for."""
     for field, option in list_fields(arguments):
-        flag, _, negative = (option or Option("")).make_flag(field.name).partition("/")
+        flag, _, negative = option.make_flag(field.name).partition("/")
         yield flag, f"{field.name}=True" if get_args(field.annotation)[0] is bool or negative else field.name
         if negative:
             yield negative, f"{field.name}=False"
-
-
-_FLAGS = re.compile(
-    r"(?P<command>tula [a-z]+[^,;:]*)"
-    r"|(?P<list>--set \S*[^\s,;:](?: --set \S*[^\s,;:])*|(?P<flag>--[a-z-]+) \S*[^\s,;:](?: (?P=flag) \S*[^\s,;:])+)"
-    r"|--[a-z][a-z-]*(?!\w)"
-)
-
-
-def _replace_flags(text: str, argument_by_flag: Mapping[str, str]) -> str:
-    """Return the text of an error with the arguments of a Python function in place of flags; commands remain as they are."""
-
-    def replace(match: re.Match[str]) -> str:
-        if match["command"]:
-            return match[0]
-        if match["list"]:
-            flag, values = match["list"].split()[0], match["list"].split()[1::2]
-            items = [int(value) if value.isdecimal() else value for value in values]
-            return f"{argument_by_flag[flag]}={items}" if flag in argument_by_flag else match[0]
-        return argument_by_flag.get(match[0], match[0])
-
-    return _FLAGS.sub(replace, text)
 
 
 _TYPES: dict[object, tuple[type | tuple[type, ...], str]] = {
@@ -251,9 +228,8 @@ def _describe_fields(options: Callable[..., object]) -> list[str]:
     """Return a line for each field, as in the section Args of a docstring."""
     lines = []
     for parameter, option in list_fields(options):
-        unit = f" ({option.metavar})" if option and option.metavar else ""
-        described = option.help if option else get_args(parameter.annotation)[1]
-        lines.append(f"    {parameter.name}{unit}: {described}")
+        unit = f" ({option.metavar})" if option.metavar else ""
+        lines.append(f"    {parameter.name}{unit}: {option.help}")
     return lines
 
 
@@ -359,12 +335,14 @@ def parse_nodes(text: str) -> int | NodeRange:
         return NodeRange()
     match = re.fullmatch(r"([0-9]{1,9})|([0-9]{0,9})-([0-9]{0,9})", text.strip())
     if match is None or match[0] == "-":
-        raise SpecError(f"--nodes {text}: expected a number of nodes or a range", "for example 4, 2-8, 2-, -8 or auto")
+        raise SpecError(
+            f"[[--nodes]] {text}: expected a number of nodes or a range", "for example 4, 2-8, 2-, -8 or auto"
+        )
     min_nodes, max_nodes = (int(bound) if bound else None for bound in match.groups()[1:])
     if "0" in {bound.lstrip("0") or "0" for bound in match.groups() if bound} or match[0] == "-1":
-        raise SpecError(f"--nodes {text}: must be at least 1", "for example 4, 2-8, 2-, -8 or auto")
+        raise SpecError(f"[[--nodes]] {text}: must be at least 1", "for example 4, 2-8, 2-, -8 or auto")
     if min_nodes is not None and max_nodes is not None and min_nodes > max_nodes:
-        raise SpecError(f"--nodes {text}: the range is empty", f"did you mean --nodes {max_nodes}-{min_nodes}?")
+        raise SpecError(f"[[--nodes]] {text}: the range is empty", f"did you mean [[--nodes]] {max_nodes}-{min_nodes}?")
     return int(match[1]) if match[1] else NodeRange(min_nodes, max_nodes)
 
 
@@ -450,7 +428,9 @@ def split_methods(text: str) -> tuple[str, ...]:
     """
     rows = tuple(row.strip() for row in split_outside_brackets(text, ",") if row.strip())
     if not rows:
-        raise SpecError(f"--methods {text!r}: must be methods separated by commas", "for example --methods lbt,ags")
+        raise SpecError(
+            f"[[--methods]] {text!r}: must be methods separated by commas", "for example [[--methods]] lbt,ags"
+        )
     return rows
 
 
@@ -460,7 +440,9 @@ def _split_batches(text: str) -> tuple[int, ...]:
     except ValueError:
         batches = ()
     if not batches:
-        raise SpecError(f"--batch {text!r}: must be integers separated by commas", "for example --batch 512,1024")
+        raise SpecError(
+            f"[[--batch]] {text!r}: must be integers separated by commas", "for example [[--batch]] 512,1024"
+        )
     return batches
 
 

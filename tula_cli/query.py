@@ -69,7 +69,7 @@ def parse_hours(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([smhdw]?|min)", text.strip())
     if match is None:
         raise SpecError(
-            f"--deadline {text}: expected hours, or a number with a unit", "for example 36, 30s, 90m, 36h, 3d or 2w"
+            f"[[--deadline]] {text}: expected hours, or a number with a unit", "for example 36, 30s, 90m, 36h, 3d or 2w"
         )
     return float(match[1]) * (SECONDS_PER_UNIT[{"": "h", "min": "m"}.get(match[2], match[2])] / 3600)
 
@@ -83,7 +83,7 @@ def parse_share(text: str) -> float:
     share = _parse_number("--min-efficiency", text.strip().removesuffix("%"), "for example 0.6 or 60%")
     share = share / 100 if text.strip().endswith("%") else share
     if not 0 <= share <= 1:
-        raise SpecError(f"--min-efficiency {text}: must be between 0 and 1", "for example 0.6 or 60%")
+        raise SpecError(f"[[--min-efficiency]] {text}: must be between 0 and 1", "for example 0.6 or 60%")
     return share
 
 
@@ -199,7 +199,7 @@ class Query:
         typed = []
         for parameter, option in list_fields(Query):
             value = getattr(self, parameter.name)
-            if option and parameter.name != "objective" and value != parameter.default:
+            if parameter.name != "objective" and value != parameter.default:
                 flag = option.make_flag(parameter.name)
                 if parameter.name == "deadline_hours" and round(value, 3) != value:  # not a round number of hours
                     value = f"{60 * value:g}m"

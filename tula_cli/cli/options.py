@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from tula_cli.errors import Interruption, SpecError, TulaError
-from tula_cli.options import Option, find_option, list_fields
+from tula_cli.options import Option, find_option
 from tula_cli.show.screen import Screen
 
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
@@ -150,7 +150,7 @@ def register_command(app: typer.Typer, function: Callable[..., None], *, example
 def _list_fields(parameter: inspect.Parameter) -> list[tuple[inspect.Parameter, Option | None]]:
     """Return the fields of a parameter if it is a class of options, else the parameter itself."""
     if _is_class_of_options(parameter):
-        return list_fields(parameter.annotation)
+        return [(field, find_option(field)) for field in inspect.signature(parameter.annotation).parameters.values()]
     return [(parameter, find_option(parameter))]
 
 

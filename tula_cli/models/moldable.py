@@ -42,7 +42,7 @@ def require_moldable(spec: JobSpec) -> None:
         why = "cluster.slurm.gpus: gpus_per_task fixes the number of tasks"
     else:
         return
-    raise SpecError(f"--nodes cannot be a range: {why}", "give one number: --nodes 4")
+    raise SpecError(f"[[--nodes]] cannot be a range: {why}", "give one number: [[--nodes]] 4")
 
 
 def choose_job_sizes(
@@ -83,7 +83,7 @@ def choose_job_sizes(
     if min_nodes > max_nodes:
         raise Infeasible(
             f"the range contains no number of nodes: its lower bound is {min_nodes}, and its upper bound from the recommendation is {max_nodes}",
-            f"give both bounds: --nodes {min_nodes}-{2 * min_nodes}",
+            f"give both bounds: [[--nodes]] {min_nodes}-{2 * min_nodes}",
         )
     node_counts = range(min_nodes, min(max_nodes, batch) + 1)  # on more nodes, some GPUs would have no sample
     counts = [nodes for nodes in node_counts if batch % compute_batch_divisor(spec, nodes) == 0]
@@ -105,7 +105,7 @@ def choose_job_sizes(
         )
         raise Infeasible(
             f"no number of nodes from {min_nodes} to {max_nodes} can be used: {why}",
-            "widen the range, or choose another batch with --batch",
+            "widen the range, or choose another batch with [[--batch]]",
         )
     return tuple(sizes)
 

@@ -427,7 +427,7 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
         raise SpecError(
             f"train.ramp: decay reaches at most batch {int(reference * growth)}, not {batch}: the schedule lowers the learning"
             f" rate only to 1/{format_number(growth)} before the last 2 % of the training",
-            "train with a smaller batch (search.max_batch, or --batch), or with a schedule that ends at a lower learning rate",
+            "train with a smaller batch (search.max_batch, or [[--batch]]), or with a schedule that ends at a lower learning rate",
         )
 
 

@@ -106,23 +106,23 @@ def require_searchable(spec: JobSpec, batch: int) -> None:
     if batch <= reference:
         raise SpecError(
             f"batch {batch} is not above {key} {reference}, whose learning rate is {rate}",
-            f"give a larger batch with --batch, or set {key} to the batch that {rate} was tuned for",
+            f"give a larger batch with [[--batch]], or set {key} to the batch that {rate} was tuned for",
         )
     if not _is_searchable(train.training_method):
         searchable = ", ".join(name for name, method in METHODS.items() if _is_searchable(method))
         raise SpecError(
             f"a learning rate cannot be searched for train.method {train.method}, which sets the learning rate by a rule",
-            f"use one of {searchable}, for example --set train.method=lrs",
+            f"use one of {searchable}, for example [[--set train.method=lrs]]",
         )
     if train.stages == "decay":
         raise SpecError(
             "a learning rate cannot be searched with train.ramp: decay, which sets the learning rate",
-            "add --set train.ramp=auto",
+            "add [[--set train.ramp=auto]]",
         )
     if train.is_sharded:
         raise SpecError(
             "a learning rate cannot be searched with train.parallel: fsdp, which divides the training state among the GPUs",
-            "search with a smaller model and --set train.parallel=ddp, or compare short trainings: tula compare --methods lbt,sqrt,lrs",
+            "search with a smaller model and [[--set train.parallel=ddp]], or compare short trainings: tula compare --methods lbt,sqrt,lrs",
         )
 
 

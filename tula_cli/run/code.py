@@ -276,7 +276,7 @@ def take_snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
     except OSError as error:
         raise TulaError(
             f"cannot copy the code to {draft.parent}: {error.strerror or error}",
-            "free some space, or choose another folder with --run-dir",
+            "free some space, or choose another folder with [[--run-dir]]",
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -177,7 +177,7 @@ def choose_storage_hint(path: Path, error: OSError) -> str:
 
 def _make_other_folder_hint(path: Path) -> str:
     is_in_run = any((folder / "spec.yaml").exists() for folder in path.parents) or "tula-runs" in path.parts
-    return "choose another folder with --run-dir" if is_in_run else "choose another folder"
+    return "choose another folder with [[--run-dir]]" if is_in_run else "choose another folder"
 
 
 def read_content(path: Path) -> bytes:

@@ -196,8 +196,8 @@ def get_only_run(runs: Sequence[Run], node_type: str | None, *, purpose: str) ->
     """
     selected = select_runs(runs, node_type)
     if len(selected) > 1:
-        types = " or --type ".join(str(run.type) for run in selected)
-        raise SpecError(f"{purpose} needs a node type: add --type {types}")
+        types = " or [[--type]] ".join(str(run.type) for run in selected)
+        raise SpecError(f"{purpose} needs a node type: add [[--type]] {types}")
     return selected[0]
 
 
@@ -308,7 +308,7 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     changed = validate_job(content, source=" --set ".join((str(run.path / "spec.yaml"), *overrides)))
     if changed.types or compute_measurement_signature(changed) != compute_measurement_signature(stored):
         raise SpecError(
-            f"--set {' --set '.join(overrides)} changes settings on which the measurements of {run.id} depend",
+            f"[[--set {' --set '.join(overrides)}]] changes settings on which the measurements of {run.id} depend",
             "measure a new run: tula profile job.yaml with the same --set",
         )
     return changed

@@ -14,7 +14,7 @@ from tula_cli.errors import NotYours, SpecError
 ACCESS_ERRNOS = (errno.EACCES, errno.EPERM)
 """Error numbers for missing permissions."""
 _SPEC_FILE = "spec.yaml"
-_OTHER_FOLDER_HINT = "--run-dir FOLDER names another folder for runs"
+_OTHER_FOLDER_HINT = "[[--run-dir]] FOLDER names another folder for runs"
 
 
 def find_other_owner(path: Path) -> str:

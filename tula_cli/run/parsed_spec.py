@@ -203,7 +203,7 @@ def find_newest_run(root: Path, latest: str) -> Path:
         message = f"no run under {root}{others_text and f' ({others_text})'}"
         from tula_cli.run.observed import make_observed_jobs_hint
 
-        hint = f"start one with tula profile job.yaml, or name one with --run DIR{make_observed_jobs_hint()}"
+        hint = f"start one with tula profile job.yaml, or name one with [[--run]] DIR{make_observed_jobs_hint()}"
         raise SpecError(message, hint)
     return next((run for run in runs if not owner.find_other_owner(run)), runs[0])
 

@@ -60,9 +60,9 @@ def plan_trainings(
     """
     if len(trainings) != len(jobs):
         raise SpecError(
-            f"--trainings: got {format_count(len(trainings), 'number')} ({', '.join(map(str, trainings))}) for"
+            f"[[--trainings]]: got {format_count(len(trainings), 'number')} ({', '.join(map(str, trainings))}) for"
             f" {format_count(len(jobs), 'job')} ({', '.join(runs[0].id for runs in jobs)})",
-            "give one number for each job, in the order of the jobs: --trainings 10 --trainings 20",
+            "give one number for each job, in the order of the jobs: [[--trainings 10 --trainings 20]]",
         )
     if save and len(jobs) > 1:
         raise SpecError(
@@ -101,7 +101,7 @@ def _find_usable_configurations(
         (candidates["nodes"] <= nodes) & (candidates["batch"] <= (max_batch or math.inf))
     )
     if not len(candidates):
-        raise Infeasible(f"no configuration is possible on {format_count(nodes)} or fewer", "raise --max-nodes")
+        raise Infeasible(f"no configuration is possible on {format_count(nodes)} or fewer", "raise [[--max-nodes]]")
     return _JobCandidates(candidates, max_batch, answer.recommendation.currency, answer.warnings)
 
 
@@ -135,7 +135,7 @@ def plan_campaign(
     """
     if sum(trainings) > MAX_TRAININGS:
         raise SpecError(
-            f"--trainings {sum(trainings)}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once"
+            f"[[--trainings]] {sum(trainings)}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once"
         )
     names = _list_job_names(jobs)
     nodes = query.max_nodes or max(nodes for runs in jobs for run in runs for nodes in run.spec.search.nodes)
@@ -184,7 +184,7 @@ def _require_common_currency(considered: Sequence[_JobCandidates]) -> str:
     if len(currencies) > 1:
         raise SpecError(
             f"the costs of the jobs are in different currencies: {', '.join(currencies)}",
-            "give all jobs the same currency and price: --set pricing.currency=NAME --set pricing.price=PRICE",
+            "give all jobs the same currency and price: [[--set pricing.currency=NAME --set pricing.price=PRICE]]",
         )
     return currencies[0]
 
@@ -245,7 +245,7 @@ def _require_within_limits(plan: Campaign, subject: str, query: Query) -> None:
         raise Infeasible(
             f"the plan of {QUANTITIES[plan.minimises].lowest} for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"
             f" budget of {query.budget:g}",
-            "raise --budget, or choose --objective cost",
+            "raise [[--budget]], or choose [[--objective]] cost",
         )
     if not is_within_limit(plan.hours, _get_limit_or_infinity(query.deadline_hours)):
         raise _make_too_late_error(f"the shortest plan found for {subject} takes", plan.hours, query)
@@ -415,19 +415,23 @@ def _choose_cheapest_plan(
 
 def _make_over_budget_error(message_start: str, cost: float, query: Query, currency: str) -> Infeasible:
     knee = query.objective == "knee"
-    fewer = "plan fewer trainings, or allow larger batches with --objective cost" if knee else "or plan fewer trainings"
+    fewer = (
+        "plan fewer trainings, or allow larger batches with [[--objective]] cost" if knee else "or plan fewer trainings"
+    )
     return Infeasible(
         f"{message_start} {format_number(cost, 4)} {currency}, more than the budget of {query.budget:g}",
-        f"raise --budget, {fewer}",
+        f"raise [[--budget]], {fewer}",
     )
 
 
 def _make_too_late_error(message_start: str, makespan: float, query: Query) -> Infeasible:
     knee = query.objective == "knee"
-    fewer = "plan fewer trainings, or allow larger batches with --objective time" if knee else "or plan fewer trainings"
-    options = "--deadline" if query.budget is None else "--deadline, --budget"
+    fewer = (
+        "plan fewer trainings, or allow larger batches with [[--objective]] time" if knee else "or plan fewer trainings"
+    )
+    options = "[[--deadline]]" if query.budget is None else "[[--deadline]], [[--budget]]"
     return Infeasible(
         f"{message_start} {format_duration(3600 * makespan)}, more than the deadline of"
         f" {format_duration(3600 * _get_limit_or_infinity(query.deadline_hours))}",
-        f"raise {options} or --max-nodes, {fewer}",
+        f"raise {options} or [[--max-nodes]], {fewer}",
     )

@@ -121,7 +121,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int | None = None) -> Job
     elif own_settings := (*variant.optimizer, *variant.schedule):
         raise SpecError(
             f"{method} sets {', '.join(own_settings)}, but tula cannot change the optimizer or schedule of a script",
-            f"remove {method} from --methods",
+            f"remove {method} from [[--methods]]",
         )
     elif variant.lr != 1.0:
         content["script"] = scale_script_lr(content["script"], spec.script, factor=variant.lr)
@@ -191,7 +191,7 @@ def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
     problems = tuple(Problem(method, why) for method, why in reasons.items() if why)
     if problems:
         fitting = ",".join(method for method, why in reasons.items() if not why) or "lbt"
-        raise SpecError("some methods are incompatible with the job", f"use --methods {fitting}", problems=problems)
+        raise SpecError("some methods are incompatible with the job", f"use [[--methods]] {fitting}", problems=problems)
 
 
 def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:
@@ -478,7 +478,7 @@ def read_recommended_batch(run: RunDir) -> int:
     recommendation = run.read_recommendation()
     if recommendation is None:
         raise BadMeasurements(
-            f"{run.id} has no recommendation, and --batch is not given",
+            f"{run.id} has no recommendation, and [[--batch]] is not given",
             "give the large batch, for example tula compare job.yaml --batch 1024",
         )
     return recommendation.choice.batch

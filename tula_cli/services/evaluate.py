@@ -67,7 +67,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     if is_training_checkpoint:
         _require_sound_checkpoint(files, name, path)
     elif not (path.is_dir() or is_regular_file(path)):
-        raise SpecError(f"{path} is not a weights file", "choose other weights with --weights")
+        raise SpecError(f"{path} is not a weights file", "choose other weights with [[--weights]]")
     stat = path.stat()
     identity = (
         {"name": name, "samples": path.stem}
@@ -106,7 +106,7 @@ def _find_training(runs: Sequence[Run], request: EvaluationRequest) -> tuple[Run
         )
     if request.training is not None and request.training not in signatures:
         raise SpecError(
-            f"--training {request.training}: this training does not exist", f"choose from: {', '.join(signatures)}"
+            f"[[--training]] {request.training}: this training does not exist", f"choose from: {', '.join(signatures)}"
         )
     matching = [entry for entry in trainings if request.training in (None, entry[3].signature)]
     *_, run, task = max(matching, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
@@ -120,14 +120,14 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
         path = Path(requested).expanduser().absolute()
         if not path.exists():  # the checkpoint of a sharded model is a folder
             raise SpecError(
-                f"--weights {requested}: this file does not exist",
+                f"[[--weights]] {requested}: this file does not exist",
                 "give the path of a weights file, or best or last",
             )
         if not path.is_dir():
             _require_weights(path, requested)
         elif not (path / ".metadata").is_file():
             raise SpecError(
-                f"--weights {requested}: this folder contains no sharded checkpoint",
+                f"[[--weights]] {requested}: this folder contains no sharded checkpoint",
                 "give the path of a weights file, or best or last",
             )
         return str(path), path
@@ -135,22 +135,22 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
     if not newest:
         raise BadMeasurements(
             f"training {files.signature} has saved no weights yet",
-            "see its progress with tula status, or choose another training with --training or a file with --weights",
+            "see its progress with tula status, or choose another training with [[--training]] or a file with [[--weights]]",
         )
     if best is not None and requested != LAST:
         return BEST, (best.parent / best.readlink() if best.is_symlink() else best).absolute()
     if requested == BEST:
         raise BadMeasurements(
             f"training {files.signature} has not finished an epoch yet, so it has no best weights",
-            "use --weights last for the newest weights",
+            "use [[--weights]] last for the newest weights",
         )
     result = files.read_result()
     if result is not None and int(newest[0].stem) < result.samples:
         raise BadMeasurements(
             f"the last weights of training {files.signature} have been deleted, for example by tula clean --keep best",
-            "use --weights best"
+            "use [[--weights]] best"
             if best is not None
-            else f"to evaluate an older checkpoint: --weights {shlex.quote(str(newest[0]))}",
+            else f"to evaluate an older checkpoint: [[--weights]] {shlex.quote(str(newest[0]))}",
         )
     return LAST, newest[0].absolute()
 
@@ -162,7 +162,7 @@ def _require_sound_checkpoint(files: TrainingRun, name: str, path: Path) -> None
         return
     sound = next((other for other in files.list_checkpoints() if not describe_checkpoint_problem(other)), None)
     alternative = (
-        "" if sound is None else f"; to evaluate other weights of the training: --weights {shlex.quote(str(sound))}"
+        "" if sound is None else f"; to evaluate other weights of the training: [[--weights]] {shlex.quote(str(sound))}"
     )
     raise BadMeasurements(
         f"the {name} weights of training {files.signature} are damaged: {path}: {why}",
@@ -179,11 +179,11 @@ def _require_weights(path: Path, requested: str | Path) -> None:
                     return
     except OSError as error:
         raise SpecError(
-            f"--weights {requested}: cannot be read: {error.strerror}",
+            f"[[--weights]] {requested}: cannot be read: {error.strerror}",
             "give the path of a weights file, or best or last",
         ) from None
     raise SpecError(
-        f"--weights {requested} is not a weights file",
+        f"[[--weights]] {requested} is not a weights file",
         "give a file written by torch.save, a .safetensors file, best or last",
     )
 

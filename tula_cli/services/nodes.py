@@ -231,7 +231,7 @@ def choose_node_count(spec: JobSpec, requested: int | None) -> int:
     """
     max_nodes, where = _find_max_nodes(spec)
     if requested is not None and max_nodes is not None and requested > max_nodes:
-        raise SpecError(f"--nodes {requested}: a job can have at most {max_nodes} nodes here ({where})")
+        raise SpecError(f"[[--nodes]] {requested}: a job can have at most {max_nodes} nodes here ({where})")
     if requested is not None:
         return requested
     fewest = min((nodes for nodes in spec.search.nodes if nodes > 1), default=1 if spec.cluster.kind == "local" else 2)
@@ -320,7 +320,7 @@ def watch_node_check(
             _cancel_check(run, launcher, task, job)
             raise SchedulerError(
                 f"{job.id} was cancelled, because it would never start: {state.reason}",
-                "change section cluster of the job, or check fewer nodes with --nodes",
+                "change section cluster of the job, or check fewer nodes with [[--nodes]]",
             )
         now, nodes_with_files = clock(), _find_nodes_with_files(run, task, job)
         partly_visible_since = (partly_visible_since or now) if 0 < len(nodes_with_files) < task.nodes else None
@@ -444,9 +444,9 @@ def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, nodes_with_fi
     )
     return JobFailed(
         f"{job.id} failed, probably because its nodes do not all see {run.path.resolve()}: {description}",
-        "choose a folder on a file system that this machine and all nodes share: --run-dir FOLDER"
+        "choose a folder on a file system that this machine and all nodes share: [[--run-dir]] FOLDER"
         + (
-            f"; or exclude those nodes: --set cluster.slurm.exclude={without.replace(', ', ',')}"
+            f"; or exclude those nodes: [[--set cluster.slurm.exclude={without.replace(', ', ',')}]]"
             if hosts_with_files and hosts
             else ""
         ),

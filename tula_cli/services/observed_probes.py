@@ -48,11 +48,11 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
     run, spec = runs[0], runs[0].spec
     if spec.script is None:
         raise SpecError(
-            "--observed needs a job with section script", "add section script, or measure the job with tula profile"
+            "[[--observed]] needs a job with section script", "add section script, or measure the job with tula profile"
         )
     if len(runs) > 1:
         raise SpecError(
-            f"--observed needs a job with one node type and one number of GPUs per node, but this job has {len(runs)} combinations of them",
+            f"[[--observed]] needs a job with one node type and one number of GPUs per node, but this job has {len(runs)} combinations of them",
             "set cluster.gpus_per_node, and remove node_types and search.gpus_per_node",
         )
     require_current_format(run.path)

@@ -275,7 +275,7 @@ def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
             "no batch is divisible among the GPUs",
         )
         hint = (
-            "leave out --nodes to see the numbers of nodes that are possible"
+            "leave out [[--nodes]] to see the numbers of nodes that are possible"
             if on
             else "run tula check to see which configurations are searched"
         )

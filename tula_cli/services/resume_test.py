@@ -97,13 +97,13 @@ class ResumeTestFinding:
         """
         if self.rehearsal.other_nodes is None:
             raise ResumeUntested(
-                f"--nodes cannot be a range, because it is unknown whether the script resumes on another number of nodes: {self.why}",
-                "remove this cause and run the same command again to repeat the test; or give one number, for example --nodes 4",
+                f"[[--nodes]] cannot be a range, because it is unknown whether the script resumes on another number of nodes: {self.why}",
+                "remove this cause and run the same command again to repeat the test; or give one number, for example [[--nodes]] 4",
             )
         if not self.rehearsal.other_nodes:
             raise CannotResume(
-                f"--nodes cannot be a range, because the script does not resume on another number of nodes: {self.why}",
-                "correct how the script resumes, or give one number, for example --nodes 4",
+                f"[[--nodes]] cannot be a range, because the script does not resume on another number of nodes: {self.why}",
+                "correct how the script resumes, or give one number, for example [[--nodes]] 4",
             )
 
 
@@ -143,7 +143,7 @@ def run_resume_test(
     require_current_format(run.path)
     if cap_message := describe_resume_test_over_cap(runs):
         raise OverBudget(
-            cap_message, "raise the limit, for example --set search.max_node_hours=100, or lower search.max_minutes"
+            cap_message, "raise the limit, for example [[--set search.max_node_hours=100]], or lower search.max_minutes"
         )
     save_runs([run], file)
     return (yield from submit_resume_test_and_wait(run, launcher_for(run.spec), code, timeout=timeout, batch=None))
@@ -347,15 +347,15 @@ class TrainingStart:
             ResumeTestFinding(record, get_resume_settings(spec).batch, kept=True).require_resume_on_other_nodes()
             return
         untested = (
-            "--nodes cannot be a range: whether the script resumes on another number of nodes must be tested first"
+            "[[--nodes]] cannot be a range: whether the script resumes on another number of nodes must be tested first"
         )
         if not can_test_resume(spec):
             why, hint = "the test needs script.resume with a checkpoint in {out}", "add script.resume"
         elif self.rehearse:
             why, hint = self.over_cap, "raise search.max_node_hours"
         else:
-            why, hint = "--no-rehearse prevents the test", "remove --no-rehearse"
-        raise SpecError(f"{untested}; {why}", f"{hint}, or give one number, for example --nodes 4")
+            why, hint = "[[--no-rehearse]] prevents the test", "remove [[--no-rehearse]]"
+        raise SpecError(f"{untested}; {why}", f"{hint}, or give one number, for example [[--nodes]] 4")
 
 
 def can_test_resume(spec: JobSpec) -> bool:

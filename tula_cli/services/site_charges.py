@@ -188,7 +188,7 @@ def require_known_balance(balance_check: BalanceCheck | None) -> BalanceCheck:
     """
     if balance_check is None:
         raise SpecError(
-            "--within-balance needs the balance of SLURM's accounting",
+            "[[--within-balance]] needs the balance of SLURM's accounting",
             "set cluster.kind: slurm and pricing.kind: billing",
         )
     return balance_check
@@ -203,13 +203,13 @@ def require_sufficient_balance(balance_check: BalanceCheck) -> None:
     if balance_check.lacking or balance_check.lacking_at_most:
         why = balance_check.lacking or f"At the upper end of the 90 % interval: {balance_check.lacking_at_most}"
         raise OverBudget(
-            f"--within-balance: nothing was submitted. {why}",
+            f"[[--within-balance]]: nothing was submitted. {why}",
             "lower train.epochs, or use cheaper nodes or another account (cluster.slurm.account)",
         )
     if balance_check.unknown:
         raise OverBudget(
-            f"--within-balance: nothing was submitted, because the balance cannot be checked: {balance_check.unknown}",
-            "remove --within-balance, or ask the administrators to show limits and usage to users",
+            f"[[--within-balance]]: nothing was submitted, because the balance cannot be checked: {balance_check.unknown}",
+            "remove [[--within-balance]], or ask the administrators to show limits and usage to users",
         )
 
 

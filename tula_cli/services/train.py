@@ -70,7 +70,7 @@ def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:
     chosen = find_chosen_run(select_runs(runs, node_type))
     if chosen is None:
         raise BadMeasurements(
-            f"{runs[0].job_name} has no recommendation, and --type is not given",
+            f"{runs[0].job_name} has no recommendation, and [[--type]] is not given",
             "run tula recommend first, or give all three options: tula train --type NAME --nodes N --batch B",
         )
     return add_site_billing_to_run(chosen)
@@ -149,7 +149,7 @@ def _complete_configuration(
     """Return the given nodes and batch; those not given are the recommended ones."""
     most = nodes.most if isinstance(nodes, NodeRange) else nodes
     require_positive(nodes=most)
-    missing = [name for name, value in (("--nodes", most), ("--batch", batch)) if value is None]
+    missing = [name for name, value in (("[[--nodes]]", most), ("[[--batch]]", batch)) if value is None]
     if missing and choice is None:
         first = "tula recommend" if any(run.read_results()) else "tula profile and tula recommend"
         raise BadMeasurements(
@@ -273,7 +273,7 @@ def _require_fitting_batch(spec: JobSpec, nodes: int, batch: int, dataset_size: 
     if batch > dataset_size:
         raise SpecError(
             f"batch {batch} is larger than the dataset: {dataset_size} training samples",
-            f"lower --batch; the largest power of two that fits is {1 << (dataset_size.bit_length() - 1)}",
+            f"lower [[--batch]]; the largest power of two that fits is {1 << (dataset_size.bit_length() - 1)}",
         )
     self_tuning.require_tuning_samples(spec, batch=batch, dataset_size=dataset_size)
     check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)

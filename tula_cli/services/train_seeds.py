@@ -175,16 +175,16 @@ def prepare_seed_trainings(runs: Sequence[Run], request: TrainRequest, inspect: 
     """
     assert request.seeds is not None
     spec = runs[0].spec
-    options = {"--nodes": request.nodes, "--batch": request.batch, "--type": request.node_type}
-    options["--within-balance"] = request.within_balance or None
+    options = {"[[--nodes]]": request.nodes, "[[--batch]]": request.batch, "[[--type]]": request.node_type}
+    options["[[--within-balance]]"] = request.within_balance or None
     if unused := [name for name, value in options.items() if value is not None]:
         raise SpecError(
-            f"{join_words(unused)} {'has' if len(unused) == 1 else 'have'} no effect with --seeds",
+            f"{join_words(unused)} {'has' if len(unused) == 1 else 'have'} no effect with [[--seeds]]",
             f"set limits in a stored plan instead: tula recommend --trainings {request.seeds} --save",
         )
     if request.seeds > 1 and spec.script is not None and not takes_seed(spec.script):
         raise SpecError(
-            "--seeds: script.command has no {seed}, so all trainings would be identical",
+            "[[--seeds]]: script.command has no {seed}, so all trainings would be identical",
             "add {seed} to script.command, for example --seed {seed}",
         )
     plan = load_campaign(runs)

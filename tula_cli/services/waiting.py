@@ -52,8 +52,8 @@ class Submission:
         """
         if not spec.cluster.backend.has_queue and self.wait is False:
             raise SpecError(
-                "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
-                "remove --no-wait; if you interrupt the command, finished trainings are kept",
+                "[[--no-wait]] is not possible: on this machine trainings run one after the other, and this command starts each of them",
+                "remove [[--no-wait]]; if you interrupt the command, finished trainings are kept",
             )
 
     def require_confirmed(self, planned: Planned) -> None:
@@ -133,7 +133,7 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
         subjects.append("the job that builds the model and the dataset")
     needed = sum(node_hours) + first_jobs
     if problem := describe_exceeded_cap(" and ".join(subjects), needed, cap):
-        hint = f"raise the limit with --set search.max_node_hours={math.ceil(needed)}, lower search.max_minutes, or search fewer nodes"
+        hint = f"raise the limit with [[--set search.max_node_hours={math.ceil(needed)}]], lower search.max_minutes, or search fewer nodes"
         raise OverBudget(problem, hint)
 
 

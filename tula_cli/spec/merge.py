@@ -68,7 +68,7 @@ def apply_overrides(into: dict[str, Any], overrides: Iterable[str], origins: dic
             raise SpecError(f"overrides: {text!r} is not text", "for example overrides=['search.nodes=[2,4]']")
         key, separator, value = text.partition("=")
         if not separator or not key.strip():
-            raise SpecError(f"--set {text}: expected key.subkey=value", "for example --set search.nodes=[2,4]")
+            raise SpecError(f"[[--set {text}]]: expected key.subkey=value", "for example [[--set search.nodes=[2,4]]]")
         _assign_value(into, key.strip(), value, origins, source="--set")
 
 

@@ -20,8 +20,8 @@ import tula_cli as tula
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.launcher import delay_interrupts
 from tula_cli.diagnostics import DiagnosticWarning
-from tula_cli.errors import CannotWrite, Interruption, JobFailed, SchedulerError, SpecError
-from tula_cli.options import _list_flags, _replace_flags, with_arguments
+from tula_cli.errors import CannotWrite, Interruption, JobFailed, SchedulerError, SpecError, name_options
+from tula_cli.options import with_arguments
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import find_config_drift
 from tula_cli.run.records.inspections import Inspection
@@ -160,27 +160,27 @@ def test_errors_of_functions_name_arguments_not_options(
 
 
 def test_errors_of_functions_name_values_of_switches(cluster: AtOnce) -> None:
-    names = dict(_list_flags(TrainArguments))
-    assert _replace_flags("--no-rehearse prevents it; remove --within-balance", names) == (
-        "rehearse=False prevents it; remove within_balance=True"
+    @with_arguments(TrainArguments)
+    def fail(arguments: TrainArguments) -> None:
+        raise SpecError(
+            "[[--no-rehearse]] prevents it; remove [[--within-balance]]",
+            "raise it: [[--set a.b=[1,2] --set c=3]], or run tula check --set a=1; [[--batch 10 --batch 20]], [[--other 1]]",
+        )
+
+    with pytest.raises(SpecError) as caught:
+        fail(make.SPEC)
+    assert caught.value.message == "rehearse=False prevents it; remove within_balance=True"
+    assert caught.value.hint == (
+        "raise it: overrides=['a.b=[1,2]', 'c=3'], or run tula check --set a=1; batch=[10, 20], --other 1"
     )
-    assert _replace_flags("raise it: --set a.b=[1,2] --set c=3, or run tula check --set a=1", names) == (
-        "raise it: overrides=['a.b=[1,2]', 'c=3'], or run tula check --set a=1"
-    )
-    assert _replace_flags("for each job: --batch 10 --batch 20; --other 1 --other 2", names) == (
-        "for each job: batch=[10, 20]; --other 1 --other 2"
-    )
-    assert (
-        _replace_flags("add --batch_size {local_batch}, not --batch", names)
-        == "add --batch_size {local_batch}, not batch"
-    )
+    assert name_options("[[--nodes]] 4, [[--set a.b=[1,2]]]") == "--nodes 4, --set a.b=[1,2]", "after the call"
 
 
 @pytest.mark.parametrize("error", [JobFailed, SchedulerError])
 def test_errors_that_quote_a_program_keep_its_flags(error: type[tula.TulaError]) -> None:
     @with_arguments(TrainArguments)
     def fail(arguments: TrainArguments) -> None:
-        raise error("train.py: error: unrecognized arguments: --batch 64", "start again with --batch 32")
+        raise error("train.py: error: unrecognized arguments: --batch 64", "start again with [[--batch]] 32")
 
     with pytest.raises(error) as caught:
         fail(make.SPEC)

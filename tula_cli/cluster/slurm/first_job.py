@@ -189,7 +189,7 @@ def inspect_job_on_node(
     if not log.exists():
         raise SchedulerError(
             f"job {job.id}, which builds the model and the dataset, wrote no log in {log.parent}",
-            "the node of the job cannot write to this folder: set --run-dir to a folder on a file system that all nodes share",
+            "the node of the job cannot write to this folder: set [[--run-dir]] to a folder on a file system that all nodes share",
         )
     try:
         if not output.strip():
@@ -285,7 +285,7 @@ class _WatchedJob:
             if ended is None and timeout is not None and now - since >= timeout:
                 raise Pending(
                     f"the job that builds the model and the dataset did not finish within {timeout:g} s and was cancelled",
-                    "run the same command again to start a new one, with a longer --timeout",
+                    "run the same command again to start a new one, with a longer [[--timeout]]",
                 )
             remaining = float("inf") if timeout is None else max(0.0, since + timeout - now)
             self.sleep(min(pause, remaining) if ended is None else POLL_INTERVALS[0] / 4)

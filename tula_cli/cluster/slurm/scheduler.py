@@ -39,7 +39,7 @@ def require_plain_path(run: Path) -> None:
     raise SpecError(
         f"the run directory {path} contains {pattern}, which SLURM would replace (for example, %j by"
         " the id of the job)",
-        "choose another folder with --run-dir, or rename this folder",
+        "choose another folder with [[--run-dir]], or rename this folder",
     )
 
 

@@ -172,7 +172,7 @@ def resolve_destination(export: Export, run: Run) -> Destination:
     try:
         uri = strip_password(export.uri) if export.uri else _get_default_address(export.to, folder)
     except ValueError as error:
-        raise SpecError(f"--uri: {error}") from None
+        raise SpecError(f"[[--uri]]: {error}") from None
     return Destination(export.to, _make_absolute_address(export.to, uri), export.project or run.job_name, folder)
 
 

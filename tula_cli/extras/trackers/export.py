@@ -292,18 +292,19 @@ def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportReq
     if not to:
         if uri is not None or project is not None:
             raise SpecError(
-                "--uri and --project are settings of one tracker, but no tracker is named",
-                "name one with --to, for example mlflow",
+                "[[--uri]] and [[--project]] are settings of one tracker, but no tracker is named",
+                "name one with [[--to]], for example mlflow",
             )
         if not spec.export:
             raise SpecError(
                 "no tracker was given",
-                "name one with --to (mlflow, wandb or tensorboard), or add section export to job.yaml",
+                "name one with [[--to]] (mlflow, wandb or tensorboard), or add section export to job.yaml",
             )
         return tuple(spec.export)
     if len(to) > 1 and (uri is not None or project is not None):
         raise SpecError(
-            "--uri and --project are settings of one tracker, but several are named", "name one tracker with --to"
+            "[[--uri]] and [[--project]] are settings of one tracker, but several are named",
+            "name one tracker with [[--to]]",
         )
     try:
         return tuple(Export(to=section, uri=uri, project=project) for section in to)
@@ -311,7 +312,7 @@ def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportReq
         first_error = error.errors()[0]
         reason = first_error["msg"].removeprefix("Value error, ")
         option = next(iter(first_error["loc"]), "to" if reason.startswith("to: ") else "uri")
-        raise SpecError(f"--{option}: {reason.removeprefix(f'{option}: ')}") from None
+        raise SpecError(f"[[--{option}]]: {reason.removeprefix(f'{option}: ')}") from None
 
 
 def export_runs(

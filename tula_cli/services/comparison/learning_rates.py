@@ -176,7 +176,7 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
         advice = (
             f"set script.reference to the settings of a batch that is divisible by {divisor}"
             if reference % compute_batch_divisor(run.spec, 1)
-            else "search on fewer nodes: --nodes 1"
+            else "search on fewer nodes: [[--nodes]] 1"
         )
     elif size is None:
         problem, advice = "the number of samples per epoch is unknown", "set script.dataset_size"
@@ -223,7 +223,7 @@ def run_rate_search(search: LearningRateSearchPlan, submission: Submission) -> W
         yield planned
         cap = run.spec.search.max_node_hours
         if problem := describe_exceeded_cap("the search for a learning rate", planned.node_hours or 0.0, cap):
-            raise OverBudget(problem, "raise the limit, for example --set search.max_node_hours=100")
+            raise OverBudget(problem, "raise the limit, for example [[--set search.max_node_hours=100]]")
         if known := len(_list_finished_branches(run, task)):
             yield Note(f"{known} of {search.plan.branches} branches have already been trained")
         submission.require_confirmed(planned)

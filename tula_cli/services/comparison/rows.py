@@ -45,7 +45,7 @@ def require_comparable_script(script: Script, *, seeds: int) -> None:
     if seeds > 1 and not takes_seed(script):
         raise SpecError(
             f"script.command has no {{seed}}, so the trainings with {format_count(seeds, 'seed')} would be identical",
-            "add {seed} to script.command, for example --seed {seed}, or compare with --seeds 1",
+            "add {seed} to script.command, for example --seed {seed}, or compare with [[--seeds]] 1",
         )
 
 
@@ -86,7 +86,7 @@ CHANGEABLE_SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
 """Sections of the job that a row may change; model and data must be the same in all rows to be comparable."""
 FIXED_KEYS = {
     "train.method": "which is the first word of the row",
-    "train.seed": "which --seeds changes",
+    "train.seed": "which [[--seeds]] changes",
     "train.reference_batch": "which must be the same in all rows",
 }
 _SETTING_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
@@ -164,7 +164,7 @@ def parse_row(row: str) -> Variant:
     paths = tuple(_parse_setting(row, variant, text) for text in settings)
     keys = [text.partition("=")[0] for text in paths]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise SpecError(f"--methods: {row!r} sets {twice} twice", "keep one of them")
+        raise SpecError(f"[[--methods]]: {row!r} sets {twice} twice", "keep one of them")
     return dataclasses.replace(variant, settings=paths)
 
 
@@ -173,10 +173,10 @@ def _make_unknown_method_error(method: str, row: str) -> SpecError:
     if method_name in list_known_methods():
         wrong = method.partition(":")[2]
         problem = f"{wrong} has no value" if wrong.isidentifier() else f"{wrong!r} is not a setting"
-        return SpecError(f"--methods: {row!r}: {problem}", f"write {method_name}:KEY=VALUE, as in ags:delta=0.1")
+        return SpecError(f"[[--methods]]: {row!r}: {problem}", f"write {method_name}:KEY=VALUE, as in ags:delta=0.1")
     hint = suggest_nearest(method, list_known_methods()) or f"choose from: {', '.join(list_known_methods())}"
     return SpecError(
-        f"--methods: there is no method {method!r}",
+        f"[[--methods]]: there is no method {method!r}",
         f"{hint} (name your own method as package.module:attribute)",
     )
 
@@ -185,7 +185,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     """Return a setting with the full path of its key."""
     key, _, value = text.partition("=")
     if not value.strip():
-        raise SpecError(f"--methods: {row!r}: {key} has no value", f"write {key}=VALUE")
+        raise SpecError(f"[[--methods]]: {row!r}: {key} has no value", f"write {key}=VALUE")
     method_section = variant.training_method.section
     if "." not in key and not method_section:
         sections = [
@@ -196,21 +196,23 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         ]
         keys = [f"{variant.method}:{section}.{key}={value}" for section in sections]
         raise SpecError(
-            f"--methods: {row!r}: method {variant.method} has no section, so {key} needs the name of its section",
+            f"[[--methods]]: {row!r}: method {variant.method} has no section, so {key} needs the name of its section",
             f"write {' or '.join(keys)}" if keys else f"remove it: no section that a row may set has the key {key}",
         )
     path = key if "." in key else f"{method_section}.{key}"
     section = path.partition(".")[0]
     if section not in CHANGEABLE_SECTIONS:
         raise SpecError(
-            f"--methods: {row!r}: a row cannot set section {section}, which is the same in all rows",
+            f"[[--methods]]: {row!r}: a row cannot set section {section}, which is the same in all rows",
             f"a row can set {', '.join(CHANGEABLE_SECTIONS)}",
         )
     if why := FIXED_KEYS.get(path):
-        raise SpecError(f"--methods: {row!r} sets {path}, {why}", "remove it")
+        raise SpecError(f"[[--methods]]: {row!r} sets {path}, {why}", "remove it")
     if not variant.training_method.uses_section(section):
         raise SpecError(
-            f"--methods: {row!r}: section {section} has no effect with method {variant.method}", "remove it"
+            f"[[--methods]]: {row!r}: section {section} has no effect with method {variant.method}", "remove it"
         )
-    parse_yaml(value, source=f"--methods: {row!r}: {path}")  # checked here so that the error names the row, not --set
+    parse_yaml(
+        value, source=f"[[--methods]]: {row!r}: {path}"
+    )  # checked here so that the error names the row, not --set
     return f"{path}={value}"

@@ -1,4 +1,4 @@
-"""Slow ranks are named, and what holds ranks up is told (models/time/stragglers.py)."""
+"""Slow ranks are named, and so are waits that the model does not explain (models/time/job_fit.py)."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,7 @@ from make_results import Truth, make_probe, make_probes, make_shared_storage_pro
 from read_diagnostics import values
 
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.time.job_fit import find_gradient_bytes, fit_step_time_and_find_stragglers
-from tula_cli.models.time.stragglers import find_stragglers
+from tula_cli.models.time.job_fit import find_gradient_bytes, find_stragglers, fit_step_time_and_find_stragglers
 from tula_cli.run.records.base import Components, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured, RankStepTimes
 

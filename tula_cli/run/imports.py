@@ -13,6 +13,7 @@ from pathlib import Path
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string
+from tula_cli.run.checkpoint_integrity import CHECKSUM_FILE
 from tula_cli.run.directory import LATEST_FILE
 from tula_cli.run.files import is_regular_file
 from tula_cli.run.python_file import PythonFile, parse_python
@@ -45,7 +46,7 @@ def compute_file_digest(name: str) -> str:
         SpecError: it cannot be read.
     """
     path = Path(name).absolute()
-    path = path / "sums.json" if path.is_dir() else path
+    path = path / CHECKSUM_FILE if path.is_dir() else path
     try:
         if not is_regular_file(path):
             raise SpecError(

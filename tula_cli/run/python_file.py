@@ -7,29 +7,25 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_LOADER_MODULES = {"imp", "pkgutil", "pluggy", "pydoc", "runpy", "stevedore", "zipimport"}
+_LOADER_MODULES = {
+    "gin", "imp", "invoke", "pexpect", "pkgutil", "pluggy", "plumbum", "pty", "pydoc", "runpy", "sh", "stevedore", "zipimport",
+}  # fmt: skip
 _LOADER_NAMES = {
     "__import__", "attach_stub", "create_subprocess_exec", "create_subprocess_shell", "check_call", "check_output",
-    "DEFINE_config_file", "entry_points", "eval_str", "exec_module", "execfile", "execl", "execv", "execve", "execvp",
-    "execvpe", "fromfile", "get_class", "get_method", "get_object", "getoutput", "getstatusoutput", "import_file",
-    "import_from_string", "import_module", "import_modules_from_strings", "import_string", "instantiate",
-    "iter_entry_points", "load_module", "load_source", "locate", "meta_path", "path_hooks", "popen", "Popen",
-    "posix_spawn", "run_module", "run_path", "SourceFileLoader", "spawnv", "spec_from_file_location", "system",
+    "DEFINE_config_file", "entry_points", "eval_str", "exec_module", "execfile", "execl", "execle", "execlp", "execlpe",
+    "execv", "execve", "execvp", "execvpe", "find_spec", "fromfile", "get_class", "get_method", "get_object", "getoutput",
+    "getstatusoutput", "import_file", "import_from_string", "import_module", "import_modules_from_strings", "import_string",
+    "instantiate", "iter_entry_points", "LazyConfig", "load_module", "load_source", "locate", "meta_path", "path_hooks",
+    "popen", "Popen", "posix_spawn", "posix_spawnp", "run_module", "run_path", "SourceFileLoader", "spawnl", "spawnle",
+    "spawnlp", "spawnlpe", "spawnv", "spawnve", "spawnvp", "spawnvpe", "spec_from_file_location", "system",
 }  # fmt: skip
 """Functions of python and of common libraries that load or start a file whose name is an argument."""
 _LOADER_BUILTINS = {"builtins", "eval", "exec"}  # not as attributes: model.eval()
 _PATH_ARGUMENTS = {
-    None,
-    "args",
-    "executable",
-    "fullname",
-    "location",
-    "name",
-    "path",
-    "path_name",
-    "repo_or_dir",
-    "source",
-}
+    None, "args", "cmd", "command", "config", "executable", "file", "filename", "fromlist", "fullname", "location", "mod_name",
+    "model", "module", "name", "path", "path_name", "pathname", "repo_or_dir", "source",
+}  # fmt: skip
+"""Keyword arguments of these functions that name what they load; None stands for further keywords, as in `**options`."""
 _WORD_PATTERN = re.compile(r"\w+")
 
 
@@ -51,7 +47,7 @@ def parse_python(content: bytes) -> PythonFile | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the user's strings
             nodes = list(ast.walk(ast.parse(content)))
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: deeply nested expressions
         return None
     return PythonFile(tuple(_list_imports(nodes)), frozenset(_list_words(nodes)), _loads_computed_names(nodes))
 
@@ -97,7 +93,16 @@ def _may_load_files(node: ast.AST) -> bool:
             )
         case ast.ImportFrom(module=module, names=names):
             renamed = any(alias.asname and alias.name in _LOADER_NAMES | _LOADER_BUILTINS for alias in names)
-            return renamed or (module or "").partition(".")[0] in {*_LOADER_MODULES, "subprocess"}
+            from_hub = module == "torch.hub" and any(alias.name == "load" for alias in names)
+            return renamed or from_hub or (module or "").partition(".")[0] in {*_LOADER_MODULES, "subprocess"}
+        # `from package import *` imports the submodules that __all__ names.
+        case (
+            ast.Assign(targets=[ast.Name(id="__all__")], value=names)
+            | ast.AnnAssign(target=ast.Name(id="__all__"), value=ast.AST() as names)
+            | ast.AugAssign(target=ast.Name(id="__all__"), value=names)
+            | ast.Call(func=ast.Attribute(attr="append" | "extend", value=ast.Name(id="__all__")), args=[names])
+        ):
+            return not _is_literal(names)
         case ast.Name(id=name):
             return name in _LOADER_NAMES or name in _LOADER_BUILTINS
         case ast.Attribute(attr="run" | "call", value=ast.Name(id="subprocess")):
@@ -122,6 +127,10 @@ def _is_literal(node: ast.AST) -> bool:
     match node:
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return all(map(_is_literal, elements))
+        case ast.BinOp(left=left, op=ast.Add(), right=right) if isinstance(left, ast.List | ast.Attribute | ast.BinOp):
+            return _is_literal(left) and _is_literal(right)
+        case ast.Starred(value=ast.Attribute(attr="__all__")) | ast.Attribute(attr="__all__"):
+            return True
         case ast.Attribute(attr="executable", value=ast.Name(id="sys")) | ast.Name(id="__package__" | "__name__"):
             return True
     return isinstance(node, ast.Constant)

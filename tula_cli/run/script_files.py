@@ -285,7 +285,14 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     }
     if _runs_unchanged(program, words, home):
         in_named_folders = [file for file in modules if not named.isdisjoint(file.parents)]
-        text = " ".join([script.command, script.resume.args if script.resume else "", script.probe_args])
+        text = " ".join(
+            [
+                script.command,
+                script.resume.args if script.resume else "",
+                script.probe_args,
+                *map(_read_settings, named - set(copied)),
+            ]
+        )
         starts = [program.file, *(modules & named), *in_named_folders]
         modules = _select_loadable_files(modules, starts, text, base, _list_roots_below(program, home, path, base))
     return Selection(
@@ -435,6 +442,15 @@ def _list_named_files(words: Iterable[str], home: Path) -> set[Path]:
     return {Path(os.path.realpath(home / text)) for word in words for text in (word, word.partition("=")[2]) if text}
 
 
+def _read_settings(file: Path) -> str:
+    """Return the text of a file with settings; empty if it is another file, or cannot be read."""
+    try:
+        is_small = file.suffix in SETTINGS_SUFFIXES and file.stat().st_size <= code_selection.MAX_FILE_BYTES
+        return file.read_text(errors="replace") if is_small else ""
+    except OSError:
+        return ""
+
+
 def _is_job_file(file: Path) -> bool:
     """Return whether a file is a job.yaml with a script; its relevant settings are already part of the signatures."""
     if file.suffix not in (".yaml", ".yml"):
@@ -484,20 +500,21 @@ def _select_loadable_files(
 ) -> set[Path]:
     """Return the files without the Python and shell scripts that the start files cannot load.
 
-    A script is loadable if an import statement leads to it, or if its name is a word of a loadable file, of the settings
-    or of the command. If a loadable file computes the names of the files that it loads, or cannot be parsed, all scripts are.
+    A script is loadable if an import statement leads to it, or if its name is a word of a loadable file, of a file of
+    another kind (settings, Cython) or of the command. If a loadable file computes the names of the files that it loads, or
+    cannot be parsed, all scripts are.
 
     Args:
         files: code and settings.
         starts: files that the command runs or names.
-        text: the command.
+        text: the command, and settings that it names elsewhere.
         base: only files under it are the user's own.
         roots: folders that python imports from.
     """
     scripts = {file for file in files if file.suffix in SCRIPT_SUFFIXES}
-    settings = [file for file in files if file.suffix not in CODE_SUFFIXES]
+    other_files = [file for file in files if file.suffix not in SCRIPT_SUFFIXES]
     words = _LOADED_BY_LIBRARIES.union(
-        *map(split_words, [text, *(file.read_text(errors="replace") for file in settings)])
+        *map(split_words, [text, *(file.read_text(errors="replace") for file in other_files)])
     )
     loadable: set[Path] = set()
     waiting = deque(file for file in starts if file.suffix in SCRIPT_SUFFIXES)

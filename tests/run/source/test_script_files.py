@@ -303,8 +303,18 @@ def test_only_scripts_that_can_be_loaded_identify_the_code(
         "torch.hub.load(repo_or_dir=path, model='net', source='local')",
         "AutoModel.from_pretrained('mine', trust_remote_code=True)",
         "Config.fromfile(f'configs/{name}.py')",
+        "hydra.utils.instantiate(config=config)",
+        "__import__('models', fromlist=[name])",
+        "os.execlp('python', 'python', name)",
+        "import gin\ngin.parse_config_file(path)",
+        "from torch.hub import load\nload(path, 'net', source='local')",
+        "__all__ = [path.stem for path in folder.glob('*.py')]",
+        "__all__: list[str] = names",
+        "__all__ = []\nfor name in os.listdir(folder):\n    __all__.append(name[:-3])",
         "print 'python 2'",
+        "x = " + "-" * 200_000 + "1",
     ],
+    ids=lambda text: text[:40],
 )
 def test_all_scripts_identify_code_that_loads_files_by_computed_names(here: Path, text: str) -> None:
     write(here, FOLDER | {"model.py": text})
@@ -319,6 +329,7 @@ def test_all_scripts_identify_code_that_loads_files_by_computed_names(here: Path
         "import subprocess\nsubprocess.check_output(['git', 'rev-parse', 'HEAD'], cwd=root)",
         "torch.hub.load('pytorch/vision', 'resnet18', pretrained=flag)",
         "torch.load(path)",
+        "__all__ = ['Net', *base.__all__] + other.__all__ + more.__all__\n__all__ += ['Block']",
     ],
 )
 def test_usual_calls_of_training_scripts_load_no_other_files(here: Path, text: str) -> None:
@@ -332,6 +343,17 @@ def test_usual_calls_of_training_scripts_load_no_other_files(here: Path, text: s
 def test_all_scripts_identify_code_whose_launch_cannot_be_followed(here: Path, command: str) -> None:
     write(here, FOLDER)
     assert list_identifying_files(job(command), here) == sorted(FOLDER)
+
+
+def test_settings_elsewhere_that_the_command_names_can_load_scripts(here: Path) -> None:
+    write(
+        here,
+        {f"project/{name}": text for name, text in FOLDER.items()},
+        {"net.yaml": "class_path: models.blocks.Block"},
+    )
+    (here / "model.yaml").symlink_to(here / "none.yaml")
+    command = "project/train.py {batch} --config ../net.yaml --config=net.yaml --model model.yaml"
+    assert "project/models/blocks.py" in list_identifying_files(job(command), here)
 
 
 def test_the_digest_of_a_folder_with_loadable_scripts_is_that_of_all_its_files(here: Path) -> None:

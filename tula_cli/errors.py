@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 ARGUMENT_BY_FLAG: ContextVar[Mapping[str, str]] = ContextVar("argument_by_flag", default=MappingProxyType({}))
 """The arguments of the Python function that is being called, by the flags that they stand for; empty on the command line."""
-_MARKED_OPTION = re.compile(r"\[\[(--[a-z-]+)(?: (.+?))?\]\](?!\])")
+_MARKED_OPTION = re.compile(r"\[\[(--[a-z-]+)(?: (.*?))?\]\](?!\]| \1 )", re.DOTALL)  # values may contain ]]
 
 
 def name_options(text: str) -> str:
@@ -25,8 +25,9 @@ def name_options(text: str) -> str:
         argument = ARGUMENT_BY_FLAG.get().get(flag)
         if argument is None:
             return match[0][2:-2]
-        items = [int(item) if item.isdecimal() else item for item in values.split(f" {flag} ")] if values else []
-        return f"{argument}={items}" if items else argument
+        if values is None:
+            return argument
+        return f"{argument}={[int(item) if item.isdecimal() else item for item in values.split(f' {flag} ')]}"
 
     return _MARKED_OPTION.sub(name_option, text)
 

@@ -154,6 +154,7 @@ def test_an_option_with_one_value_that_is_given_twice_is_an_error(name: str) -> 
             words = [param.opts[0], "1", param.opts[-1], "1"]
         else:
             continue
+        assert shown(name, *words, "--help").startswith("Usage:")
         err = io.StringIO()
         assert app.run([name, *words], screen=Screen(out=io.StringIO(), err=err)) == 2
         assert err.getvalue().startswith(f"error: {param.opts[0]}") and "is given 2 times" in err.getvalue()

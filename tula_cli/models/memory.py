@@ -27,6 +27,8 @@ from tula_cli.run.records.probes import Measured
 
 MIN_PROBE_DISTANCE = 0.05
 """Probes whose estimated activations differ by less than this share of the peak do not show how activations grow."""
+ROUNDING_ERROR = 1e-9
+"""Growth of a fitted line, as a share of the peak, that is a rounding error of the fit to equal peaks."""
 
 FAR_RATIO = 2.0
 """A factor between measured and estimated growth beyond which the measurement is used but a warning is given."""
@@ -126,8 +128,8 @@ class MemoryModel:
     @property
     def fixed(self) -> float:
         """Peak extrapolated from large batches to zero samples."""
-        last_corner, get_last_slope = self.activations.xs[-1], self.activations.get_last_slope()
-        return float(max(0.0, self.states.static_bytes + self.activations(last_corner) - get_last_slope * last_corner))
+        last_corner, last_slope = self.activations.xs[-1], self.activations.get_last_slope()
+        return float(max(0.0, self.states.static_bytes + self.activations(last_corner) - last_slope * last_corner))
 
     def compute_activations(self, micro_batch: Number) -> Number:
         return np.maximum(0.0, self.activations(micro_batch))
@@ -366,7 +368,7 @@ def _make_non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
 def _fit_correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, proportional: bool) -> tuple[float, float]:
     """Return (level, scale) that map the shape of the activations to the measured ones; scale is not negative.
 
-    The scale is 0 if the activations of several micro-batches do not grow.
+    The scale is 0 if the activations of several micro-batches are equal or fall.
     If the probes do not show how activations grow, an excess over the shape is treated as fixed (workspaces), and a
     deficit of a single micro-batch as proportional (tensors that are freed or fused). On the CPU, heap and workspaces
     make the growth up to HEAP_GROWTH times the estimated one, which probes with similar peaks hardly correct.
@@ -385,7 +387,7 @@ def _fit_correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, propo
     if not proportional and np.ptp(expected) < MIN_PROBE_DISTANCE * peaks.max():
         return max(0.0, float((activations - expected).max())), 1.0
     level, scale = _fit_weighted_line(expected, activations, 1 / peaks)
-    if scale < 0:
+    if scale * np.ptp(expected) < ROUNDING_ERROR * peaks.max():
         return float(activations.max()), 0.0
     # The estimate may count memory that is not in use at the peak (later gradients), so a negative level is ignored.
     if level < 0 and proportional and all(isinstance(point.memory, Components) for point in measured):

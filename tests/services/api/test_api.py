@@ -176,6 +176,13 @@ def test_errors_of_functions_name_values_of_switches(cluster: AtOnce) -> None:
     assert name_options("[[--nodes]] 4, [[--set a.b=[1,2]]]") == "--nodes 4, --set a.b=[1,2]", "after the call"
 
 
+@pytest.mark.parametrize("values", [[""], ["a.b=[[1],[2]]", "c=3"], ["a.b=1\nc"]])
+def test_marked_options_may_have_any_values(values: list[str]) -> None:
+    assert name_options(f"[[--set {' --set '.join(values)}]]: wrong, [[--nodes]]") == (
+        f"--set {' --set '.join(values)}: wrong, --nodes"
+    )
+
+
 @pytest.mark.parametrize("error", [JobFailed, SchedulerError])
 def test_errors_that_quote_a_program_keep_its_flags(error: type[tula.TulaError]) -> None:
     @with_arguments(TrainArguments)

@@ -105,10 +105,11 @@ def test_files_of_a_slurm_site_are_bash(name: str) -> None:
 def test_the_notebook_goes_from_a_job_to_a_trained_network(tmp_path: Path) -> None:
     runner = Path(run_notebook.__file__)
     output = run(str(runner), str(NOTEBOOK), folder=tmp_path, TMPDIR=str(tmp_path))
-    trained, _, shown = output.rpartition("\n")
+    *progress, trained, shown = output.splitlines()
     types, texts = zip(*json.loads(shown), strict=True)
     assert types == ("CheckResult", "Run", "DataFrame", "Recommendation", "Figure", "DataFrame")
     assert "3 probes in 2 jobs" in texts[0] and "Chosen by time" in texts[3] and trained.startswith("top-1")
+    assert progress[0].startswith("probe 1 of 3") and progress[-1].startswith("epoch ")
     assert all(text.startswith("<div>") and "<table" in text for text in texts if text)
     (folder,) = (tmp_path / "tula-runs").glob("notebook-*")
     assert (folder / "recommended.yaml").exists() and list((folder / "train").glob("*/summary.json"))

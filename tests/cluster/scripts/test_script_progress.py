@@ -487,6 +487,12 @@ def test_remaining_time_includes_gaps_between_steps_as_frequent_as_so_far(run: R
     assert read_remaining_seconds(gap, step=35, after=30) == pytest.approx(
         0.1 * (remaining_steps - 25) + 3.0 * gaps_to_come
     ), "counted once"
+    early = {**row("gap", 2, STARTED + 1), "seconds": 3.1}
+    remaining_steps, gaps_to_come = total / 16 - 51, (total - 16) / (16 * 50)
+    assert read_remaining_seconds(early, step=1, after=0) > 0
+    assert read_remaining_seconds(step=51, after=1) == pytest.approx(0.1 * remaining_steps + 3.0 * gaps_to_come), (
+        "an evaluation after the first step may be the only one for long"
+    )
 
 
 def test_time_of_a_script_is_divided_into_steps_gaps_and_starts(run: RunDir) -> None:

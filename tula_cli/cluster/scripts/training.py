@@ -464,7 +464,7 @@ class ScriptTraining(ScriptProgram):
         total = self.total_samples
         remaining = None if total is None else max(0, total - samples) / batch * heartbeat.seconds
         if remaining is not None and total is not None:
-            remaining += self._estimate_remaining_gap_seconds(command, total, heartbeat.seconds)
+            remaining += self._estimate_remaining_gap_seconds(command, samples, total, heartbeat.seconds)
         self._add_row(
             "step",
             samples,
@@ -477,17 +477,22 @@ class ScriptTraining(ScriptProgram):
         )
         return heartbeat.step
 
-    def _estimate_remaining_gap_seconds(self, command: LeaderCommand, total: int, step_time: float) -> float:
+    def _estimate_remaining_gap_seconds(
+        self, command: LeaderCommand, samples: int, total: int, step_time: float
+    ) -> float:
         """Return the seconds of the evaluations, saves and new epochs to come, if they are as frequent as in this attempt.
 
-        A resumed attempt may start just before the end of an epoch, so its gaps count for at least one epoch.
+        A resumed attempt may start just before the end of an epoch, so its gaps count for at least one epoch. A script may
+        evaluate after its first step, so the mean distance of gaps is at least the distance since the newest one.
         """
         if not self._gaps:
             return 0.0
         newest = self._gaps[max(self._gaps)]
         start, _ = self.find_start_position(command)
         reached, _ = self._find_reached_position(command, newest["step"] - 1, newest["before"])
-        covered = max(1, reached - start, self.epoch_samples or 0 if start else 0)
+        covered = max(
+            1, reached - start, len(self._gaps) * (samples - reached), self.epoch_samples or 0 if start else 0
+        )
         seconds = sum(max(0.0, float(gap["seconds"]) - step_time) for gap in self._gaps.values())
         return seconds / covered * max(0, total - reached)
 

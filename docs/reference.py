@@ -33,7 +33,7 @@ from tula_cli.spec.json_schema import describe_keys, list_inner_sections, walk_s
 from tula_cli.spec.kinds import Section, parse_minutes, parse_size, require_known_method
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import REMOVED_KEYS, RENAMED_KEYS
-from tula_cli.spec.resources import Cluster, SiteBill
+from tula_cli.spec.resources import Cluster, JobBilling
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -45,7 +45,7 @@ PLAIN_TYPES = {
     bool: "true or false",
     NoneType: "null",
     Any: "any value",
-    SiteBill: "mapping",
+    JobBilling: "mapping",
 }
 PARSED_TYPES = {
     parse_size: "size such as 16GiB or 800MB",

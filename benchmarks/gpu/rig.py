@@ -42,7 +42,7 @@ def join_alone(device: str) -> Iterator[Ranks]:
         os.environ.setdefault(name, value)
     with (
         tempfile.TemporaryDirectory() as folder,
-        worker_ranks.join_process_group(Cluster(device=device), handover=Path(folder) / "handover") as me,  # type: ignore[arg-type]
+        worker_ranks.join_process_group(Cluster(device=device), rendezvous_file=Path(folder) / "handover") as me,  # type: ignore[arg-type]
     ):
         yield me
 

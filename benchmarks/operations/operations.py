@@ -356,7 +356,7 @@ def main() -> None:
     results = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        worker_ranks.join_process_group(Cluster(device="cpu"), handover=Path(folder) / "handover") as me,
+        worker_ranks.join_process_group(Cluster(device="cpu"), rendezvous_file=Path(folder) / "handover") as me,
     ):
         if not options.json:
             print(f"{'':42}{'operations':>11}{'':7}{'kernels':>9}{'':7}{'waits':>7}")

@@ -380,7 +380,7 @@ def measure_variant_memory(model: str, name: str, me: "Ranks") -> tuple[float, f
     bench.step(name)()
     peak, _ = memory.read_peak()
     size = sum(p.numel() * p.element_size() for p in trainer.parallel.parameters())
-    factors: list[torch.Tensor] = trainer.ags.factors.values if trainer.ags else []
+    factors: list[torch.Tensor] = trainer.ags.factors.tensors if trainer.ags else []
     lasting = sum(factor.numel() * factor.element_size() for factor in factors)
     return lasting / size, (lasting + peak) / size
 
@@ -578,7 +578,9 @@ def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        worker_ranks.join_process_group(Cluster(device=options.device), handover=Path(folder) / "handover") as me,
+        worker_ranks.join_process_group(
+            Cluster(device=options.device), rendezvous_file=Path(folder) / "handover"
+        ) as me,
     ):
         if options.hold:
             print(json.dumps(measure_variant_memory(options.models[0], options.hold, me)))

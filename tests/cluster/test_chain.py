@@ -181,7 +181,7 @@ class Chain:
         self.run.write_attempt(attempt)
 
     def has_gpu_on_rank_0(self, task: str) -> None:
-        path = self.run.get_handover_path(task, 1)
+        path = self.run.get_rendezvous_path(task, 1)
         path.parent.mkdir(exist_ok=True)
         path.write_text("node1 4711 cuda\n")
 

@@ -14,12 +14,12 @@ from tula_cli.cluster.scheduler import make_lines_to_open_log, quote_log_path
 SHELLS = ("sh", "bash")
 
 
-def start(shell: str, folder: Path, *, patience: int, python: str = sys.executable) -> "subprocess.Popen[str]":
+def start(shell: str, folder: Path, *, timeout: int, python: str = sys.executable) -> "subprocess.Popen[str]":
     """Start a job whose log is in `folder`/logs and which starts in `folder`/work."""
     lines = make_lines_to_open_log(
         quote_log_path(folder / "logs", "7", "log"),
         folder=shlex.quote(str(folder / "work")),
-        patience=patience,
+        timeout=timeout,
         python=python,
         on_wait=['echo "waits: $tula_why"'],
         on_give_up=['echo "gave up after $tula_waited s: $tula_why"'],
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_job_whose_folders_are_there_writes_its_log_at_once(shell: str, folder: Path) -> None:
-    assert start(shell, folder, patience=0).communicate()[0] == ""
+    assert start(shell, folder, timeout=0).communicate()[0] == ""
     assert (folder / "logs/7_log.out").read_text() == f"done in {folder / 'work'}\n"
     assert (folder / "logs/7_log.err").read_text() == "complaint\n"
 
@@ -66,7 +66,7 @@ def test_a_job_waits_for_what_is_away_and_says_why(
         place.mkdir()  # it cannot be written
     else:
         place.rename(hidden)
-    job = start(shell, folder, patience=60, python=str(python))
+    job = start(shell, folder, timeout=60, python=str(python))
     assert job.stdout is not None
     answer = job.stdout.readline()
     assert answer.startswith("waits: ") and words in answer
@@ -81,11 +81,11 @@ def test_a_job_waits_for_what_is_away_and_says_why(
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_job_gives_up_when_its_patience_is_over(shell: str, folder: Path) -> None:
+def test_a_job_gives_up_when_its_timeout_is_over(shell: str, folder: Path) -> None:
     (folder / "logs").rmdir()
     (folder / "logs").write_text("not a folder")
     began = time.monotonic()
-    job = start(shell, folder, patience=1)
+    job = start(shell, folder, timeout=1)
     lines = job.communicate()[0].splitlines()
     assert job.returncode == 1 and time.monotonic() - began < 20
     assert [line.partition(":")[0] for line in lines] == ["waits", "gave up after 1 s"]

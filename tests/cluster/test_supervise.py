@@ -462,9 +462,9 @@ def test_lost_processes_restart_training_a_bounded_number_of_times(
 
 def test_a_machine_that_has_lost_its_gpu_is_not_tried_again(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
     run.write_attempt(make_runs.attempt("train-s-1", start=1.0, end=2.0))
-    handover = run.get_handover_path("train-s-1", 1)
-    handover.parent.mkdir()
-    handover.write_text("127.0.0.1 4711 cuda\n")
+    rendezvous_file = run.get_rendezvous_path("train-s-1", 1)
+    rendezvous_file.parent.mkdir()
+    rendezvous_file.write_text("127.0.0.1 4711 cuda\n")
     ranks.will(ranks.fail("train-s-1", "NoGpu: torch sees no GPU on h", "device_fault", attempt=2, fault="no_gpu"))
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == ["train-s-1"]

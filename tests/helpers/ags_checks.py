@@ -483,7 +483,7 @@ def local_norms_equal_the_reference(package: Any) -> None:
             float((w - p.detach()).norm() / (g / factor).norm()) for w, p, g in zip(start, params, views, strict=True)
         ]
         assert_close(seen, [1.0, 1.0] if turn == 0 else before)
-        before = [float(s) for s in opt.factors.values]
+        before = [float(s) for s in opt.factors.tensors]
         assert_close(before, expected)
     assert 1 < expected[0] < math.sqrt(3) and expected[1] > expected[0]
 

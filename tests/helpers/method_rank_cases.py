@@ -70,7 +70,7 @@ def main() -> None:
         resume_growing_batch,
         resume_growth_by_noise,
     )
-    with join_process_group(make_spec().cluster, handover=folder / "handover") as ranks:
+    with join_process_group(make_spec().cluster, rendezvous_file=folder / "handover") as ranks:
         results = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(results))
 

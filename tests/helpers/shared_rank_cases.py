@@ -70,7 +70,7 @@ TRAIN = make_train_task(job("ags", "fsdp", checkpoint_every=1e-9, epochs=3))
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with join_process_group(make_spec().cluster, handover=folder / "handover") as ranks:
+    with join_process_group(make_spec().cluster, rendezvous_file=folder / "handover") as ranks:
         cases = (
             compare_trainings,
             measure_shard_bytes,
@@ -142,7 +142,7 @@ def evaluate(folder: Path, ranks: Ranks) -> dict[str, Any]:
                 update={"dataset": make_spec(dataset={"args": {"eval_size": size}}).dataset}
             )
             result = evaluation.Evaluator(make_trainer(changed, ranks)).evaluate()
-            results[f"{size} {parallel}"] = {name: result.values[name] for name in ("loss", "top1")}
+            results[f"{size} {parallel}"] = {name: result.metrics[name] for name in ("loss", "top1")}
     return results
 
 

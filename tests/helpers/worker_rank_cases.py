@@ -66,7 +66,7 @@ WIDE = {"model": {"name": "worker_jobs:wide"}}
 
 def main() -> None:
     folder, job = Path(sys.argv[1]), make_spec()
-    with join_process_group(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
+    with join_process_group(job.cluster, rendezvous_file=Path(sys.argv[1]) / "handover") as ranks:
         results = {
             case.__name__: case(folder, ranks)
             for case in (

@@ -67,7 +67,7 @@ def test_several_batches_show_whether_a_script_counts_steps_or_samples(
     assert getattr(schedule, unit) == interval and schedule.is_known
     at_128 = schedule.compute_interval(0.5, epoch_steps=SIZE / 128)
     assert at_128 == pytest.approx(0.5 * (interval if unit == "steps" else interval / 128))
-    assert f"saves every {interval} {unit}" in schedule.describe_loss(0.5, epoch_steps=SIZE // 128)
+    assert f"saves every {interval} {unit}" in schedule.describe_lost_work(0.5, epoch_steps=SIZE // 128)
 
 
 def test_how_often_a_script_saves_is_unknown_until_a_training_has_shown_it() -> None:
@@ -95,7 +95,7 @@ def test_an_interval_follows_the_step_time() -> None:
     ],
 )  # fmt: skip
 def test_the_cost_of_an_interruption_in_words(found: CheckpointSchedule, step_time: float | None, words: str) -> None:
-    assert words in found.describe_loss(step_time, epoch_steps=100)
+    assert words in found.describe_lost_work(step_time, epoch_steps=100)
 
 
 def test_each_interruption_takes_a_script_back_to_its_own_checkpoint() -> None:

@@ -177,7 +177,7 @@ def test_each_arm_trains_one_branch_in_turn(count: int) -> None:
 def test_the_loss_decides_with_and_without_accuracies() -> None:
     results = [branch("a", top1=60, loss=0.9), branch("b", loss=None), branch("c", top1=None, loss=0.8)]
     results.append(branch("d", loss=0.1, diverged=True))
-    assert [b.arm for b in self_tuning.rank_branches(results)] == ["c", "a", "b", "d"]
+    assert [b.arm for b in self_tuning.sort_branches(results)] == ["c", "a", "b", "d"]
 
 
 def test_a_diverged_arm_never_wins() -> None:

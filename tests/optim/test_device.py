@@ -133,7 +133,7 @@ class Memory:
         self.opt.zero_grad()
 
     def lasting(self) -> float:
-        state = self.opt.factors.values
+        state = self.opt.factors.tensors
         return sum(s.untyped_storage().nbytes() for s in state) / self.copy
 
     def peak(self) -> float:
@@ -143,7 +143,7 @@ class Memory:
         gc.collect()
         params = list(self.model.parameters())
         with LiveStorages() as storages:
-            storages.track_storages([*params, *(p.grad for p in params), *self.opt.factors.values])
+            storages.track_storages([*params, *(p.grad for p in params), *self.opt.factors.tensors])
             storages.restart()
             before = storages.live_bytes
             stage_small_batch_gradients(self.model, self.opt, x, y)

@@ -244,7 +244,7 @@ def test_at_the_reference_batch_there_is_no_control_and_just_above_it_the_smalle
 
 def test_what_the_default_rows_leave_out_is_said_with_the_reason(tmp_path: Path) -> None:
     spec, _ = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"epochs": 4})
-    words = services_compare.list_default_rows(spec, nodes=1).words
+    words = services_compare.list_default_rows(spec, nodes=1).description
     assert words.startswith("compares the methods that fit this job: lbt, sqrt, ramp (ramp is the method of the job)")
     assert words.endswith(
         "To choose others, use --methods; available: ags, lrs, lamb, polo, static, ortho, schedule_free, auto"
@@ -253,10 +253,11 @@ def test_what_the_default_rows_leave_out_is_said_with_the_reason(tmp_path: Path)
         tmp_path / "3", optimizer={"name": "AdamW"}, train={"epochs": 4}, schedule={"warmup_epochs": 5}
     )
     assert (
-        "without sqrt, which would not finish its 5 epochs" in services_compare.list_default_rows(spec, nodes=1).words
+        "without sqrt, which would not finish its 5 epochs"
+        in services_compare.list_default_rows(spec, nodes=1).description
     )
     fsdp, _ = default_grid(tmp_path / "2", optimizer={"name": "AdamW"}, train={"method": "lbt", "parallel": "fsdp"})
-    assert services_compare.list_default_rows(fsdp, nodes=1).words.startswith(
+    assert services_compare.list_default_rows(fsdp, nodes=1).description.startswith(
         "compares the methods that fit this job: lbt, sqrt, ramp"
     )
 
@@ -284,7 +285,7 @@ def test_a_diverged_seed_has_no_loss_to_compare(run: RunDir) -> None:
     report = run_comparison(run, ImmediateTraining(classes=False, diverges=("lrs",)))
     result = find_row(report, "lrs", 256)
     assert (result.seeds, result.gap, result.recovered) == (0, None, None)
-    assert result.count("diverged") == 2
+    assert result.count_trainings("diverged") == 2
 
 
 @pytest.mark.parametrize(
@@ -512,7 +513,7 @@ def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
         trainings.submit_cell(run, cell, launcher, inspect=inspect)
     report = compare(run, planned.comparison)
     assert (report.finished, report.total) == (4, 22)
-    assert find_row(report, "ags", 128).count("missing") == 1 and find_row(report, "ags", 128).top1.sd is None
+    assert find_row(report, "ags", 128).count_trainings("missing") == 1 and find_row(report, "ags", 128).top1.sd is None
     assert report.hours_left is not None and report.hours_left > 0
 
 

@@ -14,7 +14,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import site_charges
 from tula_cli.services.site_charges import SiteCharge, add_site_billing, check_balance, find_site_charge
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import SiteBill
+from tula_cli.spec.resources import JobBilling
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ class Accounting:
 
 def billed() -> JobSpec:
     value = job(kind="billing")
-    return value.model_copy(update={"pricing": value.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})})
+    return value.model_copy(update={"pricing": value.pricing.model_copy(update={"slurm_billing": JobBilling(node=1)})})
 
 
 def test_a_balance_is_checked_by_the_package_alone() -> None:

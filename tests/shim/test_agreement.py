@@ -10,7 +10,7 @@ import pytest
 from tula_cli.shim.tula_shim import ranks as ranks_module
 from tula_cli.shim.tula_shim import recorder
 from tula_cli.shim.tula_shim.plan import read_plan
-from tula_cli.shim.tula_shim.ranks import NoStoreError, share_decision
+from tula_cli.shim.tula_shim.ranks import NoStoreError, broadcast_decision
 from tula_cli.shim.tula_shim.supervision import HeartbeatWriter, SaveRequestPoller
 
 
@@ -46,19 +46,19 @@ class Asked(HeartbeatWriter):
 
 
 def test_the_others_take_the_answer_of_rank_0(ranks: SimpleNamespace) -> None:
-    assert share_decision("steps", lambda: "12", world=2) == "12"
+    assert broadcast_decision("steps", lambda: "12", world=2) == "12"
     ranks.rank = 1
-    assert share_decision("steps", lambda: "7", world=2) == "12"
+    assert broadcast_decision("steps", lambda: "7", world=2) == "12"
 
 
 def test_a_single_rank_asks_nobody() -> None:
-    assert share_decision("steps", lambda: "7", world=1) == "7"
+    assert broadcast_decision("steps", lambda: "7", world=1) == "7"
 
 
 def test_ranks_that_have_no_store_cannot_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "get_process_group", lambda: None)
     with pytest.raises(NoStoreError):
-        share_decision("steps", lambda: "7", world=2)
+        broadcast_decision("steps", lambda: "7", world=2)
 
 
 def test_a_request_is_seen_by_all_ranks_at_the_same_look(ranks: SimpleNamespace, tmp_path: Path) -> None:

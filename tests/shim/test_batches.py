@@ -11,7 +11,7 @@ from tula_cli.shim.tula_shim.batches import (
     DeliveredBatches,
     compute_content_digest,
     count_epoch_samples,
-    find_samples_path,
+    find_sample_count_path,
 )
 
 
@@ -45,7 +45,7 @@ IMAGES, LABELS = Tensor((8, 3, 4, 4)), Tensor((8,))
 def test_where_the_samples_of_a_batch_are_counted(
     batch: object, size: int | None, path: tuple[object, ...] | None
 ) -> None:
-    assert find_samples_path(batch, size) == path
+    assert find_sample_count_path(batch, size) == path
 
 
 def test_a_last_batch_is_counted_as_the_ones_before() -> None:
@@ -58,7 +58,7 @@ def test_a_last_batch_is_counted_as_the_ones_before() -> None:
 
 def test_a_mapping_that_is_no_dict_is_counted() -> None:
     batch: Mapping[str, Tensor] = UserDict({"ids": LABELS})
-    assert find_samples_path(batch, None) == ("ids",)
+    assert find_sample_count_path(batch, None) == ("ids",)
 
 
 def test_a_batch_of_another_shape_is_looked_at_anew() -> None:

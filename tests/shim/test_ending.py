@@ -108,9 +108,9 @@ def test_a_rank_without_a_group_is_reported_by_variables(
 
 def test_ranks_wait_for_each_other_and_not_for_ever(tmp_path: Path) -> None:
     (tmp_path / "result-0.json").touch()
-    assert wait_for_ranks(tmp_path, 1, patience=0.0)
+    assert wait_for_ranks(tmp_path, 1, timeout=0.0)
     began = time.monotonic()
-    assert not wait_for_ranks(tmp_path, 2, patience=0.1)
+    assert not wait_for_ranks(tmp_path, 2, timeout=0.1)
     assert time.monotonic() - began >= 0.1
 
 
@@ -121,9 +121,9 @@ def test_ranks_that_wait_for_one_look_a_few_dozen_times_a_second_in_all(
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr(stopping, "time", clock)
-    assert not wait_for_ranks(tmp_path, world, patience=20.0)
+    assert not wait_for_ranks(tmp_path, world, timeout=20.0)
     assert 20.0 <= sum(slept) < 20.1 and slept[0] <= 0.02, (
-        "the patience is kept, and the first looks are close together"
+        "the timeout is respected, and the first looks are close together"
     )
     assert len(slept) <= looks
 

@@ -515,6 +515,13 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     ):
         grown = types.SimpleNamespace(task=task.model_copy(update={"spec": value}), prediction=known, **plan)
         assert message in printed(show_train.render_train_plan(grown))
+    decay = value.model_copy(update={"train": value.train.model_copy(update={"ramp": "decay"})})
+    stages = (Stage(begin=0, batch=32, epoch=0.0), Stage(begin=640, batch=128, epoch=2.0))
+    decaying_task = task.model_copy(update={"spec": decay, "stages": stages})
+    decaying = types.SimpleNamespace(task=decaying_task, prediction=predicted, **plan)
+    text = printed(show_train.render_train_plan(decaying))
+    assert text.count("The batch grows") == 1 and text.count("Times and costs include all stages.") == 1
+    assert "instead of a decaying learning rate: batch 32 from epoch 0; batch 128 from epoch 2.00." in text
     reference = value.model_copy(update={"train": value.train.model_copy(update={"reference_batch": 128})})
     constant = types.SimpleNamespace(task=task.model_copy(update={"spec": reference}), prediction=None, **plan)
     assert "The batch grows" not in printed(show_train.render_train_plan(constant))

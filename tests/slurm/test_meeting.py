@@ -21,7 +21,7 @@ from tula_cli.worker import ranks
 for interface in ("ib7", None):
     cluster = Cluster(kind="slurm", device="cpu", interface=interface)
     try:
-        with ranks.join_process_group(cluster, handover=Path(sys.argv[1])) as me:
+        with ranks.join_process_group(cluster, rendezvous_file=Path(sys.argv[1])) as me:
             print(*me.sum([me.rank + 1.0]), *me.gather(str(me.rank)), flush=True)
     except JobFailed as error:
         print(error, flush=True)

@@ -5,7 +5,7 @@ from make_runs import spec
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.load import dump_yaml, validate_job
-from tula_cli.spec.resources import SiteBill
+from tula_cli.spec.resources import JobBilling
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.yaml_text import parse_yaml
 
@@ -49,9 +49,9 @@ def test_what_does_not_go_together_is_refused(pricing, words):
 
 def test_what_slurm_told_is_not_written_down_as_the_users():
     written = spec(pricing={"kind": "billing"})
-    answer = written.pricing.model_copy(update={"slurm_billing": SiteBill(node=5.0, words="x")})
+    answer = written.pricing.model_copy(update={"slurm_billing": JobBilling(node=5.0, words="x")})
     filled = written.model_copy(update={"pricing": answer})
-    assert filled != written and filled.without_bill() == written
+    assert filled != written and filled.without_slurm_billing() == written
     assert validate_job(parse_yaml(dump_yaml(written), source="x"), source="x") == written
     assert compute_measurement_signature(filled) == compute_measurement_signature(written)
     assert validate_job(filled.model_dump(mode="json"), source="task") == filled

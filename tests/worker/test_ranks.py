@@ -33,10 +33,10 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def algorithm(collective: str, handover: Path) -> str | None:
+def algorithm(collective: str, rendezvous_file: Path) -> str | None:
     """Return NCCL_ALGO as a rank has it that has joined."""
     cluster = Cluster.model_validate({**make_spec().cluster.model_dump(), "collective": collective})
-    with join_process_group(cluster, handover=handover):
+    with join_process_group(cluster, rendezvous_file=rendezvous_file):
         return os.environ.get("NCCL_ALGO")
 
 
@@ -53,12 +53,12 @@ def test_rank_0_tells_the_supervisor_its_device(
     if by_torchrun:
         one_rank.setenv("MASTER_ADDR", "127.0.0.1")
         one_rank.setenv("MASTER_PORT", str(find_free_port()))
-    handover = run.get_handover_path("train-s-1", 1)
-    with join_process_group(make_spec().cluster, handover=handover):
-        assert handover.read_text().split()[2:] == ["cpu"]
+    rendezvous_file = run.get_rendezvous_path("train-s-1", 1)
+    with join_process_group(make_spec().cluster, rendezvous_file=rendezvous_file):
+        assert rendezvous_file.read_text().split()[2:] == ["cpu"]
     attempt = Attempt(task="train-s-1", number=1, started_at=1.0)
     assert not run.has_seen_gpus(attempt)
-    ranks._publish_address(handover, "node1", 4711, torch.device("cuda", 0))
+    ranks._publish_address(rendezvous_file, "node1", 4711, torch.device("cuda", 0))
     assert run.has_seen_gpus(attempt)
 
 
@@ -88,7 +88,7 @@ def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective
     one_rank.setattr(dist, "init_process_group", start)
     with (
         pytest.raises(Started) as started,
-        join_process_group(make_spec().cluster, handover=tmp_path / "handover", listen=True),
+        join_process_group(make_spec().cluster, rendezvous_file=tmp_path / "handover", listen=True),
     ):
         pass
     (requested,) = started.value.args

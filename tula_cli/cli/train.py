@@ -73,11 +73,15 @@ def _train_seeds(
 
 def _show_training_summary(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
     from tula_cli.services.site_charges import find_site_charge
-    from tula_cli.services.train import find_gain
+    from tula_cli.services.train import find_baseline_saving
 
     run = training.run
     files = run.get_training(summary.signature)
-    weights, charge, gain = files.find_weights(), find_site_charge(run, summary.signature), find_gain(run, summary)
+    weights, charge, gain = (
+        files.find_weights(),
+        find_site_charge(run, summary.signature),
+        find_baseline_saving(run, summary),
+    )
     data = {**dict(summary), "causes": summary.causes, "weights": weights, "site_charge": charge}
     data |= {} if gain is None else {"gain": gain}
     parts = show_train.render_summary(

@@ -126,12 +126,12 @@ class BatchLauncher:
             nodes=task.nodes,
             tasks_per_node=1 if task.spec.starts_one_task_per_node else cluster.gpus_per_node,
             gpus_per_node=0 if cluster.device == "cpu" else cluster.gpus_per_node,
-            minutes=task.time_limit,
+            minutes=task.time_limit_minutes,
             after=tuple(after),
             folder=Path(task.workdir),
             logs=run.submitit_dir.absolute(),
             setup=(*(cluster.setup or ()), *package.make_package_path_lines(run.path)),
-            patience=task.folder_patience,
+            patience=task.folder_timeout,
         )
 
     def render_job_script(self, run: RunDir, job: JobRequest, task: Task) -> str:

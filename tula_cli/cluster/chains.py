@@ -47,7 +47,7 @@ def _count_jobs_needed(task: TrainTask, hours: float | None, *, spare: int) -> i
     """Return how many jobs a training of `hours` needs; train.max_attempts if hours is None."""
     if hours is None:
         return task.spec.train.max_attempts
-    limit = task.time_limit
+    limit = task.time_limit_minutes
     return spare + (1 if 60 * hours < limit / 2 else math.ceil(1.5 * 60 * hours / limit))
 
 
@@ -56,7 +56,7 @@ def list_nodes_of_chain_jobs(task: Task) -> tuple[int, ...]:
     return tuple(chain_task.nodes for chain_task in list_chain_tasks(task))
 
 
-def compute_start_delay(number: int) -> int:
+def compute_start_delay_minutes(number: int) -> int:
     """Return the minutes between the starts of job `number` (from 2) and its predecessor if the latter cannot start tula."""
     return min(MIN_START_DELAY_MINUTES * (number - 1), MAX_START_DELAY_MINUTES)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tula_cli.cluster.chains import compute_start_delay
+from tula_cli.cluster.chains import compute_start_delay_minutes
 from tula_cli.host.failures import describe_advice
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
@@ -357,7 +357,7 @@ class _FailureContext:
             and _mask_varying_parts(self.failure) == _mask_varying_parts(previous.failure)
         ):
             return Stop(why="same_failure", samples=self.history.reached)
-        seconds = max(each.count_seconds() for each in (previous, last))
+        seconds = max(each.compute_duration_seconds() for each in (previous, last))
         return Stop(why="same_failure", seconds=seconds) if seconds <= MAX_STARTUP_SECONDS else None
 
     def has_saved_nothing(self) -> bool:
@@ -372,6 +372,7 @@ class _FailureContext:
         history = self.history
         if history.of_allocation and history.of_allocation[0].progress != history.progress:
             return 0
+        # The first is the failure that is being handled.
         return 1 + sum(attempt.outcome == "supervisor" for attempt in history.earlier)
 
 
@@ -432,7 +433,7 @@ def _relaunch_on_next_stage(case: _FailureContext, _: Situation) -> Relaunch:
 
 def _delay_next_job(case: _FailureContext, _: Situation) -> Requeue:
     jobs = {attempt.allocation for attempt in case.history.earlier if attempt.outcome == "storage"}
-    return Requeue(first="delay", minutes=compute_start_delay(len(jobs | {case.history.allocation}) + 1))
+    return Requeue(first="delay", minutes=compute_start_delay_minutes(len(jobs | {case.history.allocation}) + 1))
 
 
 def _make_stop(case: _FailureContext, situation: Situation) -> Stop:

@@ -259,7 +259,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     assert tasks
     tasks_by_id = {each.id: each for each in tasks}
     now = time.time()  # end of the newest attempt, in which this process still runs
-    hours = sum(attempt.count_seconds(now) for attempt in attempts) / 3600
+    hours = sum(attempt.compute_duration_seconds(now) for attempt in attempts) / 3600
     prediction, energy = _predict_trained_epochs(tasks[0], result), training.read_energy()
     newest = tasks[-1].prediction  # for the final batch and nodes, like result.step_time
     run.write_summary(

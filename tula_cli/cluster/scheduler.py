@@ -35,20 +35,20 @@ def make_lines_to_open_log(
     log: str,
     *,
     folder: str,
-    patience: int,
+    timeout: int,
     python: str = "",
     on_wait: Sequence[str] = (),
     on_give_up: Sequence[str] = (),
     on_resume: Sequence[str] = (),
 ) -> list[str]:
-    """Return POSIX sh lines that open `<log>.out` and `<log>.err` and enter the folder, or exit after `patience`.
+    """Return POSIX sh lines that open `<log>.out` and `<log>.err` and enter the folder, or exit after `timeout`.
 
     The caller's lines may use `$tula_why`, the reason for waiting, and `$tula_waited`, the seconds waited so far.
 
     Args:
         log: path of the log without suffix, as a shell word.
         folder: working folder of the job, as a shell word.
-        patience: seconds to wait for log, folder and interpreter.
+        timeout: seconds to wait for log, folder and interpreter.
         python: path of the interpreter that must exist; empty if set-up lines provide it.
         on_wait: lines that report why the job waits.
         on_give_up: lines run before the job exits without having started.
@@ -65,7 +65,7 @@ def make_lines_to_open_log(
         "tula_waited=0 tula_pause=1 tula_first=",
         "until tula_why=$(tula_try); do",
         """  tula_why="$(printf '%s on %s' "${tula_why#*: line *: }" "$(uname -n)" | tr '|\\n' '  ')\"""",
-        f'  if [ "$tula_waited" -ge {patience} ]; then',
+        f'  if [ "$tula_waited" -ge {timeout} ]; then',
         *(f"    {line}" for line in on_give_up),
         "    exit 1",
         "  fi",
@@ -168,7 +168,7 @@ class JobRequest:
             id_: shell expression of the job's id inside the job, e.g. "$PBS_JOBID".
         """
         log, folder = quote_log_path(self.logs, id_, "script_log"), shlex.quote(str(self.folder))
-        return [*make_lines_to_open_log(log, folder=folder, patience=self.patience), *self.setup]
+        return [*make_lines_to_open_log(log, folder=folder, timeout=self.patience), *self.setup]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL_SECONDS, Allocation
 from tula_cli.cluster.attempt import RunningAttempt, close_attempt, open_attempt
-from tula_cli.cluster.chains import compute_start_delay
+from tula_cli.cluster.chains import compute_start_delay_minutes
 from tula_cli.cluster.decisions import (
     ALLOCATION_ENDED,
     MAX_STARTUP_SECONDS,
@@ -189,7 +189,7 @@ class Supervisor:
         failure = convert_error_to_failure(error, self.run, task)
         if failure.outcome == "storage" and self._undelayed_job and time.time() < self.since + MAX_STARTUP_SECONDS:
             # Otherwise it would start at once and fail like this one.
-            self._delay_job_start(self._undelayed_job, compute_start_delay(2))
+            self._delay_job_start(self._undelayed_job, compute_start_delay_minutes(2))
         if not self.allocation.is_leader:
             if attempt is not None:
                 rank = get_first_rank(self.allocation, task)

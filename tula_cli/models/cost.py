@@ -332,7 +332,7 @@ def compute_attempt_cost(task: TrainTask, attempt: Attempt, prediction: Predicti
     """
     return compute_cost(
         task.spec.pricing,
-        hours=attempt.count_seconds(now) / 3600,
+        hours=attempt.compute_duration_seconds(now) / 3600,
         nodes=task.nodes + attempt.idle_nodes,
         gpus_per_node=task.spec.cluster.gpus_per_node,
         reserved=(prediction.peak_memory if prediction else None) or 0,
@@ -451,8 +451,8 @@ class CheckpointSchedule:
             return self.samples / self.dataset_size * epoch_steps * step_time
         return self.seconds if self.steps is None else self.steps * step_time
 
-    def describe_loss(self, step_time: float | None, *, epoch_steps: float | None) -> str:
-        """Describe the cost of an interruption.
+    def describe_lost_work(self, step_time: float | None, *, epoch_steps: float | None) -> str:
+        """Describe the work that an interruption loses.
 
         Args:
             step_time: seconds; None before it is measured.

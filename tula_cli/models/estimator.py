@@ -231,7 +231,7 @@ class Estimator:
         for oom in self.ooms:
             fits &= ~is_configuration_ruled_out(oom, counts, local_batch, sharded=sharded)
         fits[list(self._find_probes(counts, local_batch))] = True
-        fits &= self.stages.compute_fits_mask(counts, batch)
+        fits &= self.stages.compute_feasible_mask(counts, batch)
         return counts[fits], batch[fits]
 
     @property
@@ -635,7 +635,7 @@ class Estimator:
         """Describe the cost of an interruption of a script at a configuration; empty for tula's own loop."""
         if self.saving is None:
             return ""
-        return self.saving.describe_loss(row.step_time, epoch_steps=self.dataset_size // row.batch)
+        return self.saving.describe_lost_work(row.step_time, epoch_steps=self.dataset_size // row.batch)
 
 
 def map_indices_to_probes(probes: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:

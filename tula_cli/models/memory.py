@@ -465,7 +465,7 @@ class DataMemory:
     samples: int  # samples that are not yet part of a batch
 
 
-def count_max_ready_batches(workers: int) -> int:
+def count_max_prefetched_batches(workers: int) -> int:
     """Return the maximum batches of a rank that are ready or in use: those prepared ahead, and one per loader."""
     return LOADERS_AT_A_TIME * (PREFETCH_FACTOR * workers + 1)
 
@@ -487,8 +487,8 @@ def estimate_data_memory(
     blocks = {_round_up_to_power_of_two(size * sample) for size in micro_batches} if on_gpu else set()
     return DataMemory(
         batches=ranks * batch,
-        shared=ranks * count_max_ready_batches(workers) * batch if workers else 0,
-        pinned=ranks * count_max_ready_batches(workers) * sum(blocks),
+        shared=ranks * count_max_prefetched_batches(workers) * batch if workers else 0,
+        pinned=ranks * count_max_prefetched_batches(workers) * sum(blocks),
         samples=ranks * max(1, workers) * batch,
     )
 

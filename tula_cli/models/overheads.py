@@ -43,30 +43,37 @@ class OverheadModel:
         Args:
             nodes, local_batch, batch: shape (n,).
         """
-        probes = [probe for probe in self.probes if probe.overheads.eval_batch is not None]
-        evaluated_probes = probes or self.probes
-        nearest_probe = find_nearest_columns(
-            compute_ratios([probe.local_batch for probe in evaluated_probes], local_batch),
-            compute_ratios([probe.nodes for probe in evaluated_probes], nodes),
-        )
-        saves: dict[int, list[float]] = {}
-        for probe in self.probes:
-            if probe.overheads.checkpoint is not None:
-                saves.setdefault(probe.nodes, []).append(probe.overheads.checkpoint)
-        save_medians = {count: statistics.median(seconds) for count, seconds in saves.items()}
+        eval_batch, eval_batch_size = self._estimate_eval_batches(nodes, local_batch)
         return OverheadColumns(
             startup=_select_nearest_seconds(_pool_shorter_startups(self._startups), nodes) + self.shutdown,
-            eval_batch=np.array([probe.overheads.eval_batch for probe in evaluated_probes], dtype=float)[nearest_probe]
-            if probes
-            else None,
-            eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in evaluated_probes])[
-                nearest_probe
-            ],
-            checkpoint=_select_nearest_seconds(save_medians, nodes) if saves else None,
+            eval_batch=eval_batch,
+            eval_batch_size=eval_batch_size,
+            checkpoint=self._estimate_checkpoint_seconds(nodes),
             refresh=refresh.compute_refresh_seconds(
                 self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch
             ),
         )
+
+    def _estimate_eval_batches(self, nodes: Ints, local_batch: Ints) -> tuple[Floats | None, Ints]:
+        """Return the seconds per evaluation batch, None if no probe measured them, and the samples of that batch."""
+        probes_with_evaluation = [probe for probe in self.probes if probe.overheads.eval_batch is not None]
+        probes = probes_with_evaluation or self.probes
+        nearest = find_nearest_columns(
+            compute_ratios([probe.local_batch for probe in probes], local_batch),
+            compute_ratios([probe.nodes for probe in probes], nodes),
+        )
+        sizes = np.array([probe.overheads.eval_batch_size or 0 for probe in probes])[nearest]
+        if not probes_with_evaluation:
+            return None, sizes
+        return np.array([probe.overheads.eval_batch for probe in probes], dtype=float)[nearest], sizes
+
+    def _estimate_checkpoint_seconds(self, nodes: Ints) -> Floats | None:
+        saves: dict[int, list[float]] = {}
+        for probe in self.probes:
+            if probe.overheads.checkpoint is not None:
+                saves.setdefault(probe.nodes, []).append(probe.overheads.checkpoint)
+        medians = {count: statistics.median(seconds) for count, seconds in saves.items()}
+        return _select_nearest_seconds(medians, nodes) if medians else None
 
     @cached_property
     def startup_spread(self) -> float:

@@ -253,7 +253,7 @@ def build_ramp(
 
 
 def has_auto_stages(spec: JobSpec, noise: NoisePath | None) -> bool:
-    """Return whether the stages of a training are those of `auto`: also with `noise` while that is not measured."""
+    """Return whether the stages are planned as for `auto`: set so, or set to `noise` while the gradient noise is not measured."""
     return spec.train.stages == "auto" or (spec.train.stages == "noise" and noise is None)
 
 

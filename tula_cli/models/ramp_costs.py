@@ -76,7 +76,7 @@ class StageTimes:
             self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size
         )
 
-    def compute_fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
+    def compute_feasible_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return a mask, shape (n,), of the configurations for which `describe_why_infeasible` gives no reason."""
         if not isinstance(self.spec.train.stages, list):
             return np.ones(len(nodes), dtype=bool)

@@ -32,7 +32,9 @@ def has_separate_refreshes(spec: JobSpec, batch: int | None = None) -> bool:
 
 
 def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, world: int) -> int:
-    """Return the maximum samples that one rank draws for a refresh at a global batch; 1 if none are drawn.
+    """Return how many samples of its micro-batch a rank needs at most for a refresh of the AGS factors.
+
+    1 if no small batch is drawn, so that the result is a lower bound of the micro-batch.
 
     Args:
         available: samples of a rank's micro-batch.

@@ -112,10 +112,10 @@ def list_jobs_of_training(spec: JobSpec, batch: int) -> list[JobSpec]:
 
 def find_most_expensive_job(spec: JobSpec) -> JobSpec:
     """Return the job to measure: with method auto, the job of the arm that uses the most memory and time."""
-    return max(list_jobs_of_training(spec, 4 * spec.train.reference_batch), key=_rank_by_expense)
+    return max(list_jobs_of_training(spec, 4 * spec.train.reference_batch), key=_make_expense_sort_key)
 
 
-def _rank_by_expense(spec: JobSpec) -> tuple[bool, ...]:
+def _make_expense_sort_key(spec: JobSpec) -> tuple[bool, ...]:
     method = spec.train.training_method
     return (
         method.scales_gradients,
@@ -268,8 +268,8 @@ class HeldOutResult(Protocol):
 M = TypeVar("M", bound=HeldOutResult)
 
 
-def rank_branches(branches: Sequence[M]) -> list[M]:
-    """Return the branches by their loss on the held-out samples, best first; diverged ones are last.
+def sort_branches(branches: Sequence[M]) -> list[M]:
+    """Sort branches by their loss on the held-out samples, best first; diverged ones are last.
 
     The loss is used instead of the accuracy because on a few hundred samples the accuracies of good arms differ only by
     chance.
@@ -279,7 +279,7 @@ def rank_branches(branches: Sequence[M]) -> list[M]:
 
 def find_winning_arm(branches: Sequence[Branch]) -> str:
     """Return the arm that won: the favourite unless another is clearly better, else the best."""
-    best, losses = rank_branches(branches)[0], {branch.arm: branch.loss for branch in branches if not branch.diverged}
+    best, losses = sort_branches(branches)[0], {branch.arm: branch.loss for branch in branches if not branch.diverged}
     if best.diverged:
         return CONTROL_ARM
     favourite_loss = losses.get(FAVOURITE_ARM)

@@ -593,20 +593,20 @@ class ScalingFactors(ABC):
         return self.setup.max_factor
 
     @property
-    def values(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The current factors, one tensor per parameter that has any."""
         return []
 
     @property
     def mean(self) -> Tensor | float | None:
         """Mean over all factors (per element or per tensor), without waiting for the device; None without factors."""
-        values = self.values
-        total = sum(factor.numel() for factor in values)
-        if not values:
+        tensors = self.tensors
+        total = sum(factor.numel() for factor in tensors)
+        if not tensors:
             return None
-        if total == len(values):
-            return torch.stack([factor.reshape(()) for factor in values]).mean()
-        return torch.stack([f.mean(dtype=torch.float32) * (f.numel() / total) for f in values]).sum()
+        if total == len(tensors):
+            return torch.stack([factor.reshape(()) for factor in tensors]).mean()
+        return torch.stack([f.mean(dtype=torch.float32) * (f.numel() / total) for f in tensors]).sum()
 
     # ---- the refresh
 
@@ -791,7 +791,7 @@ class SmallBatch(ScalingFactors):
         return bool(self._factor)
 
     @property
-    def values(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return list(self._factor.values())
 
     @property

@@ -61,7 +61,9 @@ def compute_sharded_squared_norm(parts: Sequence[Tensor]) -> Tensor:
 
 
 def gather_shards(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return sharded tensors gathered, equal on all ranks, with one collective; every rank must call it.
+    """Gather sharded tensors on all ranks with one collective, and return them whole; every rank must call it.
+
+    Every rank sends its shards as one flat tensor, padded to the length of the longest.
 
     Args:
         params: DTensors, sharded over all ranks along one dimension.
@@ -69,20 +71,23 @@ def gather_shards(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Ten
     """
     world = dist.get_world_size()
     shapes = [[_locate_shard(param, rank)[1] for param in params] for rank in range(world)]
-    sizes = [[math.prod(shape) for shape in rank_shapes] for rank_shapes in shapes]
-    longest = max(map(sum, sizes))
+    longest = max(sum(map(math.prod, rank_shapes)) for rank_shapes in shapes)
     sent = parts[0].new_zeros(longest)
     torch.cat([part.reshape(-1) for part in parts], out=sent[: sum(part.numel() for part in parts)])
     received = sent.new_empty(world, longest)
     dist.all_gather_into_tensor(received.view(-1), sent)
-    pieces = [
-        [flat.view(shape) for flat, shape in zip(row.split([*size, longest - sum(size)]), shape_, strict=False)]
-        for row, size, shape_ in zip(received.unbind(), sizes, shapes, strict=True)
-    ]
+    shards_by_rank = map(_unpack_shards, received.unbind(), shapes)
     return [
-        torch.cat(pieces_of_param, dim=_get_shard_dimension(param))
-        for param, pieces_of_param in zip(params, zip(*pieces, strict=True), strict=True)
+        torch.cat(shards, dim=_get_shard_dimension(param))
+        for param, shards in zip(params, zip(*shards_by_rank, strict=True), strict=True)
     ]
+
+
+def _unpack_shards(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return the shards in the flat tensor that a rank has sent, without the padding at its end."""
+    sizes = [math.prod(shape) for shape in shapes]
+    pieces = flat[: sum(sizes)].split(sizes)
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def select_shard(whole: Tensor, param: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def _make_removable_entry(kind: Kind, path: Path) -> RemovableEntry:
 
 
 def _has_type_matching_name(name: str, mode: int) -> bool:
-    """Return whether a checkpoint has the file type of its name: a file, or a folder of shares; never a link."""
+    """Return whether a checkpoint has the file type of its name: a file, or a folder of shards; never a link."""
     return stat.S_ISDIR(mode) if name.endswith(".dcp") else stat.S_ISREG(mode)
 
 

@@ -168,7 +168,7 @@ class RunDir:
             raise make_write_error(self.path, error) from error
         if file is not None:
             write_record(self.path / "job_file.json", file)
-        spec = spec.without_bill()  # each command reads it from the scheduler
+        spec = spec.without_slurm_billing()  # each command reads it from the scheduler
         write_parsed_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"))
         # In a shared folder, the file of another user is not overwritten.
         if not find_other_owner(self.path.parent / LATEST_FILE):
@@ -280,7 +280,7 @@ class RunDir:
 
     def read_attempts_of_task(self, task: Task) -> list[Attempt]:
         """Return the attempts of a task, oldest first; of a training, those of all its relaunches."""
-        return self._read_matching_attempts(task.attempt_files)
+        return self._read_matching_attempts(task.attempt_file_pattern)
 
     def _read_matching_attempts(self, pattern: str) -> list[Attempt]:
         return sorted(read_records(self.path / "attempts", Attempt, pattern), key=lambda attempt: attempt.sort_key)
@@ -449,7 +449,7 @@ class RunDir:
     def write_comparison(self, comparison: Comparison) -> None:
         """Replace the comparison; the signatures of earlier trainings that did not train the job unchanged are kept."""
         previous = self.read_comparison()
-        earlier = () if previous is None else tuple(sorted(previous.signatures - previous.signatures_of_job))
+        earlier = () if previous is None else tuple(sorted(previous.signatures - previous.unchanged_job_signatures))
         write_record(self.path / "comparison.json", comparison.model_copy(update={"earlier": earlier}))
 
     def read_comparison(self) -> Comparison | None:
@@ -468,13 +468,13 @@ class RunDir:
         """Return the path of the log of an attempt, for the ranks that one supervisor (`index`) starts."""
         return self.path / "logs" / f"{task_id}.{attempt:03d}{f'.{index:04d}' if index else ''}.log"
 
-    def get_handover_path(self, task_id: str, attempt: int) -> Path:
-        """Return the file by which the ranks of an attempt find each other: address, port and device of rank 0."""
+    def get_rendezvous_path(self, task_id: str, attempt: int) -> Path:
+        """Return the file of the rendezvous of the ranks of an attempt: address, port and device type of rank 0."""
         return self.path / "handover" / f"{task_id}.{attempt:03d}"
 
     def has_seen_gpus(self, attempt: Attempt) -> bool:
         """Return whether rank 0 of an attempt had a GPU."""
-        return read_text(self.get_handover_path(attempt.task, attempt.number)).endswith(" cuda")
+        return read_text(self.get_rendezvous_path(attempt.task, attempt.number)).endswith(" cuda")
 
     def write_stop_reason(self, task_id: str, attempt: int, reason: str) -> None:
         """Record why the ranks saved and exited on their own: "time_limit", "stage_end" or "signal"."""

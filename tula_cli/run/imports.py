@@ -40,7 +40,7 @@ def add_weights_digest(code: str, weights: str) -> str:
 
 
 def compute_file_digest(name: str) -> str:
-    """Return the SHA-256 of a file, or of the checksum file of a folder of shares; cached until the file changes.
+    """Return the SHA-256 of a file, or of the checksum file of a folder of shards; cached until the file changes.
 
     Raises:
         SpecError: it cannot be read.

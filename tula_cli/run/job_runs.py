@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tula_cli.errors import SpecError
 from tula_cli.options import require_list
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.parsed_spec import read_stored_values
+from tula_cli.run.parsed_spec import read_unvalidated_spec
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, Variant
 from tula_cli.spec.job import JobSpec
@@ -300,7 +300,7 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     stored = run.read_spec()
     if not overrides:
         return stored
-    content = read_stored_values(run.path)
+    content = read_unvalidated_spec(run.path)
     # The run's file contains every default, and that of `train.ramp_nodes` depends on the ramp: it is derived again.
     if content.get("train", {}).get("ramp_nodes") == ("auto" if stored.train.ramp == "decay" else "same"):
         del content["train"]["ramp_nodes"]

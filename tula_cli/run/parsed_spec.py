@@ -102,14 +102,14 @@ def read_stored_spec(run: Path) -> "JobSpec":
     if parsed is not None:
         with contextlib.suppress(SpecError):  # damaged: the YAML is used instead
             return validate_job(drop_removed_values(parsed.spec), source=str(run / _JSON_FILE))
-    values = read_stored_values(run)
+    content = read_unvalidated_spec(run)
     try:
-        return validate_job(values, source=str(run / _YAML_FILE))
+        return validate_job(content, source=str(run / _YAML_FILE))
     except SpecError as error:
         raise _make_damaged_job_error(run, error) from None
 
 
-def read_stored_values(run: Path) -> dict[str, Any]:
+def read_unvalidated_spec(run: Path) -> dict[str, Any]:
     """Return the job of a run as plain values that were not validated.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The files that belong to a script: the file that its command names, and the files that it imports and reads."""
+"""The program that a command runs, the command in a snapshot of the code, and the files that the program imports and reads."""
 
 import importlib.util
 import os
@@ -86,21 +86,21 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
     Raises:
         SpecError: there is no file of that name.
     """
-    home, lenient = workdir.resolve(), False
+    workdir, lenient = workdir.resolve(), False
     for position, role in _classify_words(words):
         word = words[position]
         if role is _Role.MODULE:
-            if program := _find_module(word, home, sys.path[1:] if path is None else path):
+            if program := _find_module(word, workdir, sys.path[1:] if path is None else path):
                 return program
             # Files in the options of an installed program need not exist yet.
             lenient = lenient or word.partition(".")[0] not in LAUNCHER_PACKAGES
-        elif role is _Role.INLINE or (role is _Role.RUN and _is_unknown(word, home)):
+        elif role is _Role.INLINE or (role is _Role.RUN and _is_unknown(word, workdir)):
             return None
-        elif word and (file := _find_file(word, role, home)):
-            if not _is_installed(file, home):
+        elif word and (file := _find_file(word, role, workdir)):
+            if not _is_installed(file, workdir):
                 return Program(file, file.parent)
         elif not lenient and (role is _Role.RUN or word.endswith(SCRIPT_SUFFIXES)):
-            raise _make_missing_file_error(f"{word} is not in {home}")
+            raise _make_missing_file_error(f"{word} is not in {workdir}")
     return None
 
 
@@ -142,32 +142,33 @@ def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
         yield position, role
 
 
-def _find_file(word: str, role: _Role, home: Path) -> Path | None:
+def _find_file(word: str, role: _Role, workdir: Path) -> Path | None:
     """Return the file that a word names if the command runs it."""
-    file = home / word
+    file = workdir / word
     if role is _Role.OPTION or not os.path.isfile(file):  # noqa: PTH113 - raises no OSError if the word is too long for a file name
         return None
     file = file.resolve()
-    is_direct_program = role is _Role.FIRST and "/" in word and file.is_relative_to(home)
+    is_direct_program = role is _Role.FIRST and "/" in word and file.is_relative_to(workdir)
     return file if word.endswith(SCRIPT_SUFFIXES) or role is _Role.RUN or is_direct_program else None
 
 
-def _is_unknown(word: str, home: Path) -> bool:
+def _is_unknown(word: str, workdir: Path) -> bool:
     """Return whether the argument that python runs is known only to the job, or is a folder."""
-    return not word or os.path.isdir(home / word)  # noqa: PTH112 - raises no OSError if the word is too long for a file name
+    return not word or os.path.isdir(workdir / word)  # noqa: PTH112 - raises no OSError if the word is too long for a file name
 
 
-def _is_installed(file: Path, home: Path) -> bool:
-    return any(is_installed_folder(folder) for folder in file.parents if not home.is_relative_to(folder))
+def _is_installed(file: Path, workdir: Path) -> bool:
+    """Return whether a file is in an installed folder, other than one that contains the working directory."""
+    return any(is_installed_folder(folder) for folder in file.parents if not workdir.is_relative_to(folder))
 
 
-def _find_module(module: str, home: Path, path: Sequence[str]) -> Program | None:
+def _find_module(module: str, workdir: Path, path: Sequence[str]) -> Program | None:
     """Return the user's own module of that name.
 
     Raises:
         SpecError: its package is the user's own, and has no such module.
     """
-    for root in list_import_roots(home, path):
+    for root in list_import_roots(workdir, path):
         if files := resolve_module(f"{module}.__main__", [root]):
             module_path = root.joinpath(*module.split("."))
             if find_source_file(module_path) is None and not module_path.is_dir():
@@ -268,22 +269,22 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     Raises:
         SpecError: there is no file of the command's name, or it cannot be read.
     """
-    home, path = workdir.resolve(), sys.path[1:] if path is None else path
+    workdir, path = workdir.resolve(), sys.path[1:] if path is None else path
     words = split_command(script.command)
-    program = find_program(words, home, path=path) if script.code == "snapshot" else None
+    program = find_program(words, workdir, path=path) if script.code == "snapshot" else None
     if program is None:
-        return Selection(home, (), (), (), (), exact=True)
-    base, listed, beyond = _list_files(program, home, path)
+        return Selection(workdir, (), (), (), (), exact=True)
+    base, listed, beyond = _list_files(program, workdir, path)
     user_files = _select_user_files(program, base, listed)
     keys = [file for file in user_files if is_key_file(file) and file != program.file]
     copied, left_out = _select_bounded_files(
         program, base, {file: listed[file] for file in user_files if file not in keys}
     )
-    named, start = _list_named_files(words, home), program.file.relative_to(base).as_posix()
+    named, start = _list_named_files(words, workdir), program.file.relative_to(base).as_posix()
     modules = {
         file for file in copied if file == program.file or _belongs_to_code(file, tracked=listed[file], named=named)
     }
-    if _runs_unchanged(program, words, home):
+    if _runs_unchanged(program, words, workdir):
         in_named_folders = [file for file in modules if not named.isdisjoint(file.parents)]
         text = " ".join(
             [
@@ -294,10 +295,10 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
             ]
         )
         starts = [program.file, *(modules & named), *in_named_folders]
-        modules = _select_loadable_files(modules, starts, text, base, _list_roots_below(program, home, path, base))
+        modules = _select_loadable_files(modules, starts, text, base, _list_roots_below(program, workdir, path, base))
     return Selection(
         base,
-        _list_source_roots(program, home, path, base, copied),
+        _list_source_roots(program, workdir, path, base, copied),
         tuple(sorted(modules)),
         tuple(sorted({*copied} - modules)),
         (*left_out, *beyond),
@@ -321,29 +322,29 @@ def list_script_warnings(script: Script, workdir: Path) -> tuple[Diagnostic, ...
     return ()
 
 
-def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
+def _list_files(program: Program, workdir: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
     """Return the folder that a snapshot mirrors, its files (whether git tracks each), and folders not searched."""
     left_out: list[Path] = []
     repository = code_selection.list_tracked_files(program.file.parent)
     if repository is not None and program.file in repository[1] and program.root.is_relative_to(repository[0]):
         base, listed = repository
     else:
-        base = home if program.file.is_relative_to(home) else program.root
+        base = workdir if program.file.is_relative_to(workdir) else program.root
         files, left_out = _walk_folder(program.root)
         listed = dict.fromkeys(files, False)
-    imported = follow_imports([program.file], base, _list_roots_below(program, home, path, base))
+    imported = follow_imports([program.file], base, _list_roots_below(program, workdir, path, base))
     return base, {**dict.fromkeys(imported, False), **listed}, left_out
 
 
-def _list_roots_below(program: Program, home: Path, path: Sequence[str], base: Path) -> list[Path]:
-    return [program.root, *(root for root in list_import_roots(home, path) if root.is_relative_to(base))]
+def _list_roots_below(program: Program, workdir: Path, path: Sequence[str], base: Path) -> list[Path]:
+    return [program.root, *(root for root in list_import_roots(workdir, path) if root.is_relative_to(base))]
 
 
-def _runs_unchanged(program: Program, words: Sequence[str], home: Path) -> bool:
+def _runs_unchanged(program: Program, words: Sequence[str], workdir: Path) -> bool:
     """Return whether a command starts a Python program by itself or by a known launcher, which load no code for it."""
     for position, role in _classify_words(words):
         word = words[position]
-        if program.module == word if role is _Role.MODULE else word and _find_file(word, role, home) == program.file:
+        if program.module == word if role is _Role.MODULE else word and _find_file(word, role, workdir) == program.file:
             return program.file.suffix == ".py"
         is_launcher = PurePath(word).name in _LAUNCHERS or PYTHON_PATTERN.fullmatch(PurePath(word).name)
         if (role is _Role.FIRST and not is_launcher) or (
@@ -438,8 +439,8 @@ def _belongs_to_code(file: Path, *, tracked: bool, named: set[Path]) -> bool:
     return tracked or file.suffix != ".json" or file in named
 
 
-def _list_named_files(words: Iterable[str], home: Path) -> set[Path]:
-    return {Path(os.path.realpath(home / text)) for word in words for text in (word, word.partition("=")[2]) if text}
+def _list_named_files(words: Iterable[str], workdir: Path) -> set[Path]:
+    return {Path(os.path.realpath(workdir / text)) for word in words for text in (word, word.partition("=")[2]) if text}
 
 
 def _read_settings(file: Path) -> str:
@@ -460,14 +461,14 @@ def _is_job_file(file: Path) -> bool:
 
 
 def _list_source_roots(
-    program: Program, home: Path, path: Sequence[str], base: Path, copied: Sequence[Path]
+    program: Program, workdir: Path, path: Sequence[str], base: Path, copied: Sequence[Path]
 ) -> tuple[Path, ...]:
     """Return the folders of the copied files that python imports from in the job, the command's own first.
 
-    `home` is not included if only tula searches it and the command does not, because it might hide installed packages.
+    `workdir` is not included if only tula searches it and the command does not, because it might hide installed packages.
     """
-    given = {(home / entry).resolve() for entry in path}
-    given_roots = [root for root in list_import_roots(home, path) if root != home or root in given]
+    given = {(workdir / entry).resolve() for entry in path}
+    given_roots = [root for root in list_import_roots(workdir, path) if root != workdir or root in given]
     first = [] if program.file.suffix in SHELL_SUFFIXES else [program.root]
     roots = dict.fromkeys([*first, *given_roots, *_list_editable_installs(copied)])
     return tuple(

@@ -21,7 +21,10 @@ _KEY_PATTERNS_AMONG_CODE = ("*.pem", "*.key", "*.p12", "*.pfx", "*.env", "*netrc
 
 
 def is_key_file(file: Path) -> bool:
-    """Return whether a file's name is typical of a key file."""
+    """Return whether a file's name suggests private keys, passwords or tokens.
+
+    Fewer patterns apply to source files, because a token.py is usually code.
+    """
     name = file.name.lower()
     patterns = _KEY_PATTERNS_AMONG_CODE if file.suffix in CODE_SUFFIXES else KEY_FILE_PATTERNS
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)

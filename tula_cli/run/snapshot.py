@@ -86,12 +86,12 @@ class Snapshot:
 
     @property
     def probe_tasks(self) -> list[ProbeTask]:
-        """The tasks that measure, by their ids."""
+        """The probe tasks, by their ids."""
         return self.select_tasks(ProbeTask)
 
     @property
     def submitted_probe_tasks(self) -> list[ProbeTask]:
-        """The tasks that measure and whose job was submitted, by their ids; a damaged record also shows the submission."""
+        """The probe tasks whose job was submitted, by their ids; a job with a damaged record counts as submitted."""
         submitted = {path.stem for path in list_files(self.path / "jobs")}
         return [task for task in self.probe_tasks if task.job in submitted]
 
@@ -119,7 +119,7 @@ class Snapshot:
 
     @cached_property
     def jobs(self) -> list[Job]:
-        """The readable jobs, first submitted first."""
+        """The readable jobs of this run by time of submission, without those of a run of which it is a copy."""
         return [job for job in self._all_jobs if job not in self._jobs_of_another_run]
 
     @property
@@ -307,7 +307,7 @@ class Snapshot:
 
     @property
     def damage_warnings(self) -> list[Diagnostic]:
-        """Warnings about everything in the run that is damaged, and about jobs of the run of which this is a copy."""
+        """Warnings about damaged jobs, records and trainings of the run, and about jobs of another run of which it is a copy."""
         return [*self.job_warnings, *self.record_warnings, *self.training_warnings]
 
     # --- Logs of the scheduler

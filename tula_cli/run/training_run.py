@@ -41,7 +41,7 @@ from tula_cli.run.step_series import StepRow, StepSeries, convert_to_columns, is
 CHECKPOINT_PATTERN = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 """File names created by `get_checkpoint_path`."""
 DRAFT_PATTERN = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
-"""File names of checkpoints that are being written or replaced, by `write_file_atomically` or as shares."""
+"""File names of checkpoints that are being written or replaced, by `write_file_atomically` or as shards."""
 
 MAX_CLOCK_NOISE_SECONDS, COPIED_FILE_SECONDS = 5.0, 3600.0
 """Seconds between a row's own time and its file's modification time: a smaller difference is the time until it is
@@ -204,9 +204,9 @@ class TrainingRun:
 
     # --- Checkpoints and metrics
 
-    def get_checkpoint_path(self, samples: int, *, shares: bool = False) -> Path:
+    def get_checkpoint_path(self, samples: int, *, sharded: bool = False) -> Path:
         """Return the path of a checkpoint: a file of torch.save, or a folder for a sharded model."""
-        return self.path / "checkpoints" / f"{samples:012d}.{'dcp' if shares else 'pt'}"
+        return self.path / "checkpoints" / f"{samples:012d}.{'dcp' if sharded else 'pt'}"
 
     def list_checkpoints(self) -> list[Path]:
         """Return the checkpoints, newest (most samples) first; other files in the folder are the user's."""

@@ -783,7 +783,7 @@ def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
     summary = arguments.run_work(training.run_training(prepared, submission))
     if isinstance(summary, DetachedJobs):
         return None
-    return TrainingSummary(**dict(summary), gain=training.find_gain(prepared.run, summary))
+    return TrainingSummary(**dict(summary), gain=training.find_baseline_saving(prepared.run, summary))
 
 
 @dataclass(frozen=True)

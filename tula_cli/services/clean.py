@@ -80,7 +80,7 @@ def measure_runs_disk_usage(
         size, changed = measure_disk_usage(run.path)
         if older is None or now() - changed >= older:
             snapshots[run.path] = run.read_snapshot(strict=True)
-            disk_usages.append(_measure_run_disk_usage(run, size, changed, keep_best=keep_best, compared=compared))
+            disk_usages.append(_make_run_disk_usage(run, size, changed, keep_best=keep_best, compared=compared))
     to_check = [snapshots[disk_usage.path] for disk_usage in disk_usages if disk_usage.holdings]
     reason_by_path = _find_reasons_to_keep(to_check, ask, now())
     spaces = [
@@ -92,8 +92,14 @@ def measure_runs_disk_usage(
     return sorted(spaces, key=lambda disk_usage: (-disk_usage.size, -disk_usage.held))
 
 
-def _measure_run_disk_usage(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunDiskUsage:
-    """Return the disk space of a run; nothing is removable if the run is damaged or of another format."""
+def _make_run_disk_usage(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunDiskUsage:
+    """Return what can be removed from a run, with its size and last change.
+
+    Nothing is removable if the run is damaged or of another format.
+
+    Args:
+        compared: remove the finished trainings of `tula compare` entirely.
+    """
     try:
         run_format.require_known_format(run.path)
         cells = comparison.cells if compared and (comparison := run.read_comparison()) else ()

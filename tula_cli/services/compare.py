@@ -409,7 +409,7 @@ class DefaultRows:
     others: tuple[str, ...]  # compatible methods that are not default rows
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Text that lists the rows and the reasons why others are left out."""
         why = "".join(f"; without {method}, which {reason}" for method, reason in self.refused.items())
         return (
@@ -424,34 +424,33 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
     For scripts on one GPU, rows that scale gradients are left out unless the job's method scales, since wrapping the
     optimizer scales nothing there.
     """
-    own_method = make_row_of_job(spec)
-    if spec.script is not None:
-        scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.training_method.scales_gradients
-        candidates = tuple(method for method in METHODS_OF_SCRIPTS if scales or not _scales_gradients(method))
-    else:
-        name = spec.optimizer.name
-        candidates = (
-            ROWS_OF_SGD if name == "SGD" else ROWS_OF_ADAM if name in NORMALISING_OPTIMIZERS else ROWS_OF_OTHERS
-        )
-    refused = {
-        method: why
-        for method in candidates
-        if method != own_method and (why := _describe_why_not_default_row(spec, method))
-    }
-    trained = make_job_of_cell(spec, own_method).model_dump()
-    rows = dict.fromkeys(
-        method
-        for method in (*candidates, own_method)
-        if method in (own_method, *refused) or make_job_of_cell(spec, method).model_dump() != trained
-    )
-    other_methods = (
+    job_row = make_row_of_job(spec)
+    job_of_row = make_job_of_cell(spec, job_row).model_dump()
+    rows: list[str] = []
+    refused: dict[str, str] = {}
+    for method in _list_candidate_rows(spec, nodes):
+        if method == job_row:
+            rows.append(method)
+        elif why := _describe_why_not_default_row(spec, method):
+            refused[method] = why
+        elif make_job_of_cell(spec, method).model_dump() != job_of_row:
+            rows.append(method)
+    if job_row not in rows:
+        rows.append(job_row)
+    others = (
         name
         for name in METHODS
         if name not in (*rows, spec.train.method) and not _describe_why_not_default_row(spec, name)
     )
-    return DefaultRows(
-        own_method, tuple(method for method in rows if method not in refused), refused, tuple(other_methods)
-    )
+    return DefaultRows(job_row, tuple(rows), refused, tuple(others))
+
+
+def _list_candidate_rows(spec: JobSpec, nodes: int) -> tuple[str, ...]:
+    if spec.script is not None:
+        scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.training_method.scales_gradients
+        return tuple(method for method in METHODS_OF_SCRIPTS if scales or not _scales_gradients(method))
+    name = spec.optimizer.name
+    return ROWS_OF_SGD if name == "SGD" else ROWS_OF_ADAM if name in NORMALISING_OPTIMIZERS else ROWS_OF_OTHERS
 
 
 def _describe_why_not_default_row(spec: JobSpec, method: str) -> str:

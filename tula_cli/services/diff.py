@@ -118,7 +118,7 @@ def _compare_environments(before: Sequence[Measured], after: Sequence[Measured])
 
 
 def _summarize_environment(probes: Sequence[Measured]) -> dict[str, str | None]:
-    """Return what the probes recorded of software, hardware and variables; each value is a text with the distinct values."""
+    """Return the software, hardware and variables that the probes recorded, by name; each as a text with its distinct values."""
     environments: list[Environment] = [probe.environment for probe in probes]
     scripts = [probe.script for probe in probes if probe.script is not None]
     names = dict.fromkeys(name for environment in environments for name in environment.variables)
@@ -226,7 +226,7 @@ class StepComparison:
 
 
 def compare_steps(before: Sequence[Result], after: Sequence[Result]) -> StepComparison:
-    """Compare the results of two runs."""
+    """Compare the step times of two runs in the configurations that both have measured, and count the others."""
     results_before, results_after = (
         {_get_configuration(result): result for result in results} for results in (before, after)
     )

@@ -43,7 +43,7 @@ class LargestBatch:
 
 
 def make_largest_batch_bounds(spec: JobSpec, inspection: Inspection) -> BatchBounds:
-    """Return the bounds of the search.
+    """Return the range of local batches in which the largest that fits is searched, and where the search starts.
 
     Raises:
         SpecError: the ranks run on CPUs without a memory limit, so that no batch would fail.

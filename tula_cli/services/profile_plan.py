@@ -123,7 +123,9 @@ def count_measured_node_hours(run: RunDir) -> float:
     tasks = run.read_snapshot().select_tasks(MeasuringTask)
     nodes = {task.id: task.nodes for task in tasks}
     return first_job.count_node_hours(run) + sum(
-        nodes[attempt.task] * attempt.count_seconds() / 3600 for attempt in run.read_attempts() if attempt.task in nodes
+        nodes[attempt.task] * attempt.compute_duration_seconds() / 3600
+        for attempt in run.read_attempts()
+        if attempt.task in nodes
     )
 
 

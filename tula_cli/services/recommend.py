@@ -14,7 +14,12 @@ from tula_cli.models import cost, efficiency
 from tula_cli.models.choice.baseline import make_headline, predict_baseline, prefer_baseline
 from tula_cli.models.choice.candidates import Candidates, Flags, Limit, list_limits
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import Choice, choose_configuration, describe_knee_shares, find_best_of_each_batch
+from tula_cli.models.choice.objective import (
+    Choice,
+    choose_configuration,
+    describe_knee_uncertainty,
+    find_best_of_each_batch,
+)
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import add_stage_epochs, describe_stages
@@ -229,7 +234,7 @@ def _select_candidates_of_run(candidates: Candidates, measurements: TypeMeasurem
 
 
 def _predict_candidates(all_measurements: Sequence[TypeMeasurements], query: Query, noise: Noise | None) -> Candidates:
-    """Return the forecasts of the configurations of all node types, and of those on the number of nodes of a query."""
+    """Predict the configurations of all node types, on the numbers of nodes of the search and, if given, that of the query."""
     tables = []
     for measurements in all_measurements:
         estimator, spec = measurements.estimator, measurements.run.spec
@@ -286,7 +291,7 @@ def _make_binding_limit_error(candidates: Candidates, query: Query, currency: st
     """Return an error with the first limit that excludes all candidates that are left, and the closest of these."""
     limits = list_limits(query)
     for limit in limits:
-        within = limit.admits(candidates)
+        within = limit.flag_admitted_rows(candidates)
         if not within.any():
             break
         candidates = candidates.select_rows(within)
@@ -433,7 +438,7 @@ def _select_choosable_configurations(
 
 
 def _describe_knees(measurements: TypeMeasurements, candidates: Candidates, query: Query) -> str:
-    return describe_knee_shares(
+    return describe_knee_uncertainty(
         measurements.estimator.steps,
         candidates.select_matching_rows(type=measurements.type, market="on_demand"),
         gpus_per_node=measurements.estimator.spec.cluster.gpus_per_node,

@@ -54,7 +54,7 @@ def _render_recommended_yaml(run: Run, recommendation: Recommendation) -> str:
         f"# Criteria: {recommendation.criteria}.\n"
         f"# Reason: {recommendation.reason}.\n"
         f"# To train: {make_training_command(run, choice)}\n"
-        f"{dump_yaml(run.spec.without_bill())}"
+        f"{dump_yaml(run.spec.without_slurm_billing())}"
     )
 
 

@@ -438,4 +438,4 @@ def describe_interruption_cost(
     )
     size = spec.script.known_dataset_size or measured_size
     schedule = find_checkpoint_schedule(spec.script, saves, dataset_size=size)
-    return schedule.describe_loss(step_time, epoch_steps=size // batch if size and batch else None)
+    return schedule.describe_lost_work(step_time, epoch_steps=size // batch if size and batch else None)

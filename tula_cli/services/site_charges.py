@@ -1,4 +1,7 @@
-"""Charges as the site counts them (`pricing.kind: billing`), and the interface of the optional package that reads them."""
+"""The billing of jobs by SLURM (`pricing.kind: billing`), the balance of the account, and the charges of trainings.
+
+The optional package `slurm_site` reads them, through the protocol `SiteBilling`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from tula_cli.errors import OverBudget, SpecError
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import SiteBill
+from tula_cli.spec.resources import JobBilling
 from tula_cli.words import format_count, format_number
 
 NODE_HOUR_ADVICE = "set pricing.kind: node_hour, pricing.price to the billing of a whole node, and pricing.currency: SU"
@@ -77,7 +80,7 @@ class SiteCharge:
 class SiteBilling(Protocol):
     """The optional package `slurm_site` (`extras/slurm_site`)."""
 
-    def find_bill(self, spec: JobSpec, root: Path | None) -> SiteBill:
+    def query_job_billing(self, spec: JobSpec, root: Path | None) -> JobBilling:
         """Return SLURM's billing of a job on one type of nodes; `root` is the folder in which answers are cached.
 
         Raises:
@@ -86,12 +89,12 @@ class SiteBilling(Protocol):
         ...
 
     def check_balance(
-        self, spec: JobSpec, bill: SiteBill, *, nodes: int, hours: float | None, max_hours: float | None
+        self, spec: JobSpec, billing: JobBilling, *, nodes: int, hours: float | None, max_hours: float | None
     ) -> BalanceCheck:
         """Return whether the balance of the job's account covers a training.
 
         Args:
-            bill: SLURM's billing of the job.
+            billing: SLURM's billing of the job.
             hours: expected total duration of its jobs; None if there is no prediction.
             max_hours: the upper end of the 90 % interval of that duration; None if unknown.
         """
@@ -109,12 +112,12 @@ def _load_site_billing() -> SiteBilling:
 # --- Prices
 
 
-def add_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling | None = None) -> JobSpec:
+def add_site_billing(spec: JobSpec, root: Path | None, *, site_billing: SiteBilling | None = None) -> JobSpec:
     """Return a job with its billing (`pricing.slurm_billing`); other pricing is unchanged.
 
     Args:
         root: the folder of the runs, in which SLURM's answers are cached; None for no cache.
-        billing: asks SLURM; None for the optional package `slurm_site`.
+        site_billing: asks SLURM; None for the optional package `slurm_site`.
 
     Raises:
         SpecError: SLURM does not report its billing, or the package is not installed.
@@ -127,8 +130,8 @@ def add_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling |
             f"pricing.kind billing: the billing is queried from SLURM, but cluster.kind is {submitted.cluster.kind}",
             f"{NODE_HOUR_ADVICE}; or set cluster.kind: slurm",
         )
-    bill = (billing or _load_site_billing()).find_bill(submitted, root)
-    pricing = spec.pricing.model_copy(update={"slurm_billing": bill})
+    billing = (site_billing or _load_site_billing()).query_job_billing(submitted, root)
+    pricing = spec.pricing.model_copy(update={"slurm_billing": billing})
     return spec.model_copy(update={"pricing": pricing})
 
 
@@ -146,7 +149,7 @@ def check_balance(
     nodes: int,
     hours: float | None,
     max_hours: float | None = None,
-    billing: SiteBilling | None = None,
+    site_billing: SiteBilling | None = None,
 ) -> BalanceCheck | None:
     """Return whether the balance covers a training; None if the price is of another kind, or the job not for SLURM.
 
@@ -154,16 +157,16 @@ def check_balance(
         spec: the job, with its billing filled in.
         hours: expected total duration of its jobs; None if there is no prediction.
         max_hours: the upper end of the 90 % interval of that duration.
-        billing: asks SLURM; None for the optional package `slurm_site`.
+        site_billing: asks SLURM; None for the optional package `slurm_site`.
 
     Raises:
         SpecError: the package is not installed.
     """
-    bill = spec.pricing.slurm_billing
-    if bill is None or spec.cluster.kind != "slurm":
+    billing = spec.pricing.slurm_billing
+    if billing is None or spec.cluster.kind != "slurm":
         return None
-    package = billing or _load_site_billing()
-    return package.check_balance(spec, bill, nodes=nodes, hours=hours, max_hours=max_hours)
+    package = site_billing or _load_site_billing()
+    return package.check_balance(spec, billing, nodes=nodes, hours=hours, max_hours=max_hours)
 
 
 def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> BalanceCheck | None:
@@ -214,10 +217,10 @@ def require_sufficient_balance(balance_check: BalanceCheck) -> None:
 
 
 def warn_balance_for_probes(
-    spec: JobSpec, node_hours: float, *, billing: SiteBilling | None = None
+    spec: JobSpec, node_hours: float, *, site_billing: SiteBilling | None = None
 ) -> list[Diagnostic]:
     """Return a warning if the balance may not cover profiling jobs of up to `node_hours`."""
-    balance_check = check_balance(spec, nodes=1, hours=node_hours, billing=billing) if node_hours else None
+    balance_check = check_balance(spec, nodes=1, hours=node_hours, site_billing=site_billing) if node_hours else None
     return [balance_check.lacking] if balance_check and balance_check.lacking else []
 
 
@@ -237,5 +240,5 @@ def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
     if task is None or job is None or job.scheduler != "slurm" or task.spec.pricing.slurm_billing is None:
         return None
     earlier = {attempt.allocation.partition(".")[0] for attempt in training.read_attempts()} - {""}
-    billing: SiteBilling | None = load_extra_if_installed("slurm_site")
-    return None if billing is None else billing.find_charge(task, sorted({*earlier, *job.ids}))
+    site_billing: SiteBilling | None = load_extra_if_installed("slurm_site")
+    return None if site_billing is None else site_billing.find_charge(task, sorted({*earlier, *job.ids}))

@@ -143,10 +143,11 @@ def make_job_status(
         total=progress.total,
         done=progress.done,
         now=progress.now if state in ACTIVE_STATES else None,
-        elapsed=sum(attempt.count_seconds(end) for attempt in attempts) if attempts else None,
+        elapsed=sum(attempt.compute_duration_seconds(end) for attempt in attempts) if attempts else None,
         left=remaining,
         node_hours=sum(
-            (nodes.get(job_attempt.task, job.nodes) + job_attempt.idle_nodes) * job_attempt.count_seconds(end)
+            (nodes.get(job_attempt.task, job.nodes) + job_attempt.idle_nodes)
+            * job_attempt.compute_duration_seconds(end)
             for job_attempt in attempts
         )
         / 3600,

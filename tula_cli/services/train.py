@@ -453,14 +453,16 @@ def run_training(training: PreparedTraining, submission: Submission) -> Work[Sum
     return load_summary(run, plan.task.signature)
 
 
-def find_gain(run: Run, summary: Summary) -> "BaselineSaving | None":
+def find_baseline_saving(run: Run, summary: Summary) -> "BaselineSaving | None":
     """Return the gain of a finished training over the baseline in the recommendation of its run; None if unknown."""
-    from tula_cli.models.choice.baseline import compute_gain  # imported here: only needed at the end of a training
+    from tula_cli.models.choice.baseline import (
+        compute_baseline_saving,  # imported here: only needed at the end of a training
+    )
 
     recommendation = run.read_recommendation()
     if recommendation is None:
         return None
-    return compute_gain(recommendation.headline, summary, length=describe_train_length(run.spec))
+    return compute_baseline_saving(recommendation.headline, summary, length=describe_train_length(run.spec))
 
 
 # --- A training with other settings

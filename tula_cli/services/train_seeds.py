@@ -49,7 +49,7 @@ class SeedTraining:
     problem: str  # why it failed; empty if it did not
 
     @property
-    def job(self) -> str:
+    def job_id(self) -> str:
         return f"train-{self.signature}"
 
     @property
@@ -247,8 +247,8 @@ def run_seed_trainings(prepared: PreparedSeeds, submission: Submission) -> Work[
         return prepared.make_report()
     submission.require_waiting(run.spec)
     launcher = submission.launcher_for(run.spec)
-    under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing_trainings])
-    new = [training for training in prepared.missing_trainings if training.job not in under_way]
+    under_way = list_unfinished_jobs(run, launcher, [training.job_id for training in prepared.missing_trainings])
+    new = [training for training in prepared.missing_trainings if training.job_id not in under_way]
     if new:
         node_hours = sum(scheduled.nodes * scheduled.hours for scheduled in prepared.list_scheduled(new))
         planned = SeedsPlanned(prepared.plan, len(new), node_hours)
@@ -283,13 +283,13 @@ def _submit_missing_trainings(
     run, unfinished = prepared.run, set(under_way)
     after = yield from _test_resume(prepared, launcher, submission)
     for training, scheduled in zip(prepared.trainings, prepared.plan.schedule, strict=True):
-        if training.summary is None and training.job not in unfinished:
+        if training.summary is None and training.job_id not in unfinished:
             before = [number for index in scheduled.follows for number in prepared.plan.schedule[index].follows]
-            names = [prepared.trainings[index].job for index in sorted({*scheduled.follows, *before})]
+            names = [prepared.trainings[index].job_id for index in sorted({*scheduled.follows, *before})]
             follows = [job for job in names if job in unfinished]
             submit_training(run, prepared.plan_training(training), launcher, after=after, follows=follows)
-            unfinished.add(training.job)
-    jobs = [training.job for training in prepared.missing_trainings]
+            unfinished.add(training.job_id)
+    jobs = [training.job_id for training in prepared.missing_trainings]
     yield from warn_about_submitted_jobs(run, launcher, jobs, under_way, run.spec)
     if submission.should_wait(run.spec):
         yield from wait_for_jobs(run, launcher, jobs, timeout=submission.timeout)
@@ -306,8 +306,8 @@ def _run_trainings_one_by_one(prepared: PreparedSeeds, launcher: Launcher, submi
     for number, training in enumerate(prepared.missing_trainings, 1):
         yield Note(f"training {number} of {len(prepared.missing_trainings)}: seed {training.seed}")
         submit_training(run, prepared.plan_training(training), launcher, after=after)
-        yield from wait_for_jobs(run, launcher, [training.job], timeout=submission.timeout)
-        if run.is_cancelled(training.job):
+        yield from wait_for_jobs(run, launcher, [training.job_id], timeout=submission.timeout)
+        if run.is_cancelled(training.job_id):
             return
         try:
             load_summary(run, training.signature)

@@ -8,7 +8,7 @@ from typing import Any
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import self_tuning
-from tula_cli.models.choice.early_stopping import compute_remaining_share
+from tula_cli.models.choice.early_stopping import compute_remaining_time_share
 from tula_cli.models.cost import compute_attempt_cost
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, StepChange, TrainResult, Tuning
@@ -182,7 +182,7 @@ def _compute_spent_and_remaining_cost(
     ]
     if until is None:
         attempts = snapshot.estimate_lost_attempt_ends(attempts)
-    seconds = [(tasks[attempt.task], attempt, attempt.count_seconds(until)) for attempt in attempts]
+    seconds = [(tasks[attempt.task], attempt, attempt.compute_duration_seconds(until)) for attempt in attempts]
     return SpentAndRemainingCost(
         hours=sum(elapsed for _, _, elapsed in seconds) / 3600,
         node_hours=sum((task.nodes + attempt.idle_nodes) * elapsed for task, attempt, elapsed in seconds) / 3600,
@@ -200,7 +200,7 @@ def _list_remaining_costs(task: TrainTask, status: TrainingStatus) -> Iterator[R
         prediction = size.prediction
         if size.nodes not in (status.possible_nodes or (task.nodes,)) or prediction is None or not prediction.hours:
             continue
-        hours = None if share is None else compute_remaining_share(prediction, share) * prediction.hours
+        hours = None if share is None else compute_remaining_time_share(prediction, share) * prediction.hours
         if status.eta is not None and not status.possible_nodes:
             hours = status.eta / 3600
         if hours is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.profile import render_upper_bound_plan
 from tula_cli.show.screen import Origin
-from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_each_type
+from tula_cli.show.tables import describe_max_cost, join_numbers, make_table, render_each_type
 from tula_cli.words import (
     choose_size_unit,
     format_bytes,
@@ -83,7 +83,7 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
     elif report.jobs:
         if report.expected is not None:
             yield describe_expectation(report.expected, local=report.machine_hours_at_most is not None)
-        yield describe_upper_bound(
+        yield describe_max_cost(
             report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency
         )
         yield f"price: {report.price}"

@@ -1,4 +1,4 @@
-"""Output of `tula compare`: its plan, and the table of its result."""
+"""Output of `tula compare`: its plan, the table of its result, and plan and result of a search for the learning rate."""
 
 import math
 from collections.abc import Iterator, Sequence

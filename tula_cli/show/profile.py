@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_each_type, render_scripts
+from tula_cli.show.tables import describe_max_cost, join_numbers, make_table, render_each_type, render_scripts
 from tula_cli.words import (
     choose_size_unit,
     describe_configuration,
@@ -32,7 +32,7 @@ def _render_total_upper_bound(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -
         price = sum(known) if len(known) == len(prices) else None
         hours = sum(plan.node_hours_at_most for plan in plans)
         yield ""
-        yield f"all node types together: {describe_upper_bound(None, hours, price, plans[0].currency)}"
+        yield f"all node types together: {describe_max_cost(None, hours, price, plans[0].currency)}"
 
 
 def render_plans(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
@@ -69,7 +69,7 @@ def render_upper_bound_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"
     more = " in the first round" if plan.adaptive else ""
     yield f"then probes on {join_numbers(plan.nodes)} nodes, at most {format_number(plan.probe_node_hours)} node-h{more}"
     cap = "" if plan.cap is None else "; probes beyond search.max_node_hours are not started"
-    yield f"{describe_upper_bound(None, plan.node_hours_at_most, plan.price_at_most, plan.currency)}{cap}"
+    yield f"{describe_max_cost(None, plan.node_hours_at_most, plan.price_at_most, plan.currency)}{cap}"
     yield f"price: {plan.price}"
 
 
@@ -109,7 +109,7 @@ def _render_final_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     elif plan.reasons:
         limit = "; all stay within search.max_node_hours" * (plan.tasks[0].spec.search.max_node_hours is not None)
         yield f"Whether further rounds follow depends on the results{limit}."
-    yield describe_upper_bound(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
+    yield describe_max_cost(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"
 
 

@@ -129,7 +129,7 @@ def make_attempts_table(status: "RunStatus") -> "Table":
     ends = [status.at if row.job in active else None for row in status.attempts]
     # unknown for an attempt that is open although its job is over
     seconds = [
-        row.attempt.count_seconds(end) if row.attempt.ended_at or end else None
+        row.attempt.compute_duration_seconds(end) if row.attempt.ended_at or end else None
         for row, end in zip(status.attempts, ends, strict=True)
     ]
     divisor, unit = choose_time_unit(max(elapsed or 0.0 for elapsed in seconds))
@@ -325,10 +325,10 @@ def _describe_tuning(status: "TuningStatus") -> str:
 
 def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
     """Build a table with one row per arm of self-tuning: the held-out result of its branch."""
-    from tula_cli.models.self_tuning import rank_branches
+    from tula_cli.models.self_tuning import sort_branches
 
     table = make_table(("arm", "epochs", "validation\nloss", "top-1 (%)", ""), left=(0, 4))
-    for branch in sorted(rank_branches(branches), key=lambda branch: branch.arm != chosen):
+    for branch in sorted(sort_branches(branches), key=lambda branch: branch.arm != chosen):
         note = "chosen" if branch.arm == chosen else "diverged" if branch.diverged else ""
         table.add_row(
             branch.arm,

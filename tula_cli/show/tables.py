@@ -162,8 +162,12 @@ def describe_cost(node_hours: float, cost: float, currency: str) -> str:
     return hours if is_cost_in_node_hours(cost, node_hours, currency) else f"{hours}, {format_number(cost)} {currency}"
 
 
-def describe_upper_bound(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
-    """Describe an upper bound: time on this machine, node-hours and price."""
+def describe_max_cost(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
+    """Describe the maximum duration on this machine, node-hours and price of a plan.
+
+    Args:
+        hours: None: the duration depends on how many jobs the scheduler runs at once.
+    """
     time = "" if hours is None else f"{format_duration(3600 * hours)} with one job at a time, "
     cost = f"{format_number(node_hours)} node-h" if price is None else describe_cost(node_hours, price, currency)
     return f"at most {time}{cost}"

@@ -102,19 +102,19 @@ def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") 
     """Describe how the batch grows, as far as known before the start."""
     from tula_cli.models.ramp import describe_stages
 
-    if task.spec.train.stages is None:
+    train = task.spec.train
+    if train.stages is None:
         return
-    if any(stage.noise is not None for stage in task.stages):
-        yield f"The batch grows: {describe_stages(task.stages)}"
-        return
-    if task.spec.train.stages == "decay" and task.stages:
-        yield f"The batch grows instead of a decaying learning rate: {describe_stages(task.stages)}"
-    elif (predicted is None or not predicted.stages) and task.batch > task.spec.train.reference_batch:
+    predicted_stages = () if predicted is None else predicted.stages
+    growth = "The batch grows instead of a decaying learning rate" if train.stages == "decay" else "The batch grows"
+    included = " Times and costs include all stages." if predicted_stages else ""
+    if task.stages and (train.stages == "decay" or any(stage.noise is not None for stage in task.stages)):
+        yield f"{growth}: {describe_stages(task.stages)}.{included}"
+    elif predicted_stages:
+        steps = ", ".join(f"{stage.batch} ({format_count(stage.steps, 'step')})" for stage in predicted_stages)
+        yield f"{growth}: {steps}, then {task.batch}.{included}"
+    elif task.batch > train.reference_batch:
         yield "The batch grows over the first epochs (train.ramp); the log shows when."
-    if predicted is None or not predicted.stages:
-        return
-    stages = ", ".join(f"{stage.batch} ({format_count(stage.steps, 'step')})" for stage in predicted.stages)
-    yield f"The batch grows: {stages}, then {task.batch}. Times and costs include all stages."
 
 
 def _describe_planned_nodes(task: "TrainTask") -> Iterator[str]:

@@ -344,7 +344,7 @@ class JobSpec(Section):
         """Return whether the reference batch exceeds the samples, so that no training of tula's own loop can use it."""
         return self.script is None and self.train.reference_batch > dataset_size
 
-    def without_bill(self) -> "JobSpec":
+    def without_slurm_billing(self) -> "JobSpec":
         """Return the job without the billing that SLURM reported, so that it is requested again."""
         return self.model_copy(update={"pricing": self.pricing.model_copy(update={"slurm_billing": None})})
 

@@ -104,7 +104,7 @@ class Spot(Section):
 
 
 @dataclass(frozen=True)
-class SiteBill:
+class JobBilling:
     """Charge of a job to the account's allocation, as SLURM reports it: the billing of its TRES, and the factor of its QOS."""
 
     node: NonNegativeFloat  # billing of each node
@@ -133,7 +133,7 @@ class Pricing(Section):
     currency: Annotated[OneLineText, Field(min_length=1)] = "USD"
     spot: Spot | None = None  # Discount and interruptions of spot nodes; null: on demand only
     # With kind: billing: values that tula reads from SLURM and records in a run. Do not set this key.
-    slurm_billing: Annotated[SiteBill | None, WithJsonSchema({"type": ["object", "null"]})] = None
+    slurm_billing: Annotated[JobBilling | None, WithJsonSchema({"type": ["object", "null"]})] = None
 
     @model_validator(mode="after")
     def _check_pricing_by_kind(self) -> "Pricing":

@@ -107,8 +107,10 @@ def run_task(task: Task, run: RunDir, attempt: int) -> None:
     if isinstance(task, CheckTask):
         check_nodes(task, run, attempt=attempt)
         return
-    handover = run.get_handover_path(task.id, attempt)
-    with worker_ranks.join_process_group(task.spec.cluster, handover=handover, listen=task.is_timed) as ranks:
+    rendezvous_file = run.get_rendezvous_path(task.id, attempt)
+    with worker_ranks.join_process_group(
+        task.spec.cluster, rendezvous_file=rendezvous_file, listen=task.is_timed
+    ) as ranks:
         device.configure_device(task.spec.train, ranks.device)
         datasets = build_datasets(task.spec)
         limit = task.spec.cluster.memory_per_gpu

@@ -95,12 +95,12 @@ def find_min_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> 
 
 
 @contextmanager
-def join_process_group(cluster: Cluster, *, handover: Path, listen: bool = False) -> Iterator[Ranks]:
+def join_process_group(cluster: Cluster, *, rendezvous_file: Path, listen: bool = False) -> Iterator[Ranks]:
     """Join the process group, and leave it without hanging.
 
     Args:
         cluster: device and network interface.
-        handover: the file in which rank 0 publishes its address, for the ranks if torchrun has not set it, and its
+        rendezvous_file: the file in which rank 0 publishes its address, for the ranks if torchrun has not set it, and its
             device type, for the supervisor.
         listen: record the algorithms that NCCL chooses, for `nccl.read_chosen_algorithms`.
 
@@ -120,9 +120,9 @@ def join_process_group(cluster: Cluster, *, handover: Path, listen: bool = False
     if "MASTER_ADDR" in os.environ:
         store, _, _ = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
         if rank == 0:
-            _publish_address(handover, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], device)
+            _publish_address(rendezvous_file, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], device)
     else:
-        store = _make_store(handover, cluster.interface, device, rank=rank, world=world)
+        store = _make_store(rendezvous_file, cluster.interface, device, rank=rank, world=world)
     with nccl.record_nccl_output(enabled=listen and on_gpu and rank == 0 and world > 1):
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -140,8 +140,10 @@ def join_process_group(cluster: Cluster, *, handover: Path, listen: bool = False
         dist.destroy_process_group()
 
 
-def _make_store(handover: Path, interface: str | None, device: torch.device, *, rank: int, world: int) -> TCPStore:
-    """Return the store of the rendezvous; rank 0 binds a port that the system chooses and publishes it in `handover`.
+def _make_store(
+    rendezvous_file: Path, interface: str | None, device: torch.device, *, rank: int, world: int
+) -> TCPStore:
+    """Return the store of the rendezvous; rank 0 binds a port that the system chooses and publishes it in `rendezvous_file`.
 
     A port derived from a job id would collide sooner or later.
 
@@ -151,19 +153,19 @@ def _make_store(handover: Path, interface: str | None, device: torch.device, *, 
     if rank == 0:
         host = network.find_node_address(interface)
         store = TCPStore(host, 0, world, is_master=True, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False)
-        _publish_address(handover, host, store.port, device)
+        _publish_address(rendezvous_file, host, store.port, device)
         return store
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
-    while not is_listed(handover):
+    while not is_listed(rendezvous_file):
         if time.monotonic() > deadline:
             raise JobFailed(
-                f"rank {rank} on {socket.gethostname()} found no address of rank 0 in {handover}",
+                f"rank {rank} on {socket.gethostname()} found no address of rank 0 in {rendezvous_file}",
                 "check that the run directory is on a file system that all nodes share",
             )
         time.sleep(min(2.0, max(0.1, world / 100)))  # longer for more ranks, which all poll one file system
-    host, port, _ = handover.read_text(encoding="utf-8").split()
+    host, port, _ = rendezvous_file.read_text(encoding="utf-8").split()
     return TCPStore(host, int(port), world, is_master=False, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False)
 
 
-def _publish_address(handover: Path, host: str, port: int | str, device: torch.device) -> None:
-    write_file_atomically(handover, f"{host} {port} {device.type}\n")
+def _publish_address(rendezvous_file: Path, host: str, port: int | str, device: torch.device) -> None:
+    write_file_atomically(rendezvous_file, f"{host} {port} {device.type}\n")

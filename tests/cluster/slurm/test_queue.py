@@ -86,7 +86,7 @@ def test_how_allocations_of_a_real_cluster_ended(recorded):
 
 def test_accounting_of_a_real_cluster_tells_the_same(recorded):
     names = ("done", "failed", "oom", "timeout", "cancelled", "preempted", "node_fail")
-    assert [scheduler._derive_job_outcome(scheduler._list_rows_of_run(recorded[name], None)) for name in names] == [
+    assert [scheduler._derive_job_outcome(scheduler._list_sacct_rows(recorded[name], None)) for name in names] == [
         None, None, "host_oom", "time_limit", "cancelled", "preempted", "node_failure",
     ]  # fmt: skip
 

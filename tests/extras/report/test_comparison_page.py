@@ -34,7 +34,7 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.results import Comparison
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import trainings
-from tula_cli.services.comparison.accuracy import CompareReport
+from tula_cli.services.comparison.accuracy import CompareReport, SeedStatistics
 from tula_cli.services.document import Document
 
 
@@ -72,6 +72,18 @@ def test_the_page_names_the_job_and_draws_every_method(here: ImmediateTraining, 
     ]
     assert {"Mean scaling factor", "Gradient norm", "Scaling factors of ags, batch 256"} <= set(titles)
     assert content.count("<svg") == len(titles)
+
+
+def test_equal_metrics_of_all_seeds_have_an_error_bar_of_length_zero(run: RunDir) -> None:
+    planned, launcher = make_plan(run), ImmediateTraining()
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
+    report = compare(run, planned.comparison)
+    rows = tuple(dataclasses.replace(row, top1=SeedStatistics(91.0, 0.0, 2)) for row in report.rows)
+    sections = make_document(dataclasses.replace(report, rows=rows)).sections
+    (figure,) = [figure for section in sections for figure in section.figures if figure.key == "top1_by_batch"]
+    assert figure.series
+    for series in figure.series:
+        assert series.low == series.high == series.y == (91.0,) * len(series.x)
 
 
 def test_a_page_shows_no_text_of_arguments_and_says_what_is_not_recorded(run: RunDir) -> None:

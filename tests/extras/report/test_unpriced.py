@@ -130,9 +130,9 @@ def test_no_screen_has_them_twice(words: str, run: RunDir, monkeypatch: pytest.M
 
 
 def test_words_of_a_cost() -> None:
-    from tula_cli.show.tables import describe_cost, describe_upper_bound
+    from tula_cli.show.tables import describe_cost, describe_max_cost
 
     assert describe_cost(1.0, 1.0, "node-h") == "1.00 node-h"
     assert describe_cost(1.0, 2.0, "node-h") == "1.00 node-h, 2.00 node-h", "a price in node-hours is one"
     assert describe_cost(1.0, 1.0, "EUR") == "1.00 node-h, 1.00 EUR"
-    assert describe_upper_bound(None, 0.25, 0.25, "node-h") == "at most 0.250 node-h"
+    assert describe_max_cost(None, 0.25, 0.25, "node-h") == "at most 0.250 node-h"

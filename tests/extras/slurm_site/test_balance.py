@@ -5,7 +5,7 @@ from accounting_recorded import RecordedSlurm
 from make_runs import spec
 
 from tula_cli.extras.slurm_site.balance import read_account_balance
-from tula_cli.extras.slurm_site.bill import get_user_name
+from tula_cli.extras.slurm_site.billing import get_user_name
 from tula_cli.spec.slurm_options import Slurm as Slurm_
 
 SPEC = spec(cluster={"kind": "slurm", "slurm": {"account": "proj", "qos": "dear"}}, pricing={"kind": "billing"})

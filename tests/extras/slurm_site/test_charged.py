@@ -1,7 +1,7 @@
 import pytest
 
-from tula_cli.extras.slurm_site.bill import compute_billed_price, parse_billed_jobs
-from tula_cli.spec.resources import Pricing, SiteBill
+from tula_cli.extras.slurm_site.billing import compute_billed_price, parse_billed_jobs
+from tula_cli.spec.resources import JobBilling, Pricing
 
 ROWS = """51417006|COMPLETED|24|billing=5,cpu=2,gres/gpu:a100=2,gres/gpu=2,mem=1500M,node=1
 51417007|TIMEOUT|3600|billing=10,cpu=4,mem=3000M,node=2
@@ -12,7 +12,7 @@ def test_billing_times_elapsed_over_all_jobs():
     billed = parse_billed_jobs(ROWS)
     assert (billed.jobs, billed.open, billed.billings) == (2, False, (5, 10))
     assert billed.billing_hours == pytest.approx((24 * 5 + 3600 * 10) / 3600)
-    pricing = Pricing(kind="billing", slurm_billing=SiteBill(node=5, usage_factor=2))
+    pricing = Pricing(kind="billing", slurm_billing=JobBilling(node=5, usage_factor=2))
     assert compute_billed_price(billed, pricing) == pytest.approx(2 * billed.billing_hours)
 
 

@@ -159,8 +159,8 @@ def test_of_probes_that_tell_the_same_the_cheaper_is_chosen() -> None:
 
 def test_batches_of_one_number_of_nodes_share_the_start_of_a_job() -> None:
     candidate = candidates([(4, 16)], set())[0]
-    alone = adaptive._count_node_seconds(candidate, set())
-    assert alone - adaptive._count_node_seconds(candidate, {(4, 1)}) == pytest.approx(4 * START)
+    alone = adaptive._compute_probe_node_seconds(candidate, set())
+    assert alone - adaptive._compute_probe_node_seconds(candidate, {(4, 1)}) == pytest.approx(4 * START)
 
 
 def test_the_belief_after_a_measurement_is_that_of_the_normal_distribution() -> None:

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tula_cli.models.choice.objective import count_knee_shares, find_knee, find_relative_extrema, run_kneedle
+from tula_cli.models.choice.objective import compute_knee_probabilities, find_knee, find_relative_extrema, run_kneedle
 
 BATCHES = [32, 64, 128, 256, 512, 1024, 2048]
 
@@ -37,11 +37,11 @@ def test_a_flat_curve_has_none() -> None:
 def test_shares_tell_how_often_each_batch_is_the_knee() -> None:
     batches = np.array(BATCHES * 2)
     draws = [np.log([*bent(256), *(3 * time for time in bent(512))])] * 3 + [np.log(bent(512) * 2)]
-    assert count_knee_shares(batches, np.array(draws)) == {256: 0.75, 512: 0.25}
+    assert compute_knee_probabilities(batches, np.array(draws)) == {256: 0.75, 512: 0.25}
 
 
 def test_where_every_doubling_halves_the_time_no_batch_is_the_knee() -> None:
-    assert count_knee_shares(np.array(BATCHES), np.log([[1.0 / batch for batch in BATCHES]])) == {}
+    assert compute_knee_probabilities(np.array(BATCHES), np.log([[1.0 / batch for batch in BATCHES]])) == {}
 
 
 @pytest.mark.parametrize("comparator", [np.greater_equal, np.less_equal, np.greater])

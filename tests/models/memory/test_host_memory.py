@@ -2,13 +2,13 @@
 
 import pytest
 
-from tula_cli.models.memory import count_max_ready_batches, estimate_data_memory
+from tula_cli.models.memory import count_max_prefetched_batches, estimate_data_memory
 
 MB = 2**20
 
 
 def test_batches_are_ready_in_two_loaders() -> None:
-    assert count_max_ready_batches(4) == 2 * (2 * 4 + 1)
+    assert count_max_prefetched_batches(4) == 2 * (2 * 4 + 1)
 
 
 def test_on_the_processor_batches_stay_in_shared_memory() -> None:
@@ -28,7 +28,7 @@ def test_pinned_memory_of_smaller_batches_is_not_given_back() -> None:
     alone, after = (
         estimate_data_memory(sizes, sample=MB, ranks=1, workers=1, on_gpu=True) for sizes in ([64], [16, 32, 33, 64])
     )
-    assert after.pinned - alone.pinned == count_max_ready_batches(1) * (16 + 32) * MB  # 33 took a block of 64
+    assert after.pinned - alone.pinned == count_max_prefetched_batches(1) * (16 + 32) * MB  # 33 took a block of 64
     assert after.shared == alone.shared
 
 

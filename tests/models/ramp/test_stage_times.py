@@ -10,7 +10,7 @@ from make_results import Truth, make_probes, make_spec
 from read_diagnostics import codes
 
 from tula_cli.models.choice.candidates import convert_to_columns
-from tula_cli.models.choice.early_stopping import compute_remaining_share, shorten_prediction
+from tula_cli.models.choice.early_stopping import compute_remaining_time_share, shorten_prediction
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import (
     Noise,
@@ -136,17 +136,17 @@ def test_the_same_progress_knows_that_stages_lose_less() -> None:
 
 def test_what_is_left_behind_the_stages_takes_less_than_its_share_of_the_epochs() -> None:
     row = forecast("auto").predict(Config(2, 256))
-    assert compute_remaining_share(row, 1.0) == pytest.approx(1) and compute_remaining_share(row, 0.0) == pytest.approx(
-        0
-    )
+    assert compute_remaining_time_share(row, 1.0) == pytest.approx(1) and compute_remaining_time_share(
+        row, 0.0
+    ) == pytest.approx(0)
     assert row.parts is not None
     steps = (8.5 - 4) * 50 * row.step_time  # after 5.5 of 10 epochs
     other = 0.45 * (row.parts.total - row.parts.steps)
     assert (
-        compute_remaining_share(row, 0.45) == pytest.approx((steps + other) / row.parts.total, rel=0.01)
-        and compute_remaining_share(row, 0.45) < 0.45
+        compute_remaining_time_share(row, 0.45) == pytest.approx((steps + other) / row.parts.total, rel=0.01)
+        and compute_remaining_time_share(row, 0.45) < 0.45
     )
-    assert compute_remaining_share(forecast(None).predict(Config(2, 256)), 0.45) == 0.45
+    assert compute_remaining_time_share(forecast(None).predict(Config(2, 256)), 0.45) == 0.45
 
 
 RAMPS = st.sampled_from([{"ramp": "auto"}, {"ramp": "noise"}, {"ramp": "decay", "ramp_nodes": "auto"},

@@ -10,7 +10,7 @@ from make_results import Truth, add_gradient_noise, as_script_probe, make_out_of
 
 import tula_cli as tula
 from tula_cli.errors import Infeasible, SpecError
-from tula_cli.models.choice.baseline import compute_gain
+from tula_cli.models.choice.baseline import compute_baseline_saving
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import open_runs_of_job
@@ -317,16 +317,19 @@ def test_a_training_ends_with_what_it_gained(tmp_path: Path) -> None:
     line = headline(run_with(tmp_path))
     assert line.baseline is not None
     summary = make.summary(actual_hours=line.baseline.hours / 2, actual_cost=line.baseline.cost, currency="USD")
-    gain = compute_gain(line, summary, length=line.length)
+    gain = compute_baseline_saving(line, summary, length=line.length)
     assert gain is not None and gain.cost is not None and gain.time.ratio == pytest.approx(2) and gain.cost.within_noise
     assert "2.0x faster" in gain.text and "predicted -> measured" in gain.text
     (*_, last) = render_summary(summary, gain=gain)
     assert last == gain.text and "of type" not in gain.text
     of_type = line.model_copy(update={"baseline": line.baseline.model_copy(update={"type": "a100"})})
-    gain_of_type = compute_gain(of_type, summary, length=line.length)
+    gain_of_type = compute_baseline_saving(of_type, summary, length=line.length)
     assert gain_of_type is not None and f"configuration, {line.nodes} nodes of type a100, batch" in gain_of_type.text
-    assert compute_gain(line, summary.model_copy(update={"ended": "after 3 epochs"}), length=line.length) is None
-    assert line.length == "10 epochs" and compute_gain(line, summary, length="20 epochs") is None
-    assert compute_gain(None, summary, length="") is None
+    assert (
+        compute_baseline_saving(line, summary.model_copy(update={"ended": "after 3 epochs"}), length=line.length)
+        is None
+    )
+    assert line.length == "10 epochs" and compute_baseline_saving(line, summary, length="20 epochs") is None
+    assert compute_baseline_saving(None, summary, length="") is None
     same = summary.model_copy(update={"nodes": line.nodes, "start_batch": line.batch})
-    assert compute_gain(line, same, length=line.length) is None
+    assert compute_baseline_saving(line, same, length=line.length) is None

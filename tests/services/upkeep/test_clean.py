@@ -39,19 +39,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def trained(
-    run: RunDir, *samples: int, best: int = 0, over: bool = True, shares: bool = False, signature: str = SIGNATURE
+    run: RunDir, *samples: int, best: int = 0, over: bool = True, sharded: bool = False, signature: str = SIGNATURE
 ) -> Path:
     """Add a training with checkpoints, of which the newest is the last one; return their folder."""
     files = run.get_training(signature)
     for count in samples:
-        path = files.get_checkpoint_path(count, shares=shares)
-        (path if shares else path.parent).mkdir(parents=True, exist_ok=True)
-        (path / "0.distcp" if shares else path).write_bytes(os.urandom(8192))
-        if shares:
+        path = files.get_checkpoint_path(count, sharded=sharded)
+        (path if sharded else path.parent).mkdir(parents=True, exist_ok=True)
+        (path / "0.distcp" if sharded else path).write_bytes(os.urandom(8192))
+        if sharded:
             (path / "rest.pt").write_bytes(os.urandom(4096))
     for link, count in (("last", max(samples)), ("best", best)):
         if count:
-            (files.path / link).symlink_to(Path("checkpoints") / files.get_checkpoint_path(count, shares=shares).name)
+            (files.path / link).symlink_to(Path("checkpoints") / files.get_checkpoint_path(count, sharded=sharded).name)
     if over:
         run.write_train_result(make.train_result(signature))
     return files.path / "checkpoints"
@@ -104,12 +104,12 @@ def test_a_training_that_tunes_itself_keeps_what_its_arms_go_back_to(run: RunDir
     assert len(names(folder)) == 4
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_keep_best_leaves_the_best_weights_to_be_evaluated(run: RunDir, shares: bool) -> None:
-    folder = trained(run, 100, 200, 300, best=200, shares=shares)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_keep_best_leaves_the_best_weights_to_be_evaluated(run: RunDir, sharded: bool) -> None:
+    folder = trained(run, 100, 200, 300, best=200, sharded=sharded)
     assert found(run, keep_best=True).final == (SIGNATURE,)
     cleaned(run, keep_best=True)
-    assert names(folder) == ["200.dcp" if shares else "200.pt"]
+    assert names(folder) == ["200.dcp" if sharded else "200.pt"]
     weights = run.get_training(SIGNATURE).find_weights()
     assert weights is not None and weights.exists()
     assert not (folder.parent / "last").is_symlink(), "it would lead nowhere"
@@ -204,7 +204,7 @@ def test_no_link_is_followed(run: RunDir, tmp_path: Path) -> None:
     "no incomplete checkpoint keeps the name of a complete one. Run the same command again to continue",
 )
 def test_interrupted_anywhere_it_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = trained(run, 100, 200, 300, best=300, shares=True)
+    folder = trained(run, 100, 200, 300, best=300, sharded=True)
     drop = run_holdings._remove_folder
 
     def killed(path: Path) -> None:
@@ -227,7 +227,7 @@ def test_interrupted_anywhere_it_goes_on(run: RunDir, monkeypatch: pytest.Monkey
 def test_a_folder_that_cannot_be_removed_is_reported_and_the_others_go(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(run, 100, 200, 300, best=300, shares=True)
+    trained(run, 100, 200, 300, best=300, sharded=True)
     other = RunDir.create(run.path.parent, make.spec(name="other"))
     trained(other, 100, 200)
 

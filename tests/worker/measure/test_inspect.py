@@ -16,7 +16,7 @@ from tula_cli.host import processes
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec
-from tula_cli.worker.measure.inspect import inspect_job, inspect_json
+from tula_cli.worker.measure.inspect import inspect_job, inspect_job_from_json
 
 ROOT = Path(__file__).parents[3]
 
@@ -226,7 +226,7 @@ def test_adam_is_fine_without_gradient_scaling():
 def test_failing_code_of_the_user_is_a_failed_job_with_its_traceback(user_code, code, words, request):
     module = f"fails_{abs(hash(request.node.name))}"
     user_code(module, code)
-    error = inspect_json(spec(model={"name": f"{module}:build"}).model_dump_json())["error"]
+    error = inspect_job_from_json(spec(model={"name": f"{module}:build"}).model_dump_json())["error"]
     assert error["class"] == "JobFailed"
     with pytest.raises(JobFailed, match=words):
         raise JobFailed(error["message"])
@@ -235,7 +235,7 @@ def test_failing_code_of_the_user_is_a_failed_job_with_its_traceback(user_code, 
 
 def test_the_line_of_a_syntax_error_of_the_user_is_named(user_code):
     user_code("wrong_syntax", "x = 1\ndef build(:\n")
-    error = inspect_json(spec(model={"name": "wrong_syntax:build"}).model_dump_json())["error"]
+    error = inspect_job_from_json(spec(model={"name": "wrong_syntax:build"}).model_dump_json())["error"]
     assert "SyntaxError" in error["message"]
     assert error["hint"].startswith("correct ") and error["hint"].endswith(
         "wrong_syntax.py, line 4"
@@ -255,7 +255,7 @@ def test_failing_dataset_of_the_user_is_a_failed_job(user_code):
 
 
 def test_spec_errors_keep_their_hint():
-    error = inspect_json(spec(model={"name": "resnet51"}).model_dump_json())["error"]
+    error = inspect_job_from_json(spec(model={"name": "resnet51"}).model_dump_json())["error"]
     assert (error["class"], error["message"]) == ("SpecError", "unknown model 'resnet51'")
     assert "resnet50" in error["hint"]
 
@@ -383,7 +383,7 @@ def test_every_unknown_name_is_reported_at_once():
             "train": {"epochs": 1},
         }
     )
-    error = inspect_json(spec.model_dump_json())["error"]
+    error = inspect_job_from_json(spec.model_dump_json())["error"]
     paths = [problem["path"] for problem in error["problems"]]
     assert paths == ["model.name", "dataset.name", "transforms.train", "loss", "optimizer"]
     assert "resnet18" in error["problems"][0]["hint"]

@@ -142,7 +142,7 @@ def test_where_nothing_beats_the_large_batch_the_training_is_that_of_lbt_after_a
 def test_the_training_goes_on_as_if_it_had_been_told_the_winner(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch, arm: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(self_tuning, "sort_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task, result = tuned(run, alone, arm)
     assert result.chosen is not None
     assert result.chosen.name == arm["name"]
@@ -240,7 +240,7 @@ def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
 def test_an_arm_above_linear_scaling_is_trained_as_it_was_tried(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(self_tuning, "sort_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task, _ = tuned(run, alone, {"name": "bold", "lr_factor": 3.0})
     assert [row["lr"] for row in read_rows(run, task, "epoch")] == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
@@ -305,7 +305,7 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the branch, in the training after the choice, and after an interruption of that."""
-    monkeypatch.setattr(self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(self_tuning, "sort_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     arms = (Arm(name="lbt"), Arm(name="decayed", decay_factor=4.0))
     monkeypatch.setattr(self_tuning, "list_arms_of_training", lambda _spec, _batch: arms)
     changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"branch_epochs": 1}}
@@ -361,7 +361,7 @@ def test_a_branch_broken_off_is_the_only_one_trained_again(
 def test_a_training_broken_off_after_the_choice_keeps_it(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(self_tuning, "sort_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task = interrupt(run, alone, SCALED, after=96 + 88 + 2 * 80 + 96 + 40)
     first = record(run, task)
     assert first.chosen is not None and first.chosen.name == "scaled"
@@ -396,7 +396,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
 ) -> None:
     """Both arms end behind in every epoch; the control, which never is, trains as lbt does, bit for bit."""
     monkeypatch.setattr(
-        self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm))
+        self_tuning, "sort_branches", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm))
     )
     monkeypatch.setattr(auto_tune.ArmChoice, "is_behind", lambda self, loss, epoch: epoch >= 3)
     task, outcome = tuned(run, alone, FAST, SCALED)

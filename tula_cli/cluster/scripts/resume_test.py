@@ -150,13 +150,13 @@ class ResumeTest(ScriptProgram):
     # --- Records
 
     @property
-    def files(self) -> ResumeTestRecords:
+    def records(self) -> ResumeTestRecords:
         return ResumeTestRecords(self.run.path)
 
     @property
     def record(self) -> ResumeTestResult:
         """The record of the test so far."""
-        return self.files.read_result(self.task.id) or ResumeTestResult(
+        return self.records.read_result(self.task.id) or ResumeTestResult(
             task=self.task.id, key=self.task.key, began_at=time.time()
         )
 
@@ -165,7 +165,7 @@ class ResumeTest(ScriptProgram):
     def find_next_start(self) -> PlannedStart:
         """Return the next start of an unfinished test; its time limit runs from the first call."""
         record = self.record
-        self.files.write_result(record)
+        self.records.write_result(record)
         start = self._plan_next_start(record, max(self._compute_remaining_seconds(record), MIN_START_SECONDS))
         assert start is not None, "it has ended"
         return start
@@ -202,7 +202,7 @@ class ResumeTest(ScriptProgram):
     def _plan_initial_start(
         self, record: ResumeTestResult, length: Length, batch: int, remaining: float
     ) -> PlannedStart:
-        out = self.files.get_script_folder(self.task.id) / f"begin-{len(record.starts) + 1}"
+        out = self.records.get_script_folder(self.task.id) / f"begin-{len(record.starts) + 1}"
         seconds = max(MIN_START_SECONDS, TIME_SHARES["begin"] * remaining)
         return PlannedStart(
             phase="begin", nodes=self.task.first_nodes, batch=batch, length=length, out=str(out), seconds=seconds
@@ -212,7 +212,7 @@ class ResumeTest(ScriptProgram):
         self, phase: Phase, begin: ObservedStart, batch: int, remaining: float
     ) -> PlannedStart | None:
         """Return a start that resumes from the phase's copy of the checkpoint; None if there is no checkpoint."""
-        out = self.files.get_script_folder(self.task.id) / phase
+        out = self.records.get_script_folder(self.task.id) / phase
         start = PlannedStart(
             phase=phase,
             nodes=self.task.nodes if phase == "more" else self.task.first_nodes,
@@ -295,7 +295,7 @@ class ResumeTest(ScriptProgram):
         self._copy_checkpoints(start, outcome)
         if self._plan_next_start(record, self._compute_remaining_seconds(record)) is None:
             record = self._add_verdict(record)
-        self.files.write_result(record)
+        self.records.write_result(record)
         return failure if outcome.ended == "failed" else None
 
     def _observe_start(self, start: PlannedStart, command: LeaderCommand, failure: Failure | None) -> ObservedStart:
@@ -330,7 +330,7 @@ class ResumeTest(ScriptProgram):
         """Give each of the resuming starts a folder: that of the killed start, and copies of it."""
         if start.phase != "begin" or not _has_usable_checkpoint(observation):
             return
-        folder = self.files.get_script_folder(self.task.id)
+        folder = self.records.get_script_folder(self.task.id)
         for phase in ("same", "more", "half"):
             shutil.rmtree(folder / phase, ignore_errors=True)
         for phase in ("more", "half") if self.task.nodes > 1 else ("half",):
@@ -339,7 +339,7 @@ class ResumeTest(ScriptProgram):
 
     def _add_verdict(self, record: ResumeTestResult) -> ResumeTestResult:
         """Return the record with its verdict, and remove the files of the script."""
-        shutil.rmtree(self.files.get_script_folder(self.task.id), ignore_errors=True)
+        shutil.rmtree(self.records.get_script_folder(self.task.id), ignore_errors=True)
         begin = next(start for start in reversed(record.starts) if start.phase == "begin")
         lr_placeholders = {"lr", "lr_factor"} & self.script.placeholders
         spec, half = self.task.spec, begin.batch // 2

@@ -38,15 +38,15 @@ class CommandResult:
 
 
 def call_slurm_command(
-    *command: str, patience: float | None = None, environ: Mapping[str, str] | None = None
+    *command: str, timeout: float | None = None, environ: Mapping[str, str] | None = None
 ) -> CommandResult:
     """Run a command of SLURM and wait for its exit.
 
     Args:
-        patience: timeout in seconds; default: COMMAND_TIMEOUT.
+        timeout: in seconds; default: COMMAND_TIMEOUT.
         environ: environment of the command; default: the cleaned one of this process.
     """
-    limit = COMMAND_TIMEOUT if patience is None else patience
+    limit = COMMAND_TIMEOUT if timeout is None else timeout
     try:
         completed = run_command(
             command,

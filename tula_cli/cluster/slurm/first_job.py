@@ -132,7 +132,7 @@ def render_inspection_script(run: RunDir, spec: JobSpec) -> str:
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
     require_plain_path(run.path)
-    writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience)
+    writer = ScriptWriter(run.submitit_dir, timeout=task.folder_timeout)
     options = {"job_name": _make_job_name(run), "ntasks_per_node": 1, "time": INSPECTION_JOB_MINUTES}
     writer.update_parameters(**{**make_submitit_parameters(run, task), **options})
     return writer.render_text(

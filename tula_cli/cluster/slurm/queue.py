@@ -309,7 +309,7 @@ def find_job_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass
     restarts = int(restart_count) if restart_count.isdigit() else 0
     if restart is not None and restart < restarts:
         # Requeued since: the job itself did not end that allocation.
-        return _derive_job_outcome(_list_rows_of_run(job_id, restart)) or "preempted"
+        return _derive_job_outcome(_list_sacct_rows(job_id, restart)) or "preempted"
     state = _parse_state_name(record.get("JobState", ""))
     if state in PENDING_STATES or (state in RUNNING_STATES and state != "COMPLETING"):
         return None
@@ -320,7 +320,7 @@ def find_job_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass
     # DerivedExitCode of an earlier run is kept when a job is requeued.
     if record.get("DerivedExitCode") == OOM_KILLED and not restarts:
         return "host_oom"
-    return _derive_job_outcome(_list_rows_of_run(job_id, restart))
+    return _derive_job_outcome(_list_sacct_rows(job_id, restart))
 
 
 def _read_controller_record(job_id: str) -> dict[str, str]:
@@ -335,7 +335,7 @@ def _read_controller_record(job_id: str) -> dict[str, str]:
     return parse_record(lines[-1]) if lines else {}
 
 
-def _list_rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
+def _list_sacct_rows(job_id: str, restart: int | None) -> list[list[str]]:
     """Return sacct's rows (id, state, derived exit code) of one run of a job and its steps (None: the last run)."""
     form = "--format=JobID,State,DerivedExitCode"
     answer = call_slurm_command("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)

@@ -55,7 +55,7 @@ def make_submitit_parameters(
         SpecError: a file that the spec names cannot be read.
     """
     slurm = _get_slurm_section(task.spec)
-    minutes = task.time_limit
+    minutes = task.time_limit_minutes
     options = {key: value for key in _DEFAULTED_OPTIONS if (value := getattr(slurm, key))}
     if nodes := make_excluded_nodes_option(run, task):
         options["exclude"] = nodes

@@ -107,7 +107,7 @@ class SlurmScheduler:
 
         from tula_cli.cluster.slurm.script import ScriptWriter  # imported here: submitit is only needed to submit
 
-        writer = ScriptWriter(job.logs, patience=job.patience)
+        writer = ScriptWriter(job.logs, timeout=job.patience)
         gpus = {"gpus_per_node": job.gpus_per_node} if job.gpus_per_node else {}
         after = {"dependency": f"afterany:{':'.join(job.after)}"} if job.after else {}
         limit = {} if job.minutes is None else {"time": math.ceil(job.minutes)}

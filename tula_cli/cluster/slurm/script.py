@@ -23,13 +23,13 @@ class ScriptWriter(submitit.SlurmExecutor):
 
     Args:
         folder: folder of the logs.
-        patience: seconds for which the job waits for its folders.
+        timeout: seconds for which the job waits for its folders.
         python: shell command that starts Python; None for the interpreter that runs tula now.
     """
 
-    def __init__(self, folder: Path, *, patience: int, python: str | None = None) -> None:
+    def __init__(self, folder: Path, *, timeout: int, python: str | None = None) -> None:
         super().__init__(folder=folder, python=python)
-        self._patience = patience
+        self._timeout = timeout
         self._interpreter = "" if python else sys.executable
 
     def render_text(self, command: str | None = None) -> str:
@@ -57,7 +57,7 @@ class ScriptWriter(submitit.SlurmExecutor):
         return make_lines_to_open_log(
             quote_log_path(Path(self.folder).absolute(), "$SLURM_JOB_ID", "0_log"),
             folder=shlex.quote(str(options["chdir"])) if "chdir" in options else '"$SLURM_SUBMIT_DIR"',
-            patience=self._patience,
+            timeout=self._timeout,
             python=self._interpreter,
             on_wait=[f'{job} Comment="{WAITS}: $tula_why"'],
             on_give_up=[

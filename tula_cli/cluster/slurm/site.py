@@ -140,7 +140,7 @@ def list_allocated_hosts(job_id: str) -> tuple[str, ...]:
 
 def _run_command(*command: str) -> str:
     """Return the output of a command; empty if it fails, hangs or is missing."""
-    answer = call_slurm_command(*command, patience=COMMAND_TIMEOUT)
+    answer = call_slurm_command(*command, timeout=COMMAND_TIMEOUT)
     return answer.text if answer.has_succeeded else ""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.cluster.batch_launcher import BatchLauncher
-from tula_cli.cluster.chains import compute_start_delay, list_chain_tasks
+from tula_cli.cluster.chains import compute_start_delay_minutes, list_chain_tasks
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduler import JobRequest, QueuedJob
 from tula_cli.cluster.slurm.command import call_slurm_command
@@ -46,7 +46,7 @@ class SlurmLauncher(BatchLauncher):
         waits_for = [*([f"afterany:{':'.join(job.after)}"] if job.after else []), *(["singleton"] if chained else [])]
         number = job.name.removeprefix(self.make_first_job_name(run, task)).lstrip(".")
         if number and job.after:
-            waits_for.append(f"after:{job.after[-1]}+{compute_start_delay(int(number))}")
+            waits_for.append(f"after:{job.after[-1]}+{compute_start_delay_minutes(int(number))}")
         name = make_chain_name(run, task) if chained else job.name
         return render_job_script(run, task, name=name, dependency=",".join(waits_for) or None)
 
@@ -78,7 +78,7 @@ def render_job_script(run: RunDir, task: Task, *, name: str | None = None, depen
     from tula_cli.cluster.slurm.script import ScriptWriter  # imported here: submitit is only needed to submit
 
     require_plain_path(run.path)
-    writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience, python=task.spec.cluster.python)
+    writer = ScriptWriter(run.submitit_dir, timeout=task.folder_timeout, python=task.spec.cluster.python)
     writer.update_parameters(**make_submitit_parameters(run, task, name=name, dependency=dependency))
     return writer.render_text()
 
@@ -97,7 +97,7 @@ def _write_pickled_call(run: RunDir, task: Task, id_: str) -> None:
 
 # --- SLURM's estimate of when a training would start, by `sbatch --test-only`
 
-_ESTIMATE_PATIENCE = 10.0
+_ESTIMATE_TIMEOUT_SECONDS = 10.0
 """Timeout of sbatch in seconds; short, as the estimate is only a hint."""
 _ESTIMATE_JOB = "start-estimate"
 
@@ -119,7 +119,7 @@ def estimate_job_start(run: Run, *, nodes: int, batch: int, now: float) -> Start
         id=_ESTIMATE_JOB, job=_ESTIMATE_JOB, spec=run.spec, workdir=str(Path.cwd()), nodes=nodes, signature=_ESTIMATE_JOB, attempt=1,
         ladder=(Rung(batch=batch),), workers=run.spec.train.workers,
     )  # fmt: skip
-    minutes = task.time_limit
+    minutes = task.time_limit_minutes
     try:
         script_text = render_job_script(run, task)
         with tempfile.TemporaryDirectory(prefix="tula-") as folder:
@@ -130,7 +130,7 @@ def estimate_job_start(run: Run, *, nodes: int, batch: int, now: float) -> Start
                 "--test-only",
                 str(script),
                 environ=make_sbatch_environment(script),
-                patience=_ESTIMATE_PATIENCE,
+                timeout=_ESTIMATE_TIMEOUT_SECONDS,
             )
     except (TulaError, OSError) as error:
         reason = error.message if isinstance(error, TulaError) else str(error)

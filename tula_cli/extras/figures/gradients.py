@@ -1,10 +1,11 @@
 """The paper's figures of gradients: norms, Delta(G), scaling factors and the Hessian's eigenvalue (Figures 5 to 8)."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from tula_cli.extras.report.values import (
     MAX_POINTS,
@@ -141,8 +142,8 @@ def _build_factor_density(curve: TrainingCurve, *, key: str) -> Iterator[Figure]
 def _read_bin_counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
     edges, counts = (get_value_at_path(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
     if (
-        not _are_numbers(edges)
-        or not _are_numbers(counts)
+        not _is_number_series(edges)
+        or not _is_number_series(counts)
         or len(counts) != len(edges) + 1
         or min(edges) <= 0
         or not any(counts)
@@ -151,7 +152,7 @@ def _read_bin_counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | No
     return tuple(edges), tuple(counts)
 
 
-def _are_numbers(values: Any) -> bool:
+def _is_number_series(values: Any) -> bool:
     return (
         isinstance(values, list) and len(values) > 1 and all(convert_to_number(value) is not None for value in values)
     )
@@ -159,8 +160,15 @@ def _are_numbers(values: Any) -> bool:
 
 # --- Figures of steps
 
-Spreads = Sequence[tuple[float, float, float, float]]
-"""Rows of samples seen, mean, minimum and maximum."""
+
+class SpreadRow(NamedTuple):
+    """Mean, minimum and maximum of a quantity over one or more neighbouring steps."""
+
+    samples: float  # samples seen after the last of the steps
+    mean: float
+    low: float
+    high: float
+
 
 CAPTION = "All steps. In a long training, each point is the mean of neighbouring steps, and the band shows their minimum and maximum."
 
@@ -174,22 +182,30 @@ def _build_step_figures(steps: StepSeries, name: str) -> Iterator[Figure]:
     )  # fmt: skip
     for key, title, label, paper, columns in quantities:
         rows = [
-            (float(at), mean, low, high)
+            SpreadRow(float(at), mean, low, high)
             for at, mean, low, high in zip(steps.samples, *columns, strict=True)
             if mean is not None and low is not None and high is not None
         ]
         if rows:
-            xs, mean, low, high = zip(*join_adjacent_rows(rows), strict=True)
+            xs, mean, low, high = zip(*merge_adjacent_rows(rows), strict=True)
             series = Series(name, xs, mean, low, high, style="line")
             scale = choose_scale(low, span=1)
             yield Figure(key, title, CAPTION, "samples seen", label, (series,), y_scale=scale, paper=paper)
 
 
-def join_adjacent_rows(rows: Spreads) -> Spreads:
-    """Return at most `MAX_POINTS` rows by merging neighbours.
+def merge_adjacent_rows(rows: Sequence[SpreadRow]) -> list[SpreadRow]:
+    """Return at most `MAX_POINTS` rows by merging neighbours; expects at least one row.
 
     A merged row keeps the minimum and maximum of its group, so that no spike is lost.
     """
-    size = -(-len(rows) // MAX_POINTS)
+    size = math.ceil(len(rows) / MAX_POINTS)
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
-    return [(group[-1][0], fmean(row[1] for row in group), min(row[2] for row in group), max(row[3] for row in group)) for group in groups]  # fmt: skip
+    return [
+        SpreadRow(
+            samples=group[-1].samples,
+            mean=fmean(row.mean for row in group),
+            low=min(row.low for row in group),
+            high=max(row.high for row in group),
+        )
+        for group in groups
+    ]

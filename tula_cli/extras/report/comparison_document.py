@@ -144,8 +144,8 @@ def _build_figure_by_batch(report: CompareReport, metric: str) -> Iterator[Figur
             name,
             tuple(x for x, _ in points),
             tuple(value.mean for _, value in points),
-            tuple(value.sd and value.mean - value.sd for _, value in points),
-            tuple(value.sd and value.mean + value.sd for _, value in points),
+            tuple(None if value.sd is None else value.mean - value.sd for _, value in points),
+            tuple(None if value.sd is None else value.mean + value.sd for _, value in points),
         )
         for name, points in points_by_method.items()
     )

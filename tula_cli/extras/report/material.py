@@ -262,7 +262,7 @@ def _find_newest_training(part: RunReportData) -> Iterator[TrainingReportData]:
     comparison = part.snapshot.comparison
     compared = frozenset[str]() if comparison is None else comparison.signatures
     tasks = part.snapshot.train_tasks
-    unchanged = frozenset[str]() if comparison is None else comparison.signatures_of_job
+    unchanged = frozenset[str]() if comparison is None else comparison.unchanged_job_signatures
     shown_tasks = [task for task in tasks if task.signature not in compared]
     shown_tasks = shown_tasks or [task for task in tasks if task.signature in unchanged]
     submitted = {job.id: job.submitted_at for job in part.snapshot.jobs}

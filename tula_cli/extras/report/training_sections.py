@@ -138,7 +138,7 @@ def _build_predicted_against_actual(training: TrainingReportData, end: Summary) 
 def _build_attempts_table(training: TrainingReportData) -> Table:
     tasks = {task.id: task for task in training.files.read_tasks()}
     at = training.part.status.at
-    divisor, unit = choose_time_unit(max(attempt.count_seconds(at) for attempt in training.attempts))
+    divisor, unit = choose_time_unit(max(attempt.compute_duration_seconds(at) for attempt in training.attempts))
     return build_table(
         training.part.make_unique_key("attempts"),
         "Attempts",
@@ -146,7 +146,7 @@ def _build_attempts_table(training: TrainingReportData) -> Table:
         (
             (Column("attempt", align="left"), lambda attempt: f"{attempt.task} no. {attempt.number}"),
             (Column("started", align="left"), lambda attempt: format_local_time(attempt.started_at)),
-            (Column("took", unit, digits=3), lambda attempt: attempt.count_seconds(at) / divisor),
+            (Column("took", unit, digits=3), lambda attempt: attempt.compute_duration_seconds(at) / divisor),
             (Column("nodes"), lambda attempt: tasks[attempt.task].nodes if attempt.task in tasks else None),
             (Column("batch"), lambda attempt: tasks[attempt.task].batch if attempt.task in tasks else None),
             (Column("from sample"), lambda attempt: attempt.samples),

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from tula_cli.run.records.tasks import TrainTask
     from tula_cli.services.site_charges import BalanceCheck, SiteCharge
     from tula_cli.spec.job import JobSpec
-    from tula_cli.spec.resources import SiteBill
+    from tula_cli.spec.resources import JobBilling
 
 
 class SlurmSite:
@@ -21,23 +21,23 @@ class SlurmSite:
     def __init__(self, ask: Callable[..., str] | None = None) -> None:
         self._ask = ask
 
-    def find_bill(self, spec: "JobSpec", root: Path | None) -> "SiteBill":
-        from tula_cli.extras.slurm_site.bill import find_site_bill, run_slurm_command
+    def query_job_billing(self, spec: "JobSpec", root: Path | None) -> "JobBilling":
+        from tula_cli.extras.slurm_site.billing import find_job_billing, run_slurm_command
 
-        return find_site_bill(spec, root, ask=self._ask or run_slurm_command)
+        return find_job_billing(spec, root, ask=self._ask or run_slurm_command)
 
     def check_balance(
-        self, spec: "JobSpec", bill: "SiteBill", *, nodes: int, hours: float | None, max_hours: float | None
+        self, spec: "JobSpec", billing: "JobBilling", *, nodes: int, hours: float | None, max_hours: float | None
     ) -> "BalanceCheck":
         from tula_cli.extras.slurm_site.balance import check_balance
-        from tula_cli.extras.slurm_site.bill import run_slurm_command
+        from tula_cli.extras.slurm_site.billing import run_slurm_command
 
         return check_balance(
-            spec, bill, nodes=nodes, hours=hours, max_hours=max_hours, ask=self._ask or run_slurm_command
+            spec, billing, nodes=nodes, hours=hours, max_hours=max_hours, ask=self._ask or run_slurm_command
         )
 
     def find_charge(self, task: "TrainTask", jobs: Sequence[str]) -> "SiteCharge | None":
-        from tula_cli.extras.slurm_site.bill import make_site_charge, read_billed_jobs
+        from tula_cli.extras.slurm_site.billing import make_site_charge, read_billed_jobs
 
         billed = read_billed_jobs(jobs)
         return None if billed is None else make_site_charge(billed, task)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from tula_cli.cluster.slurm.sbatch import fill_environment_defaults
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SchedulerError
-from tula_cli.extras.slurm_site.bill import CommandRunner, find_account, get_user_name
+from tula_cli.extras.slurm_site.billing import CommandRunner, find_account, get_user_name
 from tula_cli.extras.slurm_site.tres import truncate_billing
 from tula_cli.services import messages
 from tula_cli.services.site_charges import BalanceCheck, TresLimit
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import BILLING_UNIT, SiteBill
+from tula_cli.spec.resources import BILLING_UNIT, JobBilling
 from tula_cli.words import format_number
 
 _MAX_PARENT_ACCOUNTS = 20  # maximum depth of the account hierarchy
@@ -129,31 +129,31 @@ def _parse_entries(text: str) -> Iterator[tuple[str, float | None, float]]:
 # --- Comparison with the cost of a training
 
 
-def compute_needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[str, float]:
+def compute_needed_minutes(billing: JobBilling, *, nodes: int, hours: float) -> dict[str, float]:
     """Return the minutes of each TRES that SLURM counts for a job, including its QOS's usage factor.
 
     Args:
-        bill: the site's billing of the job.
+        billing: the site's billing of the job.
         nodes: number of nodes of the job.
         hours: duration of the job.
     """
-    counts = {name: nodes * count for name, count in bill.tres.items()}
-    counts["billing"] = truncate_billing(nodes * bill.node + bill.job)
-    return {name: 60 * hours * bill.usage_factor * count for name, count in counts.items()}
+    counts = {name: nodes * count for name, count in billing.tres.items()}
+    counts["billing"] = truncate_billing(nodes * billing.node + billing.job)
+    return {name: 60 * hours * billing.usage_factor * count for name, count in counts.items()}
 
 
 def check_balance(
-    spec: JobSpec, bill: SiteBill, *, nodes: int, hours: float | None, max_hours: float | None, ask: CommandRunner
+    spec: JobSpec, billing: JobBilling, *, nodes: int, hours: float | None, max_hours: float | None, ask: CommandRunner
 ) -> BalanceCheck:
     """Return whether the balance of an account covers a training.
 
     Args:
-        bill: SLURM's billing of the job.
+        billing: SLURM's billing of the job.
         hours: expected total duration of its jobs; None if there is no prediction.
         max_hours: the upper end of the 90 % interval of that duration; None if unknown.
         ask: returns the output of a SLURM command.
     """
-    balance = read_account_balance(spec, qos=bill.qos, ask=ask)
+    balance = read_account_balance(spec, qos=billing.qos, ask=ask)
     if hours is None:
         return BalanceCheck(
             balance.account,
@@ -161,8 +161,8 @@ def check_balance(
             _describe_missing_limit(balance),
             unknown="the duration is unknown because nothing was measured",
         )
-    need = compute_needed_minutes(bill, nodes=nodes, hours=hours)
-    max_minutes = compute_needed_minutes(bill, nodes=nodes, hours=max(hours, max_hours or 0.0))
+    need = compute_needed_minutes(billing, nodes=nodes, hours=hours)
+    max_minutes = compute_needed_minutes(billing, nodes=nodes, hours=max(hours, max_hours or 0.0))
     tight = [limit for limit in balance.limits if max_minutes.get(limit.tres, 0.0) > 0]
     if not tight:
         return BalanceCheck(balance.account, balance.limits, _describe_missing_limit(balance), unknown=balance.unseen)

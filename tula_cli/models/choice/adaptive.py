@@ -93,7 +93,7 @@ def propose_probes(fit: StepTimeFit, candidates: Sequence[Candidate], *, toleran
     words = describe_regrets(regrets, all_measured=not unmeasured.any())
     if max(regrets.values()) <= tolerance:
         return Proposal((), regrets, f"The search is finished: further probes would not change the choice. {words}")
-    training = problem.compute_node_seconds(belief.mean)
+    training = problem.compute_fastest_node_seconds(belief.mean)
     picks = tuple(_plan_round(problem, belief, unmeasured, tolerance, training))
     takes = f"The training takes {training / 3600:.2g} node-hours in its fastest configuration."
     return Proposal(
@@ -164,7 +164,7 @@ class _Decision:
     allowed: Flags  # (n,)
     share: float  # weight of this batch limit among the decisions of the objective
 
-    def compute_values(self, log_step: Floats) -> Floats:
+    def compute_log_values(self, log_step: Floats) -> Floats:
         """Return ln of the time or cost, infinite if not allowed; shape as given, (..., n)."""
         return np.where(self.allowed, log_step + self.weights, np.inf)
 
@@ -196,7 +196,7 @@ class _SelectionProblem:
         samples = draw_posterior_samples(belief.mean, belief.covariance)
         largest = {"time": 0.0, "cost": 0.0}
         for decision, chosen in zip(self.decisions, self.select_candidates(belief.mean), strict=True):
-            values = decision.compute_values(samples)
+            values = decision.compute_log_values(samples)
             lost = float(np.expm1(values[:, chosen] - values.min(axis=1)).mean())
             largest[decision.objective] += decision.share * lost
         if self.knee is not None:
@@ -205,11 +205,11 @@ class _SelectionProblem:
 
     def select_candidates(self, mean: Floats) -> list[int]:
         """Return the candidate that each decision selects."""
-        return [int(np.argmin(decision.compute_values(mean))) for decision in self.decisions]
+        return [int(np.argmin(decision.compute_log_values(mean))) for decision in self.decisions]
 
-    def compute_node_seconds(self, mean: Floats) -> float:
+    def compute_fastest_node_seconds(self, mean_log_step_times: Floats) -> float:
         """Return the node-seconds of the fastest training, by which relative savings are converted to node-seconds."""
-        seconds = np.exp(mean) * [c.steps for c in self.candidates]
+        seconds = np.exp(mean_log_step_times) * [c.steps for c in self.candidates]
         fastest = int(np.argmin(seconds))
         return float(seconds[fastest]) * self.candidates[fastest].node_or_gpu_count
 
@@ -218,7 +218,7 @@ class _SelectionProblem:
         outcomes = belief.mean + _OUTCOME_QUANTILES[:, None] * belief.compute_mean_shift(index)
         total = 0.0
         for decision, chosen in zip(self.decisions, choices, strict=True):
-            after = decision.compute_values(outcomes)
+            after = decision.compute_log_values(outcomes)
             total += decision.share * float((after[:, chosen] - after.min(axis=1)).mean())
         if self.knee is not None:
             total += self.knee.compute_regret(belief.mean, outcomes)
@@ -282,7 +282,7 @@ def _plan_round(
     choices = problem.select_candidates(belief.mean)
     while remaining:
         benefits = np.array([problem.compute_benefit(belief, choices, index) for index in remaining])
-        costs = np.array([_count_node_seconds(problem.candidates[index], started) for index in remaining])
+        costs = np.array([_compute_probe_node_seconds(problem.candidates[index], started) for index in remaining])
         pays = (benefits >= tolerance * _MIN_BENEFIT_SHARE) & (_REALISED_BENEFIT_SHARE * benefits * training >= costs)
         rates = np.where(pays, benefits / costs, 0.0)
         best = int(np.argmax(rates))
@@ -295,7 +295,7 @@ def _plan_round(
         belief = belief.add_expected_measurement(index)
 
 
-def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> float:
+def _compute_probe_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> float:
     shared = (candidate.nodes, candidate.gpus_per_node) in started
     return candidate.probe_seconds + (0.0 if shared else candidate.job_seconds)
 

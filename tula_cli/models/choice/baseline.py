@@ -332,7 +332,7 @@ class BaselineSaving:
     text: str
 
 
-def compute_gain(headline: Headline | None, summary: Summary, *, length: str) -> BaselineSaving | None:
+def compute_baseline_saving(headline: Headline | None, summary: Summary, *, length: str) -> BaselineSaving | None:
     """Return the time and cost that a finished training saved compared with the baseline of its recommendation.
 
     None if there is no forecast of the baseline, if the training used the configuration of the baseline, or if it had

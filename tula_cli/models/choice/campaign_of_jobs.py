@@ -56,18 +56,18 @@ class PlanTarget:
     budget: float = math.inf  # limit of the cost of all trainings
 
     def rate_plan(self, starts: Sequence[ScheduledStart]) -> "Rating":
-        """Return how good a plan is."""
+        """Return the rating by which plans are compared."""
         return self.make_rating(compute_makespan(starts), sum_costs(starts))
 
     def make_rating(self, makespan: float, cost: float) -> "Rating":
-        """Return how good a plan of this duration and cost is."""
+        """Return the rating of a plan of this duration and cost."""
         if self.minimises == "time":
             return Rating(_compute_excess(cost, self.budget), makespan, cost)
         return Rating(_compute_excess(makespan, self.deadline), cost, makespan)
 
 
 class Rating(NamedTuple):
-    """How good a plan is: lower is better."""
+    """The rating by which plans are compared: first the excess, then the minimised quantity, then the other one; lower is better."""
 
     excess: float  # relative excess over the limit; 0 within it
     value: float  # value of the minimised quantity

@@ -218,7 +218,7 @@ class Candidates:
         """Return the rows within all limits of a query, in their order; none if no row is."""
         within = np.ones(len(self), dtype=bool)
         for limit in list_limits(query):
-            within &= limit.admits(self)
+            within &= limit.flag_admitted_rows(self)
         return self.select_rows(within)
 
     def make_prediction(self, index: int) -> Prediction:
@@ -250,7 +250,7 @@ class Limit:
     column: str
     bound: float
 
-    def admits(self, candidates: Candidates) -> Flags:
+    def flag_admitted_rows(self, candidates: Candidates) -> Flags:
         """Return which rows are within the limit, shape (n,); rows whose value is unknown are not."""
         values = candidates[self.column]
         within: Flags = values >= self.bound if self.option == "min_efficiency" else values <= self.bound

@@ -1,4 +1,4 @@
-"""Early stopping: whether a metric has reached its target or stopped improving, and the expected saving."""
+"""Early stopping by a target or by patience, and the predicted time and cost of a part of the epochs."""
 
 import math
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ from tula_cli.words import format_count, format_number
 
 PERCENT_METRICS = ("top1", "top5")
 
-Values = Mapping[str, float]
-"""Metrics of an evaluation: top1 and top5 in percent, loss, and the user's own metrics. Unknown ones are nan."""
+Metrics = Mapping[str, float]
+"""Metrics of an evaluation, by name: top1 and top5 in percent, loss, and the user's own metrics. Unknown ones are nan."""
 
 
-def select_best_values(values: Values, best: BestCheckpoint, *, epoch: int) -> dict[str, float]:
-    """Return the figures to keep of the best evaluation; `value` is the metric that train.best_checkpoint names."""
-    metrics = {"top1": values["top1"], "loss": values["loss"], "epoch": float(epoch)}
-    return metrics if best.metric == "auto" else {**metrics, "value": values[best.metric]}
+def select_best_values(metrics: Metrics, best: BestCheckpoint, *, epoch: int) -> dict[str, float]:
+    """Return the numbers to keep of the best evaluation; `value` is the metric that train.best_checkpoint names."""
+    kept = {"top1": metrics["top1"], "loss": metrics["loss"], "epoch": float(epoch)}
+    return kept if best.metric == "auto" else {**kept, "value": metrics[best.metric]}
 
 
-def is_better_evaluation(values: Values, best_values: Mapping[str, float], best: BestCheckpoint) -> bool:
+def is_better_evaluation(metrics: Metrics, best_values: Mapping[str, float], best: BestCheckpoint) -> bool:
     """Return whether an evaluation is better than the kept one; True if `best_values` is empty.
 
     With metric auto, accuracies are compared, or losses if there are no classes.
@@ -29,18 +29,18 @@ def is_better_evaluation(values: Values, best_values: Mapping[str, float], best:
     if not best_values:
         return True
     if best.metric != "auto":
-        new, old = values[best.metric], best_values.get("value", math.nan)
+        new, old = metrics[best.metric], best_values.get("value", math.nan)
         return not math.isnan(new) and (math.isnan(old) or (new < old if best.is_lower_better else new > old))
-    if math.isnan(values["top1"]) or math.isnan(best_values["top1"]):
-        return values["loss"] < best_values["loss"] or math.isnan(best_values["loss"])
-    return values["top1"] > best_values["top1"]
+    if math.isnan(metrics["top1"]) or math.isnan(best_values["top1"]):
+        return metrics["loss"] < best_values["loss"] or math.isnan(best_values["loss"])
+    return metrics["top1"] > best_values["top1"]
 
 
-def describe_stop_reason(values: Values, best_values: Mapping[str, float], train: Train, *, epoch: int) -> str:
+def describe_stop_reason(metrics: Metrics, best_values: Mapping[str, float], train: Train, *, epoch: int) -> str:
     """Return why a training stops here, in words; empty if it continues.
 
     Args:
-        values: of the epoch that has ended.
+        metrics: of the epoch that has ended.
         best_values: of the best epoch so far, including this one.
         epoch: number of epochs done.
     """
@@ -49,7 +49,7 @@ def describe_stop_reason(values: Values, best_values: Mapping[str, float], train
         return ""
     if stopping.target is not None:
         best = train.best_checkpoint
-        value, target = values.get(best.metric, math.nan), convert_bound_to_unit(best.metric, stopping.target)
+        value, target = metrics.get(best.metric, math.nan), convert_bound_to_unit(best.metric, stopping.target)
         if value <= target if best.is_lower_better else value >= target:
             bound = "at most" if best.is_lower_better else "at least"
             return f"{best.metric} is {format_number(value, 4)}, {bound} {format_number(target, 4)}"
@@ -79,7 +79,7 @@ def shorten_prediction(prediction: Prediction, *, epochs: int, all_epochs: int) 
     share, parts = epochs / all_epochs, prediction.parts
     ratio = share
     if parts is not None:
-        steps = parts.steps * compute_share_of_steps(prediction, share)
+        steps = parts.steps * compute_step_time_share(prediction, share)
         data = None if parts.data is None else parts.data * steps / parts.steps if parts.steps else 0.0
         others = {name: share * getattr(parts, name) for name in ("evaluation", "checkpoints")}
         shortened = parts.model_copy(update={"steps": steps, "data": data, **others})
@@ -90,31 +90,28 @@ def shorten_prediction(prediction: Prediction, *, epochs: int, all_epochs: int) 
     return prediction.model_copy(update={**shortened_values, "parts": parts})
 
 
-def compute_share_of_steps(prediction: Prediction, share: float) -> float:
-    """Return the share of the step time in the first epochs.
+def compute_step_time_share(prediction: Prediction, epoch_share: float) -> float:
+    """Return the share of the time of all steps for the first `epoch_share` of the epochs.
 
     With a growing batch, the first epochs have more steps, which are shorter.
     """
     assert prediction.parts is not None
     smaller = sum(stage.steps * stage.step_time for stage in prediction.stages)
     if not smaller:
-        return share
+        return epoch_share
     early = sum(stage.steps * stage.batch for stage in prediction.stages)
     later_steps = (prediction.parts.steps - smaller) / prediction.step_time * prediction.batch
     grown = early / (early + later_steps)  # share of the epochs trained before the last stage
-    seconds = smaller * min(1.0, share / grown)
-    if share > grown:
-        seconds += (prediction.parts.steps - smaller) * (share - grown) / (1 - grown)
+    seconds = smaller * min(1.0, epoch_share / grown)
+    if epoch_share > grown:
+        seconds += (prediction.parts.steps - smaller) * (epoch_share - grown) / (1 - grown)
     return seconds / prediction.parts.steps
 
 
-def compute_remaining_share(prediction: Prediction, share: float) -> float:
-    """Return the share of a training's time for the last `share` of its epochs.
-
-    It is less than `share` if the batch has grown.
-    """
+def compute_remaining_time_share(prediction: Prediction, epoch_share: float) -> float:
+    """Return the share of a training's time for the last `epoch_share` of its epochs; less if the batch has grown."""
     parts = prediction.parts
     if parts is None or not prediction.stages or not parts.total:
-        return share
-    stepping = parts.steps * (1 - compute_share_of_steps(prediction, 1 - share))
-    return (stepping + share * (parts.total - parts.steps)) / parts.total
+        return epoch_share
+    stepping = parts.steps * (1 - compute_step_time_share(prediction, 1 - epoch_share))
+    return (stepping + epoch_share * (parts.total - parts.steps)) / parts.total

@@ -1,6 +1,6 @@
-"""Choose a configuration by objective.
+"""Find the knee of a curve over the batch (III-A-3), and choose a configuration by objective.
 
-Objectives: time, cost, the knee of the curve over the batch (III-A-3), time to the same progress, and energy.
+Objectives: time, cost, the knee, time to the same progress, and energy.
 """
 
 import functools
@@ -136,8 +136,8 @@ def _extend_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     )
 
 
-def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
-    """Return the share of posterior samples in which each batch is the knee.
+def compute_knee_probabilities(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
+    """Return the probability that each batch is the knee: the share of posterior samples in which it is.
 
     From `MIN_BATCHES_FOR_KNEE` batches on, the first and the last are left out.
 
@@ -160,7 +160,7 @@ def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int
 # relative tolerance without a knee: the smallest batch within it of the best value is chosen
 MAX_EXCESS_WITHOUT_KNEE = 0.1
 _MAX_RUNNERS_UP = 3
-_MIN_SHARE_NAMED = 0.01  # batches that are the knee of a smaller share of the curves are not reported
+_MIN_PROBABILITY_NAMED = 0.01  # batches that are the knee of a smaller share of the curves are not reported
 _MAX_ROWS_DRAWN = 64
 """Maximum configurations that are sampled jointly: their covariance grows with the square of their number."""
 INTERVAL_WIDTH_SD = 2 * Z90
@@ -230,32 +230,36 @@ def find_best_rows(rows: Candidates, quantity: Quantity, *, max_rows: int) -> In
     return np.sort(by_batch[rank < max(1, max_rows // len(first[1]))])
 
 
-def describe_knee_shares(steps: StepTimeFit, line: Candidates, *, gpus_per_node: int, quantity: Quantity) -> str:
-    """Describe how often each batch is the knee in curves sampled from the fit's posterior; empty with few batches.
+def describe_knee_uncertainty(steps: StepTimeFit, rows: Candidates, *, gpus_per_node: int, quantity: Quantity) -> str:
+    """Describe with which probability each batch is the knee, from curves sampled from the posterior of the fit.
+
+    Empty if there are too few batches for a knee, or none of them is likely.
 
     Args:
-        steps: the fit.
-        line: configurations of one node type on one market.
-        gpus_per_node: of all of them.
+        steps: the fit of the step time.
+        rows: configurations of one node type on one market.
+        gpus_per_node: number of GPUs per node of these configurations.
         quantity: the quantity in whose curve the knee is sought.
     """
-    if len(np.unique(line["batch"])) < MIN_BATCHES_FOR_KNEE:
+    if len(np.unique(rows["batch"])) < MIN_BATCHES_FOR_KNEE:
         return ""
-    line = line.select_rows(find_best_rows(line, quantity, max_rows=_MAX_ROWS_DRAWN))
-    sampled = steps.draw_samples(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
-    share_by_batch = count_knee_shares(
-        line["batch"], sampled + np.log(line[quantity.column]) - np.log(line["step_time"])
-    )
+    rows = rows.select_rows(find_best_rows(rows, quantity, max_rows=_MAX_ROWS_DRAWN))
+    sampled_log_times = steps.draw_samples(rows["nodes"], np.full(len(rows), gpus_per_node), rows["local_batch"])
+    # Time and cost are proportional to the step time.
+    sampled_log_values = sampled_log_times + np.log(rows[quantity.column]) - np.log(rows["step_time"])
+    probability_by_batch = compute_knee_probabilities(rows["batch"], sampled_log_values)
     likely = sorted(
-        (batch for batch, share in share_by_batch.items() if share >= _MIN_SHARE_NAMED),
-        key=lambda batch: (-share_by_batch[batch], batch),
+        (batch for batch, probability in probability_by_batch.items() if probability >= _MIN_PROBABILITY_NAMED),
+        key=lambda batch: (-probability_by_batch[batch], batch),
     )
     if not likely:
         return ""
     first, *others = likely
-    alternatives = ", ".join(f"{batch}: {100 * share_by_batch[batch]:.0f} %" for batch in others)
-    probability = f"the knee is at batch {first} with a probability of {100 * share_by_batch[first]:.0f} %"
-    return f"; given the uncertainty of the probes, {probability}" + f" ({alternatives})" * bool(alternatives)
+    text = f"; given the uncertainty of the probes, the knee is at batch {first} with a probability of"
+    text += f" {100 * probability_by_batch[first]:.0f} %"
+    if others:
+        text += f" ({', '.join(f'{batch}: {100 * probability_by_batch[batch]:.0f} %' for batch in others)})"
+    return text
 
 
 def _argsort_rows(rows: Candidates, quantity: Quantity) -> Ints:

@@ -27,7 +27,7 @@ def compute_trimmed_mean(step_times: Sequence[float]) -> float:
     Training time is the sum of its steps, so the mean is needed: a median would ignore a slow step that occurs every
     few steps (a refilled loader queue). Among a few dozen steps a single stall would move a plain mean too far.
     """
-    return float(np.mean(_clip_outliers(step_times)))
+    return float(np.mean(_trim_outliers(step_times)))
 
 
 def compute_known_median(values: Iterable[float | None]) -> float | None:
@@ -60,7 +60,7 @@ def compute_block_deviation(step_times: Sequence[float]) -> float | None:
     """
     if len(step_times) < BLOCK_COUNT:
         return None
-    trimmed = _clip_outliers(step_times)
+    trimmed = _trim_outliers(step_times)
     blocks = np.array_split(np.clip(step_times, trimmed[0], trimmed[-1]), BLOCK_COUNT)
     return float(np.std([block.mean() for block in blocks], ddof=1))
 
@@ -75,12 +75,13 @@ def compute_standard_error(step_times: Sequence[float]) -> float:
     spread = compute_block_deviation(step_times)
     if spread is None:
         return math.inf
-    trimmed, count = _clip_outliers(step_times), len(step_times)
+    trimmed, count = _trim_outliers(step_times), len(step_times)
     pulled_in = float(np.std(np.clip(step_times, trimmed[0], trimmed[-1]), ddof=1))
     return max(pulled_in * math.sqrt(count) / len(trimmed), spread / math.sqrt(BLOCK_COUNT))
 
 
-def _clip_outliers(step_times: Sequence[float]) -> Floats:
+def _trim_outliers(step_times: Sequence[float]) -> Floats:
+    """Return the step times without the fastest and the slowest tenth, ascending."""
     ordered = np.sort(np.asarray(step_times, dtype=float))
     cut = max(1, len(ordered) // 10) if len(ordered) >= BLOCK_COUNT else 0
     return ordered[cut : len(ordered) - cut]

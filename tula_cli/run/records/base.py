@@ -1,4 +1,4 @@
-"""The base of all records."""
+"""The base of all records, and the records of the memory of a GPU."""
 
 from typing import Annotated, Literal
 

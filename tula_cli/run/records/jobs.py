@@ -68,7 +68,7 @@ class Attempt(Record):
         """The key by which attempts are sorted, oldest first."""
         return self.started_at, self.task, self.number
 
-    def count_seconds(self, now: float | None = None) -> float:
+    def compute_duration_seconds(self, now: float | None = None) -> float:
         """Return the duration in seconds; an unfinished attempt lasts until `now`, or counts as 0 without `now`."""
         return max(0.0, (self.ended_at or now or self.started_at) - self.started_at)
 

@@ -335,7 +335,7 @@ class Comparison(Record):
         return frozenset((*self.earlier, *(cell.signature for cell in self.cells)))
 
     @property
-    def signatures_of_job(self) -> frozenset[str]:
+    def unchanged_job_signatures(self) -> frozenset[str]:
         """Signatures of the full trainings of this comparison that train the job unchanged, except for batch and seed."""
         return frozenset(cell.signature for cell in self.cells if cell.method == self.job_row and not cell.short)
 

@@ -16,10 +16,10 @@ from tula_cli.spec.workload import get_workload
 
 MAX_RESTARTS = 2
 """Maximum restarts of a job other than a training after lost processes (not after out-of-memory or a user error)."""
-FOLDER_PATIENCE = 30
+FOLDER_TIMEOUT_SECONDS = 30
 """Seconds for which a job waits for a folder that is unavailable."""
-TRAINING_PATIENCE = 600
-"""Maximum of FOLDER_PATIENCE for a job of a training, which waits for at most half of its time limit."""
+TRAINING_FOLDER_TIMEOUT_SECONDS = 600
+"""Maximum of FOLDER_TIMEOUT_SECONDS for a job of a training, which waits for at most half of its time limit."""
 
 
 class Rung(Record):
@@ -69,7 +69,7 @@ class BaseTask(Record):
         return (self.nodes,)
 
     @property
-    def attempt_files(self) -> str:
+    def attempt_file_pattern(self) -> str:
         """Pattern of the file names of the attempts; of a training, those of all relaunches."""
         return f"{self.id}.*.json"
 
@@ -138,14 +138,14 @@ class BaseTask(Record):
         return f"stopped after {self.spec.search.max_minutes:g} minutes (search.max_minutes)"
 
     @property
-    def time_limit(self) -> int:
+    def time_limit_minutes(self) -> int:
         """Time limit of the job in minutes."""
         return self.spec.cluster.minutes
 
     @property
-    def folder_patience(self) -> int:
+    def folder_timeout(self) -> int:
         """Seconds for which the job waits for unavailable folders: few, as a user waits for the result."""
-        return FOLDER_PATIENCE
+        return FOLDER_TIMEOUT_SECONDS
 
 
 class MeasuringTask(BaseTask):
@@ -156,7 +156,7 @@ class MeasuringTask(BaseTask):
         return 60 * self.spec.search.max_minutes
 
     @property
-    def time_limit(self) -> int:
+    def time_limit_minutes(self) -> int:
         return math.ceil(self.spec.compute_measuring_minutes())
 
 
@@ -233,7 +233,7 @@ class TrainTask(BaseTask):
         return self.ladder[0].batch
 
     @property
-    def attempt_files(self) -> str:
+    def attempt_file_pattern(self) -> str:
         return f"{self.job}-*.json"
 
     @property
@@ -269,9 +269,9 @@ class TrainTask(BaseTask):
         return self.workers
 
     @property
-    def folder_patience(self) -> int:
+    def folder_timeout(self) -> int:
         """Seconds for which the job waits for unavailable folders: many, to survive an outage of the file system."""
-        return min(TRAINING_PATIENCE, 30 * self.time_limit)
+        return min(TRAINING_FOLDER_TIMEOUT_SECONDS, 30 * self.time_limit_minutes)
 
     @property
     def node_counts(self) -> tuple[int, ...]:
@@ -411,7 +411,7 @@ class CheckTask(BaseTask):
         return f"stopped after {self.MINUTES:g} minutes"
 
     @property
-    def time_limit(self) -> int:
+    def time_limit_minutes(self) -> int:
         return math.ceil(self.MINUTES) + EXTRA_MINUTES
 
 

@@ -1,4 +1,7 @@
-"""The table of a comparison: metrics of its rows, gaps to the small batch, and their standard errors."""
+"""The report of a comparison, and the evidence that it gives about accuracy.
+
+The report is the table of rows with their metrics, gaps to the small batch, and standard errors.
+"""
 
 import dataclasses
 import math
@@ -108,14 +111,14 @@ class ComparisonRow:
         first_stat = self.top1 or self.loss or next(iter(self.metrics.values()), None)
         return 0 if first_stat is None else first_stat.n
 
-    def count(self, *states: CellState) -> int:
+    def count_trainings(self, *states: CellState) -> int:
         return sum(cell.state in states for cell in self.cells)
 
     @property
     def note(self) -> str:
         """The reason why the row was dropped, and the number of trainings in each state other than finished."""
         states: Iterable[CellState] = get_args(CellState)
-        counts = [f"{count} {state}" for state in states if state != "done" and (count := self.count(state))]
+        counts = [f"{count} {state}" for state in states if state != "done" and (count := self.count_trainings(state))]
         return ", ".join([*([self.dropped] if self.dropped else []), *counts])
 
 
@@ -427,7 +430,7 @@ def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Ite
             )
         for cell in row.cells:
             if cell.state in UNFINISHED_END_STATES or (cell.state == "diverged" and cell.reason):
-                reason = cell.reason.strip().partition(chr(10))[0]
+                reason = cell.reason.strip().partition("\n")[0]
                 yield messages.job_ended(job=cell.cell.description, state=cell.state, reason=reason)
             elif cell.state == "done" and cell.get_metric(metric) is None:
                 yield messages.metric_not_found(training=cell.cell.description, metric=metric)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tula_cli.cluster.scripts.metrics import is_lower_better
-from tula_cli.models.self_tuning import rank_branches
+from tula_cli.models.self_tuning import sort_branches
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
@@ -172,7 +172,7 @@ def _decide_trainings_at_batch(
         )
 
     results = [outcomes_by_signature[cell.signature] for cell in short if cell.signature in outcomes_by_signature]
-    results = rank_branches(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
+    results = sort_branches(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
     best = [result.cell.method for result in results if not result.diverged][:ROWS_ADVANCED_PER_BATCH]
     reasons = {}
     for position, result in enumerate(results, 1):

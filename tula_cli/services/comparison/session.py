@@ -81,7 +81,7 @@ class ComparisonResult:
             JobFailed: some trainings have failed.
         """
         report = self.report
-        failed = sum(row.count(*compare.UNFINISHED_END_STATES) for row in (*report.rows, *report.first_round))
+        failed = sum(row.count_trainings(*compare.UNFINISHED_END_STATES) for row in (*report.rows, *report.first_round))
         if failed and not report.complete and not self.active:
             raise JobFailed(
                 f"{failed} of {words.format_count(report.total, 'training')} failed",
@@ -110,7 +110,7 @@ def prepare_comparison(
     previous = run.read_comparison()
     grid = complete_grid(request, run, previous)
     if request.methods is None and previous is None:
-        yield Note(compare.list_default_rows(run.spec, nodes=grid.nodes).words)
+        yield Note(compare.list_default_rows(run.spec, nodes=grid.nodes).description)
     plan = compare.plan_comparison(run, grid, inspect=inspect, now=time.time())
     for text in plan.warnings:
         yield WarningEvent(text)

@@ -102,7 +102,7 @@ class DeliveredBatches:
             return None
         samples = _get_count_at_path(batch, path) if path is not None else None
         if samples is None:
-            path = self._paths[key] = find_samples_path(batch, size)
+            path = self._paths[key] = find_sample_count_path(batch, size)
             samples = _get_count_at_path(batch, path) if path is not None else None
         return samples
 
@@ -150,18 +150,18 @@ class DeliveredBatches:
         return key is not None and self._paths.get(key) is not None
 
 
-def find_samples_path(batch: object, size: int | None) -> tuple[Hashable, ...] | None:
-    """Return the path within a batch that leads to its number of samples; None if there is nothing to count.
+def find_sample_count_path(batch: object, size: int | None) -> tuple[Hashable, ...] | None:
+    """Return the keys that lead from a batch to its number of samples; None if the batch contains no tensor or list.
 
-    This is the first path whose count is `size`: images of different sizes come as a list with one tensor per image.
-    Without such a path, or a size (samplers that choose batches themselves, streams), it is the leading dimension of
-    the first tensor.
+    The number is the leading dimension of a tensor, or the length of a list (of images of different sizes). The keys
+    are those of the first number that equals `size`; if there is none, or no `size` (samplers that choose batches
+    themselves, streams), those of the first number.
     """
-    paths = list(_list_tensor_paths(batch, ()))
+    paths = list(_list_count_paths(batch, ()))
     return next((path for path, count in paths if count == size), paths[0][0] if paths else None)
 
 
-def _list_tensor_paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Hashable, ...], int]]:
+def _list_count_paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Hashable, ...], int]]:
     shape = getattr(item, "shape", None)
     if isinstance(shape, tuple):
         if shape:
@@ -171,10 +171,10 @@ def _list_tensor_paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[
         return
     if isinstance(item, Mapping):
         for key, value in item.items():
-            yield from _list_tensor_paths(value, (*path, key))
+            yield from _list_count_paths(value, (*path, key))
     elif isinstance(item, (list, tuple)):
         for index, value in enumerate(item[:8]):
-            yield from _list_tensor_paths(value, (*path, index))
+            yield from _list_count_paths(value, (*path, index))
         yield (*path, LENGTH_PATH_PART), len(item)
 
 
@@ -287,11 +287,15 @@ def _read_content_ends(obj: Any, depth: int = 0) -> Iterator[Any]:
         elif name == "_fingerprint":
             yield name, value  # Hugging Face's digest of a dataset and its transforms
         elif isinstance(value, (list, tuple, range)) or hasattr(value, "shape"):
-            yield name, _read_end_values(value)
+            yield name, _summarize_ends(value)
 
 
-def _read_end_values(value: Any, depth: int = 0) -> Any:
-    """Return the length, first and last entry of a sequence, tensor or array, as plain values."""
+def _summarize_ends(value: Any, depth: int = 0) -> Any:
+    """Return plain values that identify a value of a dataset, without reading all of it.
+
+    Of a sequence, its length and both ends; of an array, its shape and the first and last four numbers; of a tensor on a
+    GPU, only its shape, because reading it would synchronise.
+    """
     if hasattr(value, "shape"):
         if getattr(getattr(value, "device", None), "type", "cpu") != "cpu" or not len(value.shape):
             return str(value.shape)
@@ -300,7 +304,7 @@ def _read_end_values(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple, range)):
         if depth == MAX_BATCH_NESTING or not value:
             return len(value)
-        return len(value), _read_end_values(value[0], depth + 1), _read_end_values(value[-1], depth + 1)
+        return len(value), _summarize_ends(value[0], depth + 1), _summarize_ends(value[-1], depth + 1)
     return value if isinstance(value, (str, bytes, int, float)) else str(type(value))
 
 

@@ -43,7 +43,10 @@ def step(samples: float | None, loss: Any, lr: Any) -> None:
 
 
 def on_save(callback: Callable[[str], object]) -> None:
-    """Set the callback that saves the training; it is called with a path, on all ranks, after a step."""
+    """Register the function that writes a checkpoint.
+
+    It is called with the path, on all ranks, after a step, whenever tula requests a checkpoint.
+    """
     get_recorder().requests.callback = callback
 
 

@@ -57,8 +57,8 @@ class NoStoreError(RuntimeError):
     """The ranks have no store through which to share a decision."""
 
 
-def share_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
-    """Return rank 0's decision; every rank must call this at the same step.
+def broadcast_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
+    """Broadcast the decision of rank 0 and return it; every rank must call this at the same step.
 
     Args:
         name: of the decision; used once.

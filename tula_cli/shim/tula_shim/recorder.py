@@ -21,7 +21,7 @@ from .file_changes import FileChangeRecorder
 from .optimizers import Optimizers, ScheduleReporter, get_base_learning_rate
 from .ortho import OrthoHooks
 from .plan import Plan, make_observed_folder_path
-from .ranks import NoStoreError, count_ranks, get_backend_name, get_rank, share_decision
+from .ranks import NoStoreError, broadcast_decision, count_ranks, get_backend_name, get_rank
 from .supervision import HeartbeatWriter, SaveRequestPoller, StepKiller
 
 WARMUP, TIMED, SYNC, NORMS, LOCAL, OBSERVED = "warmup", "timed", "sync", "norms", "local", "observed"
@@ -325,7 +325,7 @@ class Recorder:
             return plan.max_steps
         if self._timed is None and done >= plan.min_steps:
             try:
-                self._timed = int(share_decision("steps", self._estimate_timed_steps, world=self.world))
+                self._timed = int(broadcast_decision("steps", self._estimate_timed_steps, world=self.world))
             except NoStoreError as error:
                 self.notes.append(f"only {plan.min_steps} steps were timed, the minimum: {error}")
                 self._timed = plan.min_steps

@@ -52,11 +52,11 @@ def stop_process(recorder: Recorder, why: str) -> None:
     os._exit(0)
 
 
-def wait_for_ranks(folder: Path, world: int, patience: float = PEER_RESULT_TIMEOUT_SECONDS) -> bool:
+def wait_for_ranks(folder: Path, world: int, timeout: float = PEER_RESULT_TIMEOUT_SECONDS) -> bool:
     """Wait until all ranks have written; return whether they have. Lists the folder, because NFS caches missing
     files."""
     expected_files = {f"result-{rank}.json" for rank in range(world)}
-    deadline, pause = time.monotonic() + patience, MIN_POLL_SECONDS
+    deadline, pause = time.monotonic() + timeout, MIN_POLL_SECONDS
     while not expected_files <= {path.name for path in folder.iterdir()}:
         remaining = deadline - time.monotonic()
         if remaining <= 0:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from .plan import Plan, append_row, write_json
-from .ranks import NoStoreError, share_decision
+from .ranks import NoStoreError, broadcast_decision
 
 RECENT_STEPS = 100  # steps for the median step time
 RECENT_SAMPLES = 20  # steps for the median of samples per step; few, to notice a changed batch soon
@@ -135,12 +135,12 @@ class SaveRequestPoller:
         try:
             if not self._every:
                 self._every = int(
-                    share_decision(
+                    broadcast_decision(
                         "every", lambda: str(_count_steps_between_polls(pulse.median_step_time)), world=world
                     )
                 )
                 return ""
-            return share_decision(f"asked/{step}", self._read_request, world=world)
+            return broadcast_decision(f"asked/{step}", self._read_request, world=world)
         except NoStoreError as error:
             self._off = True
             self.note = f"checkpoints cannot be requested: {error}"
@@ -193,7 +193,11 @@ class StepKiller:
         self._seen = _NewestCheckpoint()
 
     def after_step(self, step: int, before: float | None, rank: int, dataset: int | None) -> None:
-        """Record a step, this rank's samples before it, and its dataset's size. May kill the process.
+        """Request the planned checkpoint, record a new one, and kill the process the planned number of steps after the first.
+
+        Args:
+            before: samples of this rank before the step; None if unknown.
+            dataset: size of the dataset; None if unknown.
 
         Raises:
             OSError: the records cannot be written.

@@ -119,6 +119,9 @@ def _render_dataset_size(recognised: RecognisedCommand) -> str:
 
 def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
     reference = recognised.script["reference"]
+    comment = (
+        "    # " if reference else "  #   "
+    )  # before a key of the section, which is a comment itself if it is empty
     yield (
         "  reference: # the batch and learning rate for which the script was tuned"
         if reference
@@ -127,13 +130,13 @@ def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
     if "batch" in reference:
         yield f"    batch: {reference['batch']} # {_describe_batch(recognised)}"
     else:
-        yield f"  {'  ' if reference else '#   '}{'# ' if reference else ''}batch: 256 # REQUIRED: over all GPUs"
+        yield f"{comment}batch: 256 # REQUIRED: over all GPUs"
     if "lr" in reference:
         yield f"    lr: {reference['lr']:.12g} # tuned for that batch"
     elif "lr" in recognised.placeholders:
-        yield f"  {'  # ' if reference else '#   '}lr: 0.1 # REQUIRED: tuned for that batch"
+        yield f"{comment}lr: 0.1 # REQUIRED: tuned for that batch"
     else:
-        yield f"  {'  # ' if reference else '#   '}lr: 0.1 # needs {{lr}} in the command; omit it if the script scales its learning rate itself"
+        yield f"{comment}lr: 0.1 # needs {{lr}} in the command; omit it if the script scales its learning rate itself"
 
 
 def _describe_batch(recognised: RecognisedCommand) -> str:

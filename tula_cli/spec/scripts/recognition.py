@@ -392,7 +392,13 @@ def _is_valid_value(placeholder: str, text: str) -> bool:
     value = parse_number(text)
     if placeholder in _COUNT_MEANINGS:
         return value is not None and value >= 1 and value == int(value)
-    return (placeholder == "out" and bool(text)) or (value is not None and (value > 0 or placeholder != "lr"))
+    match placeholder:
+        case "out":
+            return bool(text)
+        case "lr":
+            return value is not None and value > 0
+        case _:
+            return value is not None
 
 
 def _escape_braces(word: ShellWord) -> str:

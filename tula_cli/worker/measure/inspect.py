@@ -478,7 +478,7 @@ def _describe_shape(output: Any) -> str:
     return f"{type(output).__name__} of shape {', '.join(map(str, shapes))}"
 
 
-def inspect_json(text: str) -> dict[str, Any]:
+def inspect_job_from_json(text: str) -> dict[str, Any]:
     """Return the answer to a JobSpec in JSON, as it is written to stdout."""
     try:
         return inspect_job(JobSpec.model_validate_json(text)).model_dump(mode="json")
@@ -518,7 +518,7 @@ def main() -> None:
     channel.write(f"{START_MARKER}\n")  # later failures are due to the job, not the interpreter
     channel.flush()
     text = Path(sys.argv[1]).read_text(encoding="utf-8") if sys.argv[1:] else sys.stdin.read()
-    channel.write(f"{json.dumps(inspect_json(text))}\n")
+    channel.write(f"{json.dumps(inspect_job_from_json(text))}\n")
     channel.close()
     sys.stdout.flush()
     sys.stderr.flush()

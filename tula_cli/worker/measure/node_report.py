@@ -100,7 +100,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     """
     write_error = _try_write_token(task, run)  # before the rendezvous, to distinguish missing nodes from failed ones
     over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
-    with join_process_group(over_gloo, handover=run.get_handover_path(task.id, attempt)) as ranks:
+    with join_process_group(over_gloo, rendezvous_file=run.get_rendezvous_path(task.id, attempt)) as ranks:
         views = [
             RankReport.loads(text) for text in ranks.gather(_make_rank_report(task, run, ranks, write_error).dumps())
         ]

@@ -84,7 +84,7 @@ class Scaling(Plain):
                 "set ags.apply_to: update, train.method: lbt, or optimizer.name: SGD",
             ) from error
 
-    def list_small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
+    def count_small_batch_samples_per_rank(self, configuration: Configuration) -> Sequence[int]:
         """Return the number of samples that each rank contributes to a small batch; empty if none is taken."""
         spec, world = configuration.spec, configuration.world
         if not _needs_small_batch(spec, several=world > 1):
@@ -96,7 +96,7 @@ class Scaling(Plain):
     def compute_min_samples(self, configuration: Configuration) -> int:
         if compute_small_batch_size(configuration.spec, configuration.batch) >= configuration.batch:
             return 1  # nothing is scaled
-        return max(self.list_small_batch_shares(configuration), default=1)
+        return max(self.count_small_batch_samples_per_rank(configuration), default=1)
 
     def estimate_memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         copied = parameters if spec.ags.fill_from_preset().apply_to == "update" else ()

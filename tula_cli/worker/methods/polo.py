@@ -33,7 +33,7 @@ class PostLocal(Plain):
     def before_backward(self, loop: Loop) -> None:
         """Average gradients over the ranks until the switch, and not afterwards."""
         if loop.ranks.world > 1:
-            assert isinstance(loop.parallel, Replicated), "the spec refuses polo on shares"
+            assert isinstance(loop.parallel, Replicated), "the spec refuses polo with sharded parameters"
             set_gradient_synchronisation(loop.parallel, enabled=not self.is_local(loop))
 
     def after_step(self, loop: Loop) -> None:

@@ -21,7 +21,7 @@ class StaticScaling(Scaling):
         arguments["factors"] = Static(None if ags.factor == "auto" else ags.factor)
         return arguments
 
-    def list_small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
+    def count_small_batch_samples_per_rank(self, configuration: Configuration) -> Sequence[int]:
         return ()
 
     def estimate_memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:

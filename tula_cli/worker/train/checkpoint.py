@@ -123,9 +123,9 @@ def save_checkpoint(
     Called on rank 0 alone, or on all ranks if the model is sharded (`Parallel.needs_all_ranks`). `keep` are the samples of
     checkpoints that must not be deleted.
     """
-    shares = trainer.parallel.needs_all_ranks
-    path = run.get_training(signature).get_checkpoint_path(trainer.position.samples, shares=shares)
-    if shares:
+    is_sharded = trainer.parallel.needs_all_ranks
+    path = run.get_training(signature).get_checkpoint_path(trainer.position.samples, sharded=is_sharded)
+    if is_sharded:
         write_sharded_checkpoint(
             path, trainer, best=best, evaluation_pending=evaluation_pending, stop_reason=stop_reason
         )

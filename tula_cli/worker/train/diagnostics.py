@@ -156,7 +156,7 @@ class Diagnostics:
         """
         self._read_unread_steps()
         ags = _find_scaling_optimizer(trainer)
-        factors = ags.factors.values if ags else []
+        factors = ags.factors.tensors if ags else []
         norms, changes = self.norms, self.changes
         self.norms, self.changes = [], []
         return {

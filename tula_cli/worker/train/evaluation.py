@@ -229,7 +229,7 @@ class Evaluation:
     user_metrics: Mapping[str, float] = field(default_factory=dict)  # values of train.metrics, by name
 
     @property
-    def values(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Every metric by its name."""
         values = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "perplexity": self.perplexity}
         return {**values, **self.user_metrics}
@@ -456,7 +456,7 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
             test=task.spec.dataset.test is not None,
             dataset=_describe_dataset(task.spec.dataset),
             size=evaluation.samples,
-            metrics={name: value for name, value in evaluation.values.items() if math.isfinite(value)},
+            metrics={name: value for name, value in evaluation.metrics.items() if math.isfinite(value)},
             seconds=time.monotonic() - began,
             evaluated_at=time.time(),
         )

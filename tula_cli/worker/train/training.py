@@ -189,8 +189,8 @@ class Training:
         if self.context.preemption.stop_if_requested(reserve=1.5 * self.log.save_time):
             self._check_divergence()
             self._check_step_times()
-            shares = self.trainer.parallel.needs_all_ranks and not self.evaluation_pending
-            if shares and self.context.ranks.broadcast(int(self._is_checkpoint_due())):
+            is_sharded = self.trainer.parallel.needs_all_ranks and not self.evaluation_pending
+            if is_sharded and self.context.ranks.broadcast(int(self._is_checkpoint_due())):
                 self._save_checkpoint_if_finite()
 
     def _check_step_times(self) -> None:
@@ -309,7 +309,7 @@ class Training:
         train = self.task.spec.train
         # Rank 0 alone knows the best epoch.
         is_best = self.is_first_rank and early_stopping.is_better_evaluation(
-            result.values, self.best, train.best_checkpoint
+            result.metrics, self.best, train.best_checkpoint
         )
         if is_best:
             self._store_best_values(result)
@@ -329,12 +329,12 @@ class Training:
             return
         why = ""
         if self.is_first_rank and epoch < train.epochs:
-            why = early_stopping.describe_stop_reason(result.values, self.best, train, epoch=epoch)
+            why = early_stopping.describe_stop_reason(result.metrics, self.best, train, epoch=epoch)
         self.stop_reason = self.trainer.ranks.gather(why)[0]
 
     def _store_best_values(self, result: Evaluation) -> None:
         self.best = early_stopping.select_best_values(
-            result.values, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
+            result.metrics, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
         )
 
     def _measure_curvature(self) -> None:
@@ -360,7 +360,7 @@ class Training:
 
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature
-        values = result.values
+        values = result.metrics
         metrics = {"eval_loss": values.pop("loss"), **values}
         metric, rows = self.task.spec.train.best_checkpoint.metric, self.run.get_training(signature).read_metrics()
         configuration = (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)

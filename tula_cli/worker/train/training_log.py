@@ -323,14 +323,14 @@ class TrainingLog:
         """Write a row if the last one is LOG_SECONDS old; this reads the loss, so it waits for the device."""
         if time.monotonic() - self.last_row < LOG_SECONDS:
             return
-        self.write_steps(aloud=time.monotonic() >= self.next_print)
+        self.write_steps(prints=time.monotonic() >= self.next_print)
         self.last_row = time.monotonic()
 
-    def write_steps(self, *, aloud: bool = False) -> None:
+    def write_steps(self, *, prints: bool = False) -> None:
         """Compute the times of the steps since the last row, and write the row.
 
         Args:
-            aloud: print the steps in the job's log too.
+            prints: print the steps in the job's log too.
         """
         if not self.recent:
             return
@@ -358,7 +358,7 @@ class TrainingLog:
             **self._compute_token_rates(statistics.fmean(seconds)),
             eta=remaining,
         )
-        if aloud:
+        if prints:
             self._print_steps(loss, statistics.fmean(seconds), remaining)
         self.recent, self.tokens = [], TokenCounter()
 

@@ -7,7 +7,7 @@ from make_runs import spec
 from tula_cli.cluster.slurm.command import parse_record
 from tula_cli.errors import SpecError
 from tula_cli.extras.slurm_site import SlurmSite
-from tula_cli.extras.slurm_site.bill import CACHE_FOLDER, MAX_CACHE_AGE_SECONDS, find_site_bill, get_user_name
+from tula_cli.extras.slurm_site.billing import CACHE_FOLDER, MAX_CACHE_AGE_SECONDS, find_job_billing, get_user_name
 from tula_cli.models.cost import compute_cost, compute_hourly_charge, compute_max_cost, describe_price
 from tula_cli.services.site_charges import add_site_billing
 
@@ -18,7 +18,7 @@ def job(*, gpus=1, device="cpu", pricing=None, **slurm):
 
 
 def billed(requested, ask=None, root=None):
-    return add_site_billing(requested, root, billing=SlurmSite(ask or RecordedSlurm(get_user_name()))).pricing
+    return add_site_billing(requested, root, site_billing=SlurmSite(ask or RecordedSlurm(get_user_name()))).pricing
 
 
 # What `sacct` showed of real jobs that asked for the same (AllocTRES billing=).
@@ -49,17 +49,17 @@ def test_a_job_is_billed_what_slurm_billed_it(asked, nodes, billing):
     ],
 )
 def test_memory_is_what_is_asked_for_else_what_the_partition_gives(asked, memory):
-    assert find_site_bill(asked, None, ask=RecordedSlurm(get_user_name())).tres["mem"] == memory
+    assert find_job_billing(asked, None, ask=RecordedSlurm(get_user_name())).tres["mem"] == memory
 
 
 def test_a_newer_slurm_with_typed_gpus_and_whole_nodes_by_the_partition():
     ask = RecordedSlurm(
         get_user_name(), config="PriorityFlags = MAX_TRES_GRES\n", partitions=PARTITION_24_11, nodes=NODE_24_11
     )
-    site_bill = find_site_bill(job(gpus=4, device="cuda", exclusive=False), None, ask=ask)
-    assert site_bill.tres["mem"] == 4 * 64000  # DefMemPerGPU among JobDefaults
-    assert site_bill.node == pytest.approx(128 + 4 * 50)
-    assert "MAX_TRES_GRES" in site_bill.words
+    billing = find_job_billing(job(gpus=4, device="cuda", exclusive=False), None, ask=ask)
+    assert billing.tres["mem"] == 4 * 64000  # DefMemPerGPU among JobDefaults
+    assert billing.node == pytest.approx(128 + 4 * 50)
+    assert "MAX_TRES_GRES" in billing.words
 
 
 def test_a_shared_node_gives_whole_cores_and_the_gpus_asked_for():
@@ -67,35 +67,35 @@ def test_a_shared_node_gives_whole_cores_and_the_gpus_asked_for():
     ask = RecordedSlurm(
         get_user_name(), config="SelectTypeParameters = CR_CORE_MEMORY\n", partitions=answer, nodes=NODE_24_11
     )
-    site_bill = find_site_bill(
+    billing = find_job_billing(
         job(gpus=1, device="cuda", exclusive=False, cpus_per_task=3, memory="10G"), None, ask=ask
     )
-    assert (site_bill.tres["cpu"], site_bill.tres["gres/gpu:a100"]) == (4, 1)
-    assert site_bill.node == pytest.approx(4 + 1 + 50)
+    assert (billing.tres["cpu"], billing.tres["gres/gpu:a100"]) == (4, 1)
+    assert billing.node == pytest.approx(4 + 1 + 50)
 
 
 def test_the_dearest_of_several_kinds_of_nodes_counts_and_is_reported():
     larger = NODE.replace("bl1", "bl3").replace("CPUEfctv=2", "CPUEfctv=8").replace("cpu=2", "cpu=8")
     ask = RecordedSlurm(get_user_name(), nodes=f"{NODE}\n{larger}")
-    site_bill = find_site_bill(job(partition="half"), None, ask=ask)
-    assert site_bill.node == pytest.approx(8 * 0.3)
-    assert "at least 0.600" in site_bill.words
+    billing = find_job_billing(job(partition="half"), None, ask=ask)
+    assert billing.node == pytest.approx(8 * 0.3)
+    assert "at least 0.600" in billing.words
 
 
 def test_a_constraint_and_a_type_of_gpu_choose_nodes():
     other = NODE.replace("rack1", "rack2").replace("a100", "h100").replace("cpu=2", "cpu=8")
     ask = RecordedSlurm(get_user_name(), nodes=f"{NODE}\n{other}")
-    assert find_site_bill(job(partition="half", constraint="rack2"), None, ask=ask).node == pytest.approx(2.4)
+    assert find_job_billing(job(partition="half", constraint="rack2"), None, ask=ask).node == pytest.approx(2.4)
     item = job(partition="half", gpu_type="a100", device="cuda", gpus=2)
-    assert find_site_bill(item, None, ask=ask).node == pytest.approx(0.6)
+    assert find_job_billing(item, None, ask=ask).node == pytest.approx(0.6)
     with pytest.raises(SpecError, match="no node of partition half has the resources that the job requests"):
-        find_site_bill(job(partition="half", constraint="rack9"), None, ask=ask)
+        find_job_billing(job(partition="half", constraint="rack9"), None, ask=ask)
 
 
 def test_a_type_of_gpu_is_not_the_beginning_of_another():
     other = NODE.replace("a100", "a10").replace("cpu=2", "cpu=1")
     item = job(partition="half", gpu_type="a10", device="cuda", gpus=2)
-    assert find_site_bill(
+    assert find_job_billing(
         item, None, ask=RecordedSlurm(get_user_name(), nodes=f"{NODE}\n{other}")
     ).node == pytest.approx(0.3)
 
@@ -117,7 +117,7 @@ def test_the_factor_of_a_qos_multiplies_the_bill_and_a_factor_of_the_site_is_a_p
 
 def test_without_accounting_the_usage_factor_is_one():
     assert (
-        find_site_bill(
+        find_job_billing(
             job(partition="billed", qos="dear"), None, ask=RecordedSlurm(get_user_name(), without=["sacctmgr"])
         ).usage_factor
         == 1
@@ -126,19 +126,19 @@ def test_without_accounting_the_usage_factor_is_one():
 
 def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
     requested, silent = job(partition="billed", qos="dear"), RecordedSlurm(get_user_name(), without=["sacctmgr"])
-    site_bill = find_site_bill(requested, tmp_path, ask=silent)
-    assert (site_bill.usage_factor, site_bill.qos) == (1, "dear")
-    assert "the usage factor of the job's QOS is unknown" in site_bill.words
+    billing = find_job_billing(requested, tmp_path, ask=silent)
+    assert (billing.usage_factor, billing.qos) == (1, "dear")
+    assert "the usage factor of the job's QOS is unknown" in billing.words
     assert (
-        find_site_bill(requested, tmp_path, ask=RecordedSlurm(get_user_name())).usage_factor == 2
+        find_job_billing(requested, tmp_path, ask=RecordedSlurm(get_user_name())).usage_factor == 2
     )  # asked again, and kept
-    assert find_site_bill(requested, tmp_path, ask=silent).usage_factor == 2
-    unknown = find_site_bill(job(partition="billed", qos="deer"), None, ask=RecordedSlurm(get_user_name()))
+    assert find_job_billing(requested, tmp_path, ask=silent).usage_factor == 2
+    unknown = find_job_billing(job(partition="billed", qos="deer"), None, ask=RecordedSlurm(get_user_name()))
     assert "SLURM's accounting reports no usage factor for QOS deer, so 1 is assumed" in unknown.words
     none = RecordedSlurm(
         get_user_name(), config="AccountingStorageType = accounting_storage/none\n", without=["sacctmgr"]
     )
-    assert "usage factor" not in find_site_bill(requested, None, ask=none).words
+    assert "usage factor" not in find_job_billing(requested, None, ask=none).words
 
 
 def test_names_are_read_as_slurm_reads_them():
@@ -152,7 +152,7 @@ def test_variables_of_sbatch_count_where_the_job_says_nothing(monkeypatch):
 
 
 def test_the_default_qos_of_the_association_counts():
-    assert find_site_bill(job(partition="billed"), None, ask=RecordedSlurm(get_user_name())).qos == "normal"
+    assert find_job_billing(job(partition="billed"), None, ask=RecordedSlurm(get_user_name())).qos == "normal"
 
 
 def test_what_it_costs_in_units_and_in_money():
@@ -175,18 +175,18 @@ def test_an_upper_bound_of_node_hours_is_no_lower_than_any_job():
 
 def test_an_answer_is_kept_for_a_day_and_goes_on_where_slurm_does_not_answer(tmp_path, monkeypatch):
     requested, first = job(partition="billed"), RecordedSlurm(get_user_name())
-    assert find_site_bill(requested, tmp_path, ask=first) == find_site_bill(
+    assert find_job_billing(requested, tmp_path, ask=first) == find_job_billing(
         requested, tmp_path, ask=RecordedSlurm(get_user_name(), without=["scontrol"])
     )
     assert [file.parent.name for file in tmp_path.rglob("bill-*.json")] == [CACHE_FOLDER]
     other = job(partition="billed", memory="0")
     with pytest.raises(SpecError, match="SLURM does not report its billing"):
-        find_site_bill(other, tmp_path, ask=RecordedSlurm(get_user_name(), without=["scontrol"]))
+        find_job_billing(other, tmp_path, ask=RecordedSlurm(get_user_name(), without=["scontrol"]))
     import time
 
     later = time.time() + 2 * MAX_CACHE_AGE_SECONDS
     monkeypatch.setattr(time, "time", lambda: later)
-    stale = find_site_bill(requested, tmp_path, ask=RecordedSlurm(get_user_name(), without=["scontrol"]))
+    stale = find_job_billing(requested, tmp_path, ask=RecordedSlurm(get_user_name(), without=["scontrol"]))
     assert stale.node == 5
     assert "SLURM does not answer" in stale.words
 

@@ -1,4 +1,4 @@
-"""The bill of a job by SLURM's TRES weights and the usage factor of its QOS, and the charges of finished jobs."""
+"""The billing of a job by SLURM's TRES weights and the usage factor of its QOS, and the charges of finished jobs."""
 
 import contextlib
 import math
@@ -29,7 +29,7 @@ from tula_cli.run.records.base import Record
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.site_charges import NODE_HOUR_ADVICE, SiteCharge
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import Pricing, SiteBill
+from tula_cli.spec.resources import JobBilling, Pricing
 from tula_cli.spec.signature import compute_digest
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
 from tula_cli.words import format_count, format_local_time, format_number
@@ -165,7 +165,7 @@ def list_requested_licenses(spec: JobSpec) -> dict[str, float]:
     }
 
 
-# --- The bill of a job
+# --- The billing of a job
 
 CACHE_FOLDER = ".site"
 """Folder of cached answers, in the folder of the runs."""
@@ -174,19 +174,19 @@ MAX_CACHE_AGE_SECONDS = 86400.0
 _TIMEOUT = 30.0  # timeout in seconds; scontrol prints megabytes of nodes on large sites
 
 
-class StoredBill(Record):
-    """A cached bill, with the time of the query."""
+class StoredBilling(Record):
+    """A cached billing, with the time of the query."""
 
-    bill: SiteBill
+    bill: JobBilling
     asked_at: float  # Unix time
 
 
-_RECORD: TypeAdapter[StoredBill] = TypeAdapter(StoredBill)
+_RECORD: TypeAdapter[StoredBilling] = TypeAdapter(StoredBilling)
 CommandRunner = Callable[..., str]
 
 
-def find_site_bill(spec: JobSpec, root: Path | None, *, ask: CommandRunner) -> SiteBill:
-    """Return the bill of SLURM for a job of this spec.
+def find_job_billing(spec: JobSpec, root: Path | None, *, ask: CommandRunner) -> JobBilling:
+    """Return the billing of SLURM for a job of this spec.
 
     Args:
         spec: job with pricing.kind billing, on one type of nodes.
@@ -202,25 +202,25 @@ def find_site_bill(spec: JobSpec, root: Path | None, *, ask: CommandRunner) -> S
     if stored is not None and 0 <= now - stored.asked_at < MAX_CACHE_AGE_SECONDS:
         return stored.bill
     try:
-        bill, unsure = query_slurm_bill(spec, ask)
+        billing, unsure = query_slurm_billing(spec, ask)
     except SchedulerError as error:
         if stored is None:
             raise SpecError(
                 f"pricing.kind billing: SLURM does not report its billing ({error.message})",
                 f"run tula on a login node, or {NODE_HOUR_ADVICE}",
             ) from None
-        return _load_stored_bill(stored, "SLURM does not answer")
+        return _load_stored_billing(stored, "SLURM does not answer")
     if unsure:  # not cached, because the cache would be used for a day
-        return bill if stored is None else _load_stored_bill(stored, unsure)
+        return billing if stored is None else _load_stored_billing(stored, unsure)
     if path is not None:
         with contextlib.suppress(TulaError, OSError):  # the cache may be unwritable; SLURM is then queried again
             make_folder(path.parent)
             path.parent.chmod(0o700)  # older versions used the umask
-            write_record(path, StoredBill(bill=bill, asked_at=now))
-    return bill
+            write_record(path, StoredBilling(bill=billing, asked_at=now))
+    return billing
 
 
-def _load_stored_bill(stored: StoredBill, why: str) -> SiteBill:
+def _load_stored_billing(stored: StoredBilling, why: str) -> JobBilling:
     day = format_local_time(stored.asked_at, "%Y-%m-%d")
     return replace(stored.bill, words=f"{stored.bill.words}; as of {day}, {why}")
 
@@ -241,7 +241,7 @@ def run_slurm_command(*command: str) -> str:
     Raises:
         SchedulerError: the command fails or does not answer.
     """
-    answer = call_slurm_command(*command, patience=_TIMEOUT)
+    answer = call_slurm_command(*command, timeout=_TIMEOUT)
     if not answer.has_succeeded:
         raise SchedulerError(
             answer.error_message.splitlines()[-1] if answer.error_message else f"{command[0]} printed nothing"
@@ -250,7 +250,7 @@ def run_slurm_command(*command: str) -> str:
 
 
 @dataclass(frozen=True)
-class _BillOption:
+class _BillingOption:
     """The billing of a job on one kind of node of a partition."""
 
     node: float
@@ -259,14 +259,14 @@ class _BillOption:
     words: str
 
 
-def query_slurm_bill(spec: JobSpec, ask: CommandRunner) -> tuple[SiteBill, str]:
-    """Query SLURM for the bill of a job, for the most expensive of its possible partitions and kinds of nodes.
+def query_slurm_billing(spec: JobSpec, ask: CommandRunner) -> tuple[JobBilling, str]:
+    """Query SLURM for the billing of a job, for the most expensive of its possible partitions and kinds of nodes.
 
     Args:
         ask: runs a command and returns its output.
 
     Returns:
-        The bill, and why it is uncertain (empty if it is certain).
+        The billing, and why it is uncertain (empty if it is certain).
 
     Raises:
         SchedulerError: SLURM does not answer.
@@ -279,7 +279,7 @@ def query_slurm_bill(spec: JobSpec, ask: CommandRunner) -> tuple[SiteBill, str]:
     offers = [
         offer
         for record in _list_partitions_of_job(spec, records)
-        for offer in _list_bill_options(spec, record, nodes, config)
+        for offer in _list_billing_options(spec, record, nodes, config)
     ]
     if not offers:
         slurm = spec.cluster.slurm or Slurm()
@@ -297,7 +297,7 @@ def query_slurm_bill(spec: JobSpec, ask: CommandRunner) -> tuple[SiteBill, str]:
         else ""
     )
     by_qos = "" if factor == 1 else f", usage factor {factor:g} of QOS {qos}"
-    bill = SiteBill(
+    billing = JobBilling(
         node=dearest.node,
         job=dearest.job,
         usage_factor=factor,
@@ -305,7 +305,7 @@ def query_slurm_bill(spec: JobSpec, ask: CommandRunner) -> tuple[SiteBill, str]:
         tres=dearest.tres,
         words=f"{dearest.words}{by_qos}{between}{f'; {unsure}, so 1 is assumed' if unsure else ''}",
     )
-    return bill, unsure
+    return billing, unsure
 
 
 def _list_partitions_of_job(spec: JobSpec, records: Sequence[dict[str, str]]) -> list[dict[str, str]]:
@@ -328,9 +328,9 @@ _RULE_DESCRIPTIONS: Mapping[BillingRule, str] = {
 }
 
 
-def _list_bill_options(
+def _list_billing_options(
     spec: JobSpec, partition: dict[str, str], nodes: Sequence[Node], config: dict[str, str]
-) -> Iterator[_BillOption]:
+) -> Iterator[_BillingOption]:
     name, text = partition["PartitionName"], partition.get("TRESBillingWeights", "")
     weights = parse_weights(text)
     rule = parse_billing_rule(config.get("PriorityFlags", ""))
@@ -342,7 +342,7 @@ def _list_bill_options(
             node_billing = compute_billing(tres, weights, rule)
             license_billing = compute_billing({**tres, **licenses}, weights, rule) - node_billing
             words = f"{name}: {by}; per node: {_describe_tres(tres)}"
-            yield _BillOption(node_billing, license_billing, tres, words)
+            yield _BillingOption(node_billing, license_billing, tres, words)
 
 
 def _describe_tres(tres: dict[str, float]) -> str:
@@ -433,7 +433,7 @@ def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
         return None
     answer = call_slurm_command(
         "sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={_SACCT_FIELDS}",
-        patience=COMMAND_TIMEOUT,
+        timeout=COMMAND_TIMEOUT,
     )  # fmt: skip
     return parse_billed_jobs(answer.text) if answer.has_succeeded else None
 

@@ -232,7 +232,7 @@ def judge(line: Mapping[str, Any]) -> Iterator[tuple[bool, bool, float]]:
     best = grid[(min if less_is_better else max)(means, key=means.__getitem__)]
     for content in line["searches"]:
         record = RateSearch.model_validate(content)
-        chosen = rate_search.find_branch_with_highest_rate(record.branches, record.start_loss)
+        chosen = rate_search.find_branch_with_highest_lr(record.branches, record.start_loss)
         lowest = min(record.branches, key=_get_loss)
         right = [
             branch is not None and is_within_noise(grid[branch.rule], best, less_is_better=less_is_better)

@@ -467,7 +467,7 @@ def test_a_ramp_that_diverges_restarts_in_the_same_allocation_and_the_links_stay
         (1, None),
         (2, 8.0),
     ]
-    assert {attempt.job_id for attempt in chain.run.read_attempts()} == {"11"}
+    assert {attempt.scheduler_id for attempt in chain.run.read_attempts()} == {"11"}
     assert cluster.cancelled == ["12", "13", "14", "15"]
 
 

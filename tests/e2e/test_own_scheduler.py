@@ -86,7 +86,7 @@ def test_a_job_is_measured_and_trained_over_time_limits_on_a_scheduler_of_the_us
     training = run.get_training(summary["signature"])
     ends = [attempt.outcome for attempt in training.read_attempts()]
     assert ends[-1] == "done" and set(ends[:-1]) == {"time_limit"}, ends
-    jobs = [attempt.job_id for attempt in training.read_attempts()]
+    jobs = [attempt.scheduler_id for attempt in training.read_attempts()]
     assert len(set(jobs)) == len(ends), "each in a job of its own"
     result = training.read_result()
     assert result is not None and result.epochs == EPOCHS and result.samples == EPOCHS * STEPS * 64
@@ -109,5 +109,5 @@ def test_a_job_that_is_cancelled_there_is_over(tula: Any) -> None:
     (job,) = tula.run().read_jobs()
     tula.wait_until(lambda: tula.run().read_attempts())
     assert tula("cancel")["data"]["cancelled"] == [job.id]
-    tula.wait_until(lambda: {state.state for state in queue.query_states(job.ids).values()} == {"ended"})
+    tula.wait_until(lambda: {state.state for state in queue.query_states(job.scheduler_ids).values()} == {"ended"})
     assert tula("status")["data"]["jobs"][0]["state"] == "cancelled"

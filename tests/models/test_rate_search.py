@@ -60,7 +60,7 @@ def test_the_highest_learning_rate_close_to_the_lowest_loss_is_chosen(
         branch(loss, arm.rule, factor=arm.factor, diverged=loss is None)
         for loss, arm in zip(losses, rate_search.list_rate_arms(job(), 512), strict=True)
     ]
-    choice = rate_search.find_branch_with_highest_rate(branches, 3.5)
+    choice = rate_search.find_branch_with_highest_lr(branches, 3.5)
     assert (choice and choice.rule) == chosen
 
 
@@ -93,7 +93,7 @@ def test_where_every_learning_rate_diverges_no_other_batch_is_tried() -> None:
 def test_a_search_costs_at_most_a_tenth_of_a_training(others: tuple[int, ...]) -> None:
     plan = rate_search.plan_rate_search(job(), (512, *others), dataset_size=50_000)
     assert plan.branches == 3 + len(others)
-    assert 0.05 < plan.share <= 0.1
+    assert 0.05 < plan.training_share <= 0.1
     assert plan.samples == plan.start + plan.branches * plan.length + plan.noise_batches * 64
     assert plan.start == round(0.02 * plan.total)
     assert plan.noise_batches == min(NOISE_BATCHES, round(0.01 * plan.total / 64)) > rate_search.MIN_NOISE_BATCHES
@@ -103,7 +103,7 @@ def test_a_search_costs_at_most_a_tenth_of_a_training(others: tuple[int, ...]) -
 def test_in_a_short_training_a_branch_still_takes_some_steps() -> None:
     plan = rate_search.plan_rate_search(job(epochs=2), (512,), dataset_size=2000)
     assert (plan.start, plan.length) == (rate_search.MIN_STEPS * 64, rate_search.MIN_STEPS * 512)
-    assert plan.noise_batches == rate_search.MIN_NOISE_BATCHES and plan.share > 1
+    assert plan.noise_batches == rate_search.MIN_NOISE_BATCHES and plan.training_share > 1
 
 
 @pytest.mark.parametrize(

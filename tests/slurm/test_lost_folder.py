@@ -71,7 +71,7 @@ def test_no_job_of_a_chain_is_lost_while_the_run_directory_is_away(
     tula.wait_until(lambda: finished(tula))
     job = tula.run().find_job(tula.task().job)
     assert job is not None
-    assert [attempt.job_id for attempt in attempts(tula)] == list(job.links[:2]), "the second job did the rest"
+    assert [attempt.scheduler_id for attempt in attempts(tula)] == list(job.links[:2]), "the second job did the rest"
     log = (tula.run().submitit_dir / f"{job.links[1]}_0_log.err").read_text()
     assert words in log and "the job waited" in log
 
@@ -97,7 +97,7 @@ def test_a_run_directory_that_fails_under_a_running_job_costs_that_job(
     job = tula.run().find_job(tula.task().job)
     assert job is not None
     first, second = attempts(tula)
-    assert (first.outcome, first.job_id, second.job_id) == ("storage", *job.links[:2]), first.message
+    assert (first.outcome, first.scheduler_id, second.scheduler_id) == ("storage", *job.links[:2]), first.message
 
 
 READING = """
@@ -142,4 +142,4 @@ def test_an_outage_under_a_running_job_delays_the_next_one(on_one_node: tuple[Tu
     run_in_mounts(cluster, f"umount --lazy '{data}'")
     cluster.run("login", "scontrol", "update", f"JobId={job.links[1]}", "StartTime=now")  # ten minutes are over
     tula.wait_until(lambda: finished(tula))
-    assert [attempt.job_id for attempt in attempts(tula)] == [*[job.links[0]] * 3, job.links[1]]
+    assert [attempt.scheduler_id for attempt in attempts(tula)] == [*[job.links[0]] * 3, job.links[1]]

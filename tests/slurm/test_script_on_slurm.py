@@ -249,7 +249,9 @@ def test_what_another_start_cures_does_not_empty_the_chain(
     training = run.get_training(run.list_train_signatures()[0])
     attempts = training.read_attempts()
     assert [attempt.outcome for attempt in attempts] == [outcome, "done"], [item.message for item in attempts]
-    assert (attempts[0].job_id == attempts[1].job_id) == (outcome != "user"), "the user's class goes on in the next job"
+    assert (attempts[0].scheduler_id == attempts[1].scheduler_id) == (outcome != "user"), (
+        "the user's class goes on in the next job"
+    )
     assert training.read_result() is not None
 
 

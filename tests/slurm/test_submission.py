@@ -104,7 +104,7 @@ def test_a_folder_that_the_nodes_do_not_see_is_reported(on_slurm: SlurmCluster) 
         )
     )
     assert "No such file or directory" in reason and str(hidden.path) in reason
-    scheduler.cancel_jobs(job.ids)
+    scheduler.cancel_jobs(job.scheduler_ids)
 
 
 def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:

@@ -37,6 +37,6 @@ def test_a_job_runs_the_tula_that_it_was_submitted_with(tula: Tula, on_slurm: Sl
     (job,) = run.read_jobs()
     assert job.tula == __version__ and run.read_attempts() == []
     upgrade(installed)
-    subprocess.run(["scontrol", "release", job.ids[0]], check=True)
+    subprocess.run(["scontrol", "release", job.scheduler_ids[0]], check=True)
     (done,) = tula.wait_until(lambda: [attempt for attempt in run.read_attempts() if attempt.ended_at is not None])
     assert (done.outcome, done.tula) == ("done", __version__)

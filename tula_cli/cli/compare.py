@@ -106,7 +106,7 @@ def _search_learning_rate(
         scripts = [submission.launcher_for(search.run.spec).render_script(search.run, search.task)]
         data = {
             "plan": search.plan,
-            "share": search.plan.share,
+            "share": search.plan.training_share,
             "arms": search.arms,
             "hours": search.hours,
             "scripts": scripts,

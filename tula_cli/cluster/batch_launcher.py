@@ -51,9 +51,9 @@ class BatchLauncher:
         """
         earlier, names, nodes = run.find_job(task.job), self._list_job_names(run, task), list_nodes_of_chain_jobs(task)
         if earlier is not None and has_run_moved(earlier, run.path.resolve()):
-            self.scheduler.cancel(earlier.ids[::-1])  # pending jobs would find no run directory
+            self.scheduler.cancel(earlier.scheduler_ids[::-1])  # pending jobs would find no run directory
         queued = self.list_queued_jobs(run, task, names)
-        if earlier and any(job.id in earlier.ids for job in queued.values()):
+        if earlier and any(job.id in earlier.scheduler_ids for job in queued.values()):
             return earlier
         ids = [queued[name].id for name in names if name in queued]
         for id_ in ids:
@@ -66,7 +66,9 @@ class BatchLauncher:
         # Jobs before the last queued one have run, or must not run.
         submitted = max((names.index(name) + 1 for name in queued), default=0)
         new = list(zip(list_chain_tasks(task), names, strict=True))[submitted:]
-        preceding = [id_ for name in task.awaited_jobs if (job := run.find_job(name)) is not None for id_ in job.ids]
+        preceding = [
+            id_ for name in task.awaited_job_ids if (job := run.find_job(name)) is not None for id_ in job.scheduler_ids
+        ]
         ids += self._submit_jobs_of_chain(run, new, queued=tuple(ids), preceding=preceding)
         submissions = earlier.submissions if earlier else 0
         return Job(
@@ -84,7 +86,7 @@ class BatchLauncher:
 
     def query_states(self, snapshot: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Query the states of all jobs at once. An unknown job has ended, unless it was submitted only seconds ago."""
-        reported_states = self.scheduler.query_states([id_ for job in jobs for id_ in job.ids])
+        reported_states = self.scheduler.query_states([id_ for job in jobs for id_ in job.scheduler_ids])
         states: dict[str, SchedulerState] = {}
         for job in jobs:
             state = _explain_missing_log(snapshot, job, self._get_job_state(snapshot, job, reported_states))
@@ -108,7 +110,7 @@ class BatchLauncher:
         """
         run.mark_job_cancelled(job.id)
         # In reverse order, as the end of one job of the chain would start the next.
-        if error_message := self.scheduler.cancel(job.ids[::-1]):
+        if error_message := self.scheduler.cancel(job.scheduler_ids[::-1]):
             raise SchedulerError(
                 f"{self.scheduler.cancel_command or self.scheduler.name}: {error_message}",
                 f"{job.id} will not start another attempt, but may still be running; run tula cancel again",
@@ -227,7 +229,7 @@ def _explain_missing_log(snapshot: Snapshot, job: Job, state: SchedulerState) ->
     has_started = state.state == "ended" and (not state.reason or state.failed or state.forgotten)
     if not (state.without_log or has_started):
         return state
-    if list_attempts_of_submission(snapshot, job) or snapshot.list_started_logs(job.ids):
+    if list_attempts_of_submission(snapshot, job) or snapshot.list_started_logs(job.scheduler_ids):
         return state
     reason = f"the job wrote no log, so its nodes probably do not see {snapshot.path.resolve()}; set --run-dir to a folder on a file system that all nodes share"
     return replace(state, reason=f"{state.reason}; {reason}" if state.reason else reason)
@@ -237,8 +239,12 @@ def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> Sc
     """Add the last error line of the scheduler log to the state of a chain that failed before a supervisor started."""
     if state.state != "ended" or not state.failed:
         return state
-    started = {attempt.job_id for attempt in list_attempts_of_submission(snapshot, job)}
-    last_link = max((id_ for id_ in job.ids if snapshot.list_started_logs([id_])), key=job.ids.index, default=None)
+    started = {attempt.scheduler_id for attempt in list_attempts_of_submission(snapshot, job)}
+    last_link = max(
+        (id_ for id_ in job.scheduler_ids if snapshot.list_started_logs([id_])),
+        key=job.scheduler_ids.index,
+        default=None,
+    )
     if last_link is None or last_link in started:
         return state
     for path in reversed(snapshot.list_scheduler_logs([last_link])):

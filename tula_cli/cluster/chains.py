@@ -78,10 +78,10 @@ def derive_chain_state(
         forgotten: reason to show for jobs that the scheduler does not know.
         released: ids of jobs that tula itself cancelled, with the reason; they are ignored for the state.
     """
-    if released and (cancelled := [id_ for id_ in job.ids if id_ in released]):
+    if released and (cancelled := [id_ for id_ in job.scheduler_ids if id_ in released]):
         ids = f"job {cancelled[0]}" if len(cancelled) == 1 else f"jobs {cancelled[0]} to {cancelled[-1]}"
         explanation = f"tula cancelled {ids} of the chain: {released[cancelled[-1]]}"
-        kept_ids = tuple(id_ for id_ in job.ids if id_ not in released)
+        kept_ids = tuple(id_ for id_ in job.scheduler_ids if id_ not in released)
         remaining = job.model_copy(
             update={"links": kept_ids, "scheduler_id": kept_ids[0] if kept_ids else job.scheduler_id}
         )
@@ -90,15 +90,15 @@ def derive_chain_state(
     unheard = SchedulerState("ended", forgotten, forgotten=True)
     if is_just_submitted:
         unheard = SchedulerState("pending", "just submitted", young=True)
-    states = [reported_states.get(id_, unheard) for id_ in job.ids]
+    states = [reported_states.get(id_, unheard) for id_ in job.scheduler_ids]
     if is_just_submitted:  # accounting may know a job before squeue lists it
         states = [unheard if state.state == "unknown" else state for state in states]
     kinds = [state.state for state in states]
     if "running" in kinds:
-        return _add_reason_of_next_job(job.ids, states, kinds.index("running"))
+        return _add_reason_of_next_job(job.scheduler_ids, states, kinds.index("running"))
     if "pending" in kinds:
         first_pending = kinds.index("pending")
-        return _derive_waiting_state(job.ids[:first_pending], states[: first_pending + 1])
+        return _derive_waiting_state(job.scheduler_ids[:first_pending], states[: first_pending + 1])
     return states[kinds.index("unknown")] if "unknown" in kinds else states[-1]
 
 

@@ -207,7 +207,7 @@ class Supervisor:
 
     def _wait_for_resume_test(self, task: Task) -> None:
         """Wait for the resume test that precedes a training on this machine; on a scheduler, job dependencies do so."""
-        job = self.run.find_job(task.resume_test_job) if task.resume_test_job else None
+        job = self.run.find_job(task.resume_test_job_id) if task.resume_test_job_id else None
         while job is not None and is_process_running(int(job.scheduler_id), job.process_started):
             if self.run.is_cancelled(task.job):
                 return
@@ -517,7 +517,7 @@ class Supervisor:
             return [attempt for attempt in attempts if attempt.started_at >= self.since]
         job = self._find_job(task)
         chain_jobs = job.links if job is not None else (self.allocation.job_id,)
-        return [attempt for attempt in attempts if attempt.job_id in chain_jobs]
+        return [attempt for attempt in attempts if attempt.scheduler_id in chain_jobs]
 
     def _list_attempts_without_progress(self, task: Task) -> list[Attempt]:
         """Return the attempts of this job so far; of a training, those without a newer checkpoint since."""

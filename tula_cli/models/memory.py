@@ -121,12 +121,12 @@ class MemoryModel:
         return replace(self, states=self.states.model_copy(update=share), sharded=False)
 
     @property
-    def slope(self) -> float:
+    def bytes_per_sample(self) -> float:
         """Memory of one more sample in the micro-batch, for large batches."""
         return self.batch_slope + self.activations.get_last_slope()
 
     @property
-    def fixed(self) -> float:
+    def fixed_bytes(self) -> float:
         """Peak extrapolated from large batches to zero samples."""
         last_corner, last_slope = self.activations.xs[-1], self.activations.get_last_slope()
         return float(max(0.0, self.states.static_bytes + self.activations(last_corner) - last_slope * last_corner))

@@ -144,7 +144,7 @@ def compute_median_queue_wait(jobs: Iterable[Job], attempts: Iterable[Attempt]) 
     """Return the median seconds that jobs waited in the queue, from submission to first start; 0 if unknown."""
     started: dict[str, float] = {}
     for attempt in attempts:
-        started[attempt.job_id] = min(attempt.started_at, started.get(attempt.job_id, attempt.started_at))
+        started[attempt.scheduler_id] = min(attempt.started_at, started.get(attempt.scheduler_id, attempt.started_at))
     queued_jobs = [job for job in jobs if job.scheduler != "local" and job.scheduler_id in started]
     waits = [max(0.0, started[job.scheduler_id] - job.submitted_at) for job in queued_jobs]
     return statistics.median(waits) if waits else 0.0

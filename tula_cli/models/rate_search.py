@@ -70,7 +70,7 @@ class SearchPlan:
     total: int  # samples of one training
 
     @property
-    def share(self) -> float:
+    def training_share(self) -> float:
         """The cost of the search as a share of a training, in samples."""
         return self.samples / self.total
 
@@ -89,7 +89,7 @@ def get_reference_keys(spec: JobSpec) -> tuple[str, str]:
     return ("train.reference_batch", "optimizer.lr") if spec.script is None else script
 
 
-def get_reference_rate(spec: JobSpec) -> float | None:
+def get_reference_lr(spec: JobSpec) -> float | None:
     """Return the learning rate of the reference batch; None of a script with {lr_factor}, which has its own."""
     return spec.optimizer.lr if spec.script is None else spec.script.reference.lr
 
@@ -196,7 +196,7 @@ def find_next_arm(
     """
     trained = {(branch.batch, branch.rule) for branch in branches}
     arms = list_rate_arms(spec, batches[0])
-    chosen = find_branch_with_highest_rate([branch for branch in branches if branch.batch == batches[0]], start_loss)
+    chosen = find_branch_with_highest_lr([branch for branch in branches if branch.batch == batches[0]], start_loss)
     if chosen is not None and len(trained) >= len(arms):
         arms += [
             RateArm(batch, chosen.rule, compute_lr_scale(make_job_of_rule(spec, chosen.rule), batch))
@@ -225,7 +225,7 @@ def compute_loss_margin(lowest: float, start_loss: float) -> float:
     return min(LOSS_MARGIN * abs(lowest), MAX_LOSS_MARGIN, PROGRESS_MARGIN * max(0.0, start_loss - lowest))
 
 
-def find_branch_with_highest_rate(branches: Sequence[RateBranch], start_loss: float) -> RateBranch | None:
+def find_branch_with_highest_lr(branches: Sequence[RateBranch], start_loss: float) -> RateBranch | None:
     """Return the branch with the highest learning rate among those close to the lowest loss; None if all diverged."""
     return max(list_close_branches(branches, start_loss), key=lambda branch: branch.factor, default=None)
 

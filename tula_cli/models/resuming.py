@@ -58,7 +58,7 @@ def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None
             judgement, reasons=(*judgement.reasons, f"not tested {_describe_resumed_start(begin, more)}: {more.why}")
         )
     resumed = _judge_resumed_start(begin, more, lr_ratio=1.0)
-    faults = resumed.faults or _describe_other_rate(begin, same, more)
+    faults = resumed.faults or _describe_other_lr(begin, same, more)
     return replace(
         judgement,
         reasons=(*judgement.reasons, *(faults or resumed.reasons)),
@@ -98,7 +98,7 @@ def _describe_resumed_start(begin: ObservedStart, start: ObservedStart) -> str:
     return f"at batch {start.batch}{nodes}"
 
 
-def _describe_other_rate(begin: ObservedStart, same: ObservedStart, more: ObservedStart) -> tuple[str, ...]:
+def _describe_other_lr(begin: ObservedStart, same: ObservedStart, more: ObservedStart) -> tuple[str, ...]:
     """Describe the first difference of the learning rate between other and the same nodes; empty if there is none."""
     different = _find_first_difference(begin, same, more, 1.0) if same.rates else None
     if different is None:

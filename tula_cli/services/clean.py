@@ -133,7 +133,7 @@ def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: StateQuery, now: f
         for snapshot in snapshots
         for job in _list_readable_jobs(snapshot)
         if job.scheduler == "slurm"
-        for id_ in job.ids
+        for id_ in job.scheduler_ids
     ]
     states = ask(ids) if ids else {}
     holders = [ticket.holder for ticket in machine_lock.list_living_tickets()]
@@ -155,7 +155,7 @@ def _describe_active_job(
             return f"{snapshot.damaged_jobs[0].message}, so it is unknown whether the job of that file is running"
         local = LocalLauncher().query_states(snapshot, [job for job in jobs if job.scheduler == "local"])
         # SLURM was asked for the jobs of all runs at once; every other scheduler is asked for those of this run.
-        if job_ids := [id_ for job in jobs if job.scheduler not in ("local", "slurm") for id_ in job.ids]:
+        if job_ids := [id_ for job in jobs if job.scheduler not in ("local", "slurm") for id_ in job.scheduler_ids]:
             states = {**states, **make_scheduler(RunDir(snapshot.path).read_spec().cluster).query_states(job_ids)}
     except TulaError as error:
         return error.message
@@ -178,8 +178,8 @@ def _describe_active_job(
 
 def _find_chain_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
     """Return the state of a job: that of the first of its chained scheduler jobs that has not ended."""
-    states = [known[id_] for id_ in job.ids if id_ in known]
-    if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED_SECONDS:
+    states = [known[id_] for id_ in job.scheduler_ids if id_ in known]
+    if len(states) < len(job.scheduler_ids) and now - job.submitted_at < JUST_SUBMITTED_SECONDS:
         return SchedulerState("pending", "just submitted")
     return next((state for state in states if state.state != "ended"), SchedulerState("ended"))
 

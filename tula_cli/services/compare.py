@@ -374,7 +374,7 @@ def compute_mean_hours_by_row(run: RunDir | Snapshot, comparison: Comparison) ->
     for cell in comparison.cells:
         if summary := run.get_training(cell.signature).read_summary():
             row = by_length[cell.short is None].setdefault((cell.method, cell.batch), [])
-            row.append(summary.actual_hours / cell.share)
+            row.append(summary.actual_hours / cell.epoch_share)
     return {row: statistics.fmean(hours) for row, hours in {**by_length[False], **by_length[True]}.items()}
 
 

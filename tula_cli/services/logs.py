@@ -322,7 +322,7 @@ def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
     snapshot = run.read_snapshot()
     if job is None:
         return run.list_logs() or snapshot.list_scheduler_logs(
-            id_ for job_record in snapshot.jobs for id_ in job_record.ids
+            id_ for job_record in snapshot.jobs for id_ in job_record.scheduler_ids
         )
     job_ids = _list_job_ids(snapshot)
     if job not in job_ids:
@@ -333,7 +333,7 @@ def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
     tasks = tuple(f"{task.id}." for task in snapshot.select_tasks(BaseTask) if task.job == job)
     task_logs = [path for path in run.list_logs() if path.name.startswith(tasks)]
     return task_logs or snapshot.list_scheduler_logs(
-        id_ for job_record in snapshot.jobs if job_record.id == job for id_ in job_record.ids
+        id_ for job_record in snapshot.jobs if job_record.id == job for id_ in job_record.scheduler_ids
     )
 
 

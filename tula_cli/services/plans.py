@@ -38,8 +38,8 @@ class ProfilePlan(MaxCost):
         return sum(len(task.local_batches) for task in self.tasks)
 
     @property
-    def jobs(self) -> tuple[str, ...]:
-        """The names of the jobs."""
+    def job_ids(self) -> tuple[str, ...]:
+        """The ids of the jobs."""
         return tuple(task.job for task in self.tasks)
 
 
@@ -105,7 +105,7 @@ def sum_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | Non
 
     A row of unknown duration counts as the mean of the known ones; without cells the total is 0.
     """
-    expected = [(hours.get((cell.method, cell.batch)), cell.share) for cell in cells]
+    expected = [(hours.get((cell.method, cell.batch)), cell.epoch_share) for cell in cells]
     known_hours = [value for value in hours.values() if value is not None]
     if not expected or not known_hours:
         return None if expected else 0.0
@@ -128,7 +128,9 @@ class LearningRateSearchPlan:
     @property
     def hours(self) -> float | None:
         """Expected hours of the search, if its samples take as long as those of the training."""
-        return None if self.training_hours is None else self.plan.share * self.training_hours + self.startup_hours
+        return (
+            None if self.training_hours is None else self.plan.training_share * self.training_hours + self.startup_hours
+        )
 
     @property
     def node_hours(self) -> float | None:

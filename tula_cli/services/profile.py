@@ -41,7 +41,7 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
     """
     with lock_submission(run):
         submit_missing_tasks(run, launcher, plan.tasks, plan.code)
-    return plan.jobs
+    return plan.job_ids
 
 
 def wait_for_job_exits(
@@ -55,7 +55,7 @@ def wait_for_job_exits(
     pause, remaining = plan.tasks[0].spec.cluster.backend.poll[0], MAX_EXIT_SECONDS
     while remaining > 0 and any(
         run.is_finished(task)
-        for id_ in list_unfinished_jobs(run, launcher, plan.jobs)
+        for id_ in list_unfinished_jobs(run, launcher, plan.job_ids)
         for task in run.read_snapshot().list_tasks_of_job(id_)
     ):
         sleep(pause)
@@ -233,12 +233,12 @@ class _SubmittedRun:
     started: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.under_way = list_unfinished_jobs(self.run, self.launcher, self.plan.jobs)
+        self.under_way = list_unfinished_jobs(self.run, self.launcher, self.plan.job_ids)
 
     @property
     def has_missing_jobs(self) -> bool:
         """Whether some of the jobs are still to be submitted."""
-        return len(self.under_way) < len(self.plan.jobs)
+        return len(self.under_way) < len(self.plan.job_ids)
 
     @property
     def may_continue(self) -> bool:

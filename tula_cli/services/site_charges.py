@@ -241,4 +241,4 @@ def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
         return None
     earlier = {attempt.allocation.partition(".")[0] for attempt in training.read_attempts()} - {""}
     site_billing: SiteBilling | None = load_extra_if_installed("slurm_site")
-    return None if site_billing is None else site_billing.find_charge(task, sorted({*earlier, *job.ids}))
+    return None if site_billing is None else site_billing.find_charge(task, sorted({*earlier, *job.scheduler_ids}))

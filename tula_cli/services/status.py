@@ -277,7 +277,7 @@ def _determine_state_from_attempts(
 
 def _belongs_to_submission(attempt: Attempt, job: Job) -> bool:
     """Return whether an attempt belongs to a job's last submission, by its allocation or else by its time."""
-    return attempt.job_id in job.ids or attempt.started_at >= job.submitted_at - MAX_CLOCK_DIFFERENCE
+    return attempt.scheduler_id in job.scheduler_ids or attempt.started_at >= job.submitted_at - MAX_CLOCK_DIFFERENCE
 
 
 def _estimate_remaining_seconds(

@@ -55,7 +55,9 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
             str(cell.seed),
             str(cell.short[0] if cell.short else plan.spec.train.epochs),
             f"train-{cell.signature}",
-            "done" if cell.signature not in todo else format_number(hours and 3600 * cell.share * hours / divisor),
+            "done"
+            if cell.signature not in todo
+            else format_number(hours and 3600 * cell.epoch_share * hours / divisor),
         )
     yield table
     yield ""
@@ -64,7 +66,7 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
     yield f"{bound_text}{format_count(total - done, 'training')} to do, {done} of {total} done"
     short = next((cell.short for cell in plan.comparison.cells if cell.short), None)
     if short is not None:
-        epochs = sum(cell.share for cell in (*plan.state.wanted, *plan.state.undecided))
+        epochs = sum(cell.epoch_share for cell in (*plan.state.wanted, *plan.state.undecided))
         yield (
             f"Round 1 trains all rows except lbt for {short[0]} of {short[1]} epochs. Round 2 trains the best two rows of each"
             " batch, lbt and the job's own method for all epochs. Together they cost at most as much as"
@@ -187,11 +189,11 @@ def format_spread(value: "SeedStatistics | None", digits: int) -> str:
 
 def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[str] = ()) -> Iterator[str]:
     """Describe the branches of a search for a learning rate, and their cost."""
-    from tula_cli.models.rate_search import get_reference_rate
+    from tula_cli.models.rate_search import get_reference_lr
 
     spec, plan = search.task.spec, search.plan
     batch, *others = search.task.batches
-    base = get_reference_rate(spec)
+    base = get_reference_lr(spec)
     rates = ", ".join(format_number(arm.factor * (base or 1.0)) for arm in search.arms)
     described = f"learning rates {rates}" if base else f"{rates} times the learning rate"
     yield f"batch {batch} on {format_count(search.task.nodes)}: branches with {described}"
@@ -201,7 +203,7 @@ def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[st
         f"each branch trains on {plan.length} samples, starting from a checkpoint taken after {plan.start} samples at batch"
         f" {spec.train.reference_batch}"
     )
-    share = f"{plan.samples} samples in total: {describe_sample_share(plan.share)}"
+    share = f"{plan.samples} samples in total: {describe_sample_share(plan.training_share)}"
     if search.hours is None or search.training_hours is None or search.node_hours is None:
         yield f"{share}; no estimate of time and cost: nothing has been measured yet"
     else:

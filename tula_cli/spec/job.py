@@ -383,7 +383,7 @@ def compute_warmup_epochs(spec: JobSpec) -> float:
     return min(spec.train.training_method.warmup_epochs, MAX_WARMUP_SHARE * spec.train.epochs)
 
 
-def compute_reference_rate(spec: JobSpec, epoch: float) -> float:
+def compute_reference_lr(spec: JobSpec, epoch: float) -> float:
     """Return the learning rate at the reference batch after `epoch` epochs, for a schedule that is not user-defined."""
     warmup = compute_warmup_epochs(spec)
     base = spec.optimizer.lr * (compute_warmup_factor(epoch, warmup) if epoch < warmup else 1.0)

@@ -34,8 +34,8 @@ def test_components_add_up_to_the_peak() -> None:
     truth = Truth()
     model = fit_memory_model([make_probe(truth, 2, 32), make_probe(truth, 2, 128)])
     assert set(model.states.model_dump().values()) == {truth.model_bytes}
-    assert model.fixed == pytest.approx(4 * truth.model_bytes, rel=1e-6)
-    assert model.slope == pytest.approx(truth.sample_bytes, rel=1e-6)
+    assert model.fixed_bytes == pytest.approx(4 * truth.model_bytes, rel=1e-6)
+    assert model.bytes_per_sample == pytest.approx(truth.sample_bytes, rel=1e-6)
 
 
 def test_one_measured_batch_takes_activations_as_proportional() -> None:

@@ -17,7 +17,7 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import Ramp, build_ramp
 from tula_cli.models.ramp_costs import check_stages, describe_stage_nodes, list_stage_diagnostics
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.spec.job import JobSpec, choose_max_lr_factor, compute_lr_scale, compute_reference_rate
+from tula_cli.spec.job import JobSpec, choose_max_lr_factor, compute_lr_scale, compute_reference_lr
 from tula_cli.spec.load import validate_job
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.worker.train.learning_rate import compute_learning_rate
@@ -87,10 +87,10 @@ def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any,
         value, epoch = ramp.find_batch(passed), passed / SIZE
         worth = (value / 128) ** (1 if name == "SGD" else 0.5)
         assert compute_learning_rate(subject, epoch, value) == pytest.approx(
-            compute_reference_rate(subject, epoch) * worth
+            compute_reference_lr(subject, epoch) * worth
         )
         assert compute_learning_rate(subject, epoch, value) <= 0.1 * (1 + 1e-6)
-        assert value == 128 or 0.1 * 128 / value >= compute_reference_rate(subject, epoch) * (1 - 1e-6)
+        assert value == 128 or 0.1 * 128 / value >= compute_reference_lr(subject, epoch) * (1 - 1e-6)
     for stage, following in pairwise(ramp.stages):
         assert following.begin > stage.begin and following.batch > stage.batch
     assert ramp.stages[0] == Stage(begin=0, batch=128) or schedule.get("milestones", [1])[0] == 0

@@ -111,7 +111,7 @@ def test_the_plan_has_the_cost_as_a_share_of_a_training(run: RunDir) -> None:
     prepared, events = prepare(run)
     assert [arm.factor for arm in prepared.arms] == [1.0, 2.0, 4.0]
     assert prepared.task.batches == (64,)
-    assert 0 < prepared.plan.share < 0.1
+    assert 0 < prepared.plan.training_share < 0.1
     assert prepared.node_hours is None, "nothing was measured"
     assert events == []
     assert prepare(run, near_batches=True)[0].task.batches == (64, 32, 128)
@@ -122,7 +122,7 @@ def test_after_measurements_the_plan_has_hours(run: RunDir) -> None:
         make.add_measured(run, 1, local)
     prepared, _ = prepare(run)
     assert prepared.training_hours is not None
-    assert prepared.hours == prepared.node_hours == prepared.plan.share * prepared.training_hours
+    assert prepared.hours == prepared.node_hours == prepared.plan.training_share * prepared.training_hours
     section = {"nodes": [1, 2], "max_node_hours": prepared.node_hours / 2}
     capped = make.spec(train={"epochs": 100, "method": "lrs", "reference_batch": 16}, search=section)
     launcher = FakeLauncher()
@@ -138,7 +138,7 @@ def test_an_expensive_search_of_a_short_training_is_warned_of(run: RunDir) -> No
     assert isinstance(warning, WarningEvent)
     assert not isinstance(warning.warning, str)
     assert warning.warning.code == "expensive-rate-search"
-    assert warning.warning.values["share"] == prepared.plan.share
+    assert warning.warning.values["share"] == prepared.plan.training_share
 
 
 def test_the_search_is_the_same_whatever_the_job_s_rule(run: RunDir) -> None:
@@ -257,10 +257,10 @@ def test_branches_of_a_script_start_from_one_of_its_own_checkpoints(
     prepared, _ = prepare(run, job)
     plan = prepared.plan
     assert (plan.start, plan.length, plan.total, plan.noise_batches) == (start, 1920, 96_000, 0)
-    assert plan.samples == start + 3 * 1920 and plan.share < 0.1
+    assert plan.samples == start + 3 * 1920 and plan.training_share < 0.1
     assert [arm.factor for arm in prepared.arms] == [1.0, 2.0, 4.0]
     near = prepare(run, job, near_batches=True)[0]
-    assert near.task.batches == (64, 32, 128) and near.plan.share <= 0.1
+    assert near.task.batches == (64, 32, 128) and near.plan.training_share <= 0.1
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_learning_rate_that_diverges_is_ruled_out_and_other_batches_follow_the
     assert [(b.batch, b.rule, b.diverged) for b in record.branches[:3]] == [
         (32, "none", False), (32, "sqrt", False), (32, "linear", True),
     ]  # fmt: skip
-    chosen = rate_search.find_branch_with_highest_rate(record.branches[:3], record.start_loss)
+    chosen = rate_search.find_branch_with_highest_lr(record.branches[:3], record.start_loss)
     assert chosen is not None
     assert (record.branches[3].batch, record.branches[3].rule) == (16, chosen.rule)
 

@@ -207,7 +207,7 @@ def test_a_sampler_gives_the_order_of_every_epoch() -> None:
     for epoch in range(2):
         expected = token_jobs.rare_first(train.samples, epoch, 3, times=2)
         batches = MicroBatchSampler(len(train), ramp=Ramp.from_constant_batch(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=2,
-                          start=TrainingPosition(epoch=epoch), order=train.make_epoch_order)  # fmt: skip
+                          start=TrainingPosition(epoch=epoch), order=train.draw_epoch_order)  # fmt: skip
         assert [index for _, index in itertools.chain(*itertools.islice(batches, 4))] == expected
 
 
@@ -220,7 +220,7 @@ def test_a_sampler_of_torchs_is_drawn_anew_for_each_epoch_and_alike_on_each_rank
     job = make_token_job(dataset={"sampler": f"{__name__}:sixteen"})
     first, other = build_datasets(job).train, build_datasets(job).train
     assert len(first) == 16
-    orders = [first.make_epoch_order(epoch) for epoch in (0, 1, 0)]
+    orders = [first.draw_epoch_order(epoch) for epoch in (0, 1, 0)]
     assert torch.equal(orders[0], orders[2]) and not torch.equal(orders[0], orders[1])
     torch.rand(3)
-    assert torch.equal(orders[1], other.make_epoch_order(1))
+    assert torch.equal(orders[1], other.draw_epoch_order(1))

@@ -227,7 +227,7 @@ class ScriptRateSearch(ScriptProgram):
         has_diverged = bool(losses) and losses[-1] is None
         if failure is not None and not has_diverged:
             return failure
-        if problem := self._describe_ignored_rate(attempt, record, plan.factor):
+        if problem := self._describe_ignored_lr(attempt, record, plan.factor):
             return make_script_failure(failure, problem, permanent=True)
         if len(losses) < plan.steps and not has_diverged:
             line = find_last_script_line(self.run.get_log_path(self.task.id, command.attempt))
@@ -247,20 +247,20 @@ class ScriptRateSearch(ScriptProgram):
             batch=command.batch,
             rule=rule,
             factor=plan.factor,
-            lr=self._find_branch_rate(command, record, plan.factor),
+            lr=self._find_branch_lr(command, record, plan.factor),
         )
         update: dict[str, object] = {"branches": (*record.branches, branch), "samples": record.samples + samples}
         if plan.norms:
             update["noise"] = _estimate_noise(attempt, command.batch)
         return record.model_copy(update=update)
 
-    def _find_branch_rate(self, command: LeaderCommand, record: RateSearch, factor: float) -> float:
+    def _find_branch_lr(self, command: LeaderCommand, record: RateSearch, factor: float) -> float:
         """Return the learning rate of the command line; with {lr_factor}, a multiple of that at the checkpoint (or of 1)."""
         given = compute_script_learning_rate(self.make_spec(command), command.batch)
         return factor * (record.start_lr or 1.0) if given is None else given
 
     @staticmethod
-    def _describe_ignored_rate(attempt: ScriptAttempt, record: RateSearch, factor: float) -> str:
+    def _describe_ignored_lr(attempt: ScriptAttempt, record: RateSearch, factor: float) -> str:
         """Describe that a branch did not train at its learning rate; empty if it did, or has none to compare.
 
         A schedule that is restored from the checkpoint may set the earlier learning rate again, at its next step.
@@ -272,9 +272,9 @@ class ScriptRateSearch(ScriptProgram):
         fallen = (
             after
             for before, after in pairwise(rates)
-            if factor > MAX_LR_RATIO and _are_rates_close(before, factor * after)
+            if factor > MAX_LR_RATIO and _are_learning_rates_close(before, factor * after)
         )
-        wrong = next(fallen, None) if _are_rates_close(rates[0], expected) else rates[0]
+        wrong = next(fallen, None) if _are_learning_rates_close(rates[0], expected) else rates[0]
         if wrong is None:
             return ""
         return (
@@ -309,7 +309,7 @@ _SAVE_HINT = (
 NO_LOSS = "no loss was observed, because no backward pass of torch starts from a single value; report the loss in the training loop: tula_hooks.step(loss=loss)"
 
 
-def _are_rates_close(observed: float, expected: float) -> bool:
+def _are_learning_rates_close(observed: float, expected: float) -> bool:
     return 1 / MAX_LR_RATIO <= observed / expected <= MAX_LR_RATIO
 
 

@@ -414,9 +414,9 @@ def require_resumable_script(run: RunDir, task: Task) -> None:
     Raises:
         JobFailed: the script cannot resume from its checkpoint, or is not known to do so on the nodes that it is granted.
     """
-    if not task.resume_test_job:
+    if not task.resume_test_job_id:
         return
-    resume_test = ResumeTestRecords(run.path).read_result(task.resume_test_job)
+    resume_test = ResumeTestRecords(run.path).read_result(task.resume_test_job_id)
     if resume_test is not None and resume_test.verdict == "none":
         raise JobFailed(
             f"the training was not started, because the script cannot resume after an interruption: {'; '.join(resume_test.faults)}",

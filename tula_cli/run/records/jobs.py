@@ -28,7 +28,7 @@ class Job(Record):
     tula: str = ""  # tula version that submitted it; empty for jobs of an older tula
 
     @property
-    def ids(self) -> tuple[str, ...]:
+    def scheduler_ids(self) -> tuple[str, ...]:
         """The scheduler's ids of all jobs of the chain."""
         return self.links or (self.scheduler_id,)
 
@@ -101,7 +101,7 @@ class Attempt(Record):
         return None if self.failure is None else self.failure.shortage
 
     @property
-    def job_id(self) -> str:
+    def scheduler_id(self) -> str:
         """The scheduler's id of the job that the attempt ran in; empty on the local machine."""
         return self.allocation.rpartition(".")[0] or self.allocation
 

@@ -304,7 +304,7 @@ class Cell(Record):
     short: tuple[int, int] | None = None  # (its epochs, epochs of the job) for a training of the first round, else None
 
     @property
-    def share(self) -> float:
+    def epoch_share(self) -> float:
         """The share of the job's epochs for which it is trained."""
         return 1.0 if self.short is None else self.short[0] / self.short[1]
 

@@ -74,12 +74,12 @@ class BaseTask(Record):
         return f"{self.id}.*.json"
 
     @property
-    def resume_test_job(self) -> str:
+    def resume_test_job_id(self) -> str:
         """The job of the resume test that must have ended before this job starts; empty if there is none."""
         return ""
 
     @property
-    def awaited_jobs(self) -> tuple[str, ...]:
+    def awaited_job_ids(self) -> tuple[str, ...]:
         """The jobs that the scheduler has to wait for before it starts this one."""
         return ()
 
@@ -237,11 +237,11 @@ class TrainTask(BaseTask):
         return f"{self.job}-*.json"
 
     @property
-    def resume_test_job(self) -> str:
+    def resume_test_job_id(self) -> str:
         return self.after
 
     @property
-    def awaited_jobs(self) -> tuple[str, ...]:
+    def awaited_job_ids(self) -> tuple[str, ...]:
         return (*filter(None, (self.after,)), *self.follows)
 
     @property

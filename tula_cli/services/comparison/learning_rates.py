@@ -122,8 +122,10 @@ def prepare_rate_search(
     size, save_every = size_and_interval or (train.find_dataset_size(run, inspect), 0)
     others = rate_search.list_other_batches(spec, batch, divisor=divisor, dataset_size=size) if near_batches else ()
     plan = rate_search.plan_rate_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
-    if plan.share > EXPENSIVE_SHARE:
-        yield WarningEvent(messages.expensive_rate_search(share=plan.share, samples=plan.length, steps=MIN_STEPS))
+    if plan.training_share > EXPENSIVE_SHARE:
+        yield WarningEvent(
+            messages.expensive_rate_search(share=plan.training_share, samples=plan.length, steps=MIN_STEPS)
+        )
     signature = compute_train_signature(  # the same for all rules of the learning rate
         rate_search.make_job_of_rule(spec, "linear"), nodes=nodes, batch=batch, code=training.code.identity
     )
@@ -301,7 +303,7 @@ def read_search_report(search: LearningRateSearchPlan, file: JobFile | None = No
     if record is None or not _is_search_complete(run, task):
         raise make_job_error(run, task, "the search for a learning rate")
     batch, reference = task.batches[0], record.reference_batch
-    chosen = rate_search.find_branch_with_highest_rate(
+    chosen = rate_search.find_branch_with_highest_lr(
         [branch for branch in record.branches if branch.batch == batch], record.start_loss
     )
     if chosen is None:
@@ -335,7 +337,7 @@ def read_search_report(search: LearningRateSearchPlan, file: JobFile | None = No
         share=record.samples / record.total,
         loss_margin=rate_search.compute_loss_margin(lowest, record.start_loss),
         answer=f"Use {times} of batch {reference} at batch {batch}: {format_number(chosen.lr)}.",
-        warnings=tuple(_warn_inconclusive_losses(record, rate_search.get_reference_rate(run.spec))),
+        warnings=tuple(_warn_inconclusive_losses(record, rate_search.get_reference_lr(run.spec))),
     )
 
 

@@ -27,8 +27,8 @@ class BranchSteps:
         """Return whether the branch ends after `step` steps."""
         return self.steps is not None and step >= self.steps
 
-    def compute_lr_share(self, done: int) -> float:
-        """Return the share of the script's learning rate that the next step uses, after `done` steps.
+    def compute_lr_factor(self, done: int) -> float:
+        """Return the factor of the script's learning rate in the next step, after `done` steps.
 
         It rises in the first quarter, from the learning rate of the checkpoint, and falls to 0 in the second half.
         """
@@ -37,13 +37,13 @@ class BranchSteps:
         risen = min(1.0, 4 * done / self.steps)
         return (1 + (self._factor - 1) * risen) / self._factor * min(1.0, 2 * (self.steps - done) / self.steps)
 
-    def scale_learning_rates(self, optimizer: Any, share: float) -> None:
-        """Multiply the learning rates of an optimizer for one step."""
+    def scale_learning_rates(self, optimizer: Any, factor: float) -> None:
+        """Multiply the learning rates of an optimizer by `factor` for one step."""
         for group in optimizer.param_groups:
             # Once only, because its step may call the step of another optimizer.
             if "lr" in group and id(group) not in self._rates:
                 self._rates[id(group)] = group["lr"]
-                group["lr"] = group["lr"] * share
+                group["lr"] = group["lr"] * factor
 
     def restore_learning_rates(self, optimizer: Any) -> None:
         """Restore the learning rates that the script and its schedule know."""
@@ -74,7 +74,7 @@ def hook_branch(recorder: Any) -> None:
 
     register_optimizer_step_pre_hook(
         lambda optimizer, *_: recorder.branch.scale_learning_rates(
-            optimizer, recorder.branch.compute_lr_share(recorder.step)
+            optimizer, recorder.branch.compute_lr_factor(recorder.step)
         )
     )
     register_optimizer_step_post_hook(lambda optimizer, *_: recorder.branch.restore_learning_rates(optimizer))

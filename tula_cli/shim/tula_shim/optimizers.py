@@ -129,7 +129,7 @@ class ScheduleReporter:
             self._searched = True
             self._scheduler = find_scheduler(optimizer)
             if self._scheduler is not None:
-                self._report = {"name": get_full_name(self._scheduler), "moves": changes_rate_soon(self._scheduler)}
+                self._report = {"name": get_full_name(self._scheduler), "moves": changes_lr_soon(self._scheduler)}
         if self._scheduler is None:
             return {}
         return {"schedule": {**self._report, "at": int(getattr(self._scheduler, "last_epoch", 0))}}
@@ -176,7 +176,7 @@ class FakeOptimizer:
         return [float(group["lr"]) for group in self.param_groups]
 
 
-def changes_rate_soon(scheduler: Any) -> bool | None:
+def changes_lr_soon(scheduler: Any) -> bool | None:
     """Return whether a scheduler changes a learning rate in its next steps, by stepping a copy; None if that fails."""
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -37,7 +37,7 @@ class StreamedDataset:
     def __len__(self) -> int:
         return self.size
 
-    def make_epoch_order(self, epoch: int) -> None:
+    def draw_epoch_order(self, epoch: int) -> None:
         """Return None: the order is the stream's."""
 
     def list_first_samples(self, count: int) -> list[Any]:
@@ -108,7 +108,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         """Return the number of samples of an epoch."""
         return self.size
 
-    def make_epoch_order(self, epoch: int) -> torch.Tensor | None:
+    def draw_epoch_order(self, epoch: int) -> torch.Tensor | None:
         """Return the order of an epoch from the user's sampler; None if there is no sampler.
 
         Raises:

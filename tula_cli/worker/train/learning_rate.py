@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tula_cli.errors import JobFailed
 from tula_cli.plugins import is_import_string, load_named_object
-from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, compute_warmup_epochs
+from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_lr, compute_warmup_epochs
 from tula_cli.spec.schedules import compute_scheduled_lr, compute_warmup_factor
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
 
@@ -21,7 +21,7 @@ def compute_learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
     """
     scale, warmup = compute_lr_scale(spec, batch), compute_warmup_epochs(spec)
     if spec.train.stages == "decay":  # always a multiple of the reference batch's learning rate
-        return scale * compute_reference_rate(spec, epoch)
+        return scale * compute_reference_lr(spec, epoch)
     base = spec.optimizer.lr * scale
     if epoch < warmup:
         base *= compute_warmup_factor(epoch, warmup, scale)

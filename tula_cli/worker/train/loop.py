@@ -243,7 +243,7 @@ def load_micro_batches(trainer: Trainer, epochs: int, ramp: Ramp | None = None) 
         seed=trainer.spec.train.seed,
         epochs=epochs,
         start=trainer.position,
-        order=trainer.datasets.train.make_epoch_order,
+        order=trainer.datasets.train.draw_epoch_order,
     )
     pin, collate = trainer.ranks.device.type == "cuda", trainer.datasets.collate
     return iter(build_train_loader(trainer.datasets.train, batches, workers=trainer.workers, pin=pin, collate=collate))

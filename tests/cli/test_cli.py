@@ -336,7 +336,7 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
         shown = tula("status", *named)
         assert (
             shown.err
-            == f"warning: --set name=first of an earlier command still applies to {make_relative_path(first.path)}. To use the values of the job file, name that file.\n"
+            == f"warning: --set name=first of an earlier command still applies to {make_relative_path(first.path)}. Commands that plan or train use the values of the job file if you name it.\n"
         )
         assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
     assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err

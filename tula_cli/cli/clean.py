@@ -65,7 +65,7 @@ def clean(
         compared=compared,
         older=min_age_seconds,
     )
-    if named and (kept_run := next((run_space for run_space in disk_usages if run_space.kept), None)):
+    if named and (kept_run := next((usage for usage in disk_usages if usage.kept), None)):
         message = f"{kept_run.id}: {kept_run.kept}; nothing was deleted"
         if kept_run.lives:
             hint = f"cancel the jobs of this run with tula cancel {kept_run.id}, or leave the run out of the command"
@@ -75,7 +75,7 @@ def clean(
         reason = "no run is that old: files of all runs have changed since then"
         lines = [reason if older else f"there are no runs in {root}"]
         return screen.print_answer(show_clean.make_clean_data(disk_usages, None), lines)
-    if dry_run or not any(run_space.holdings for run_space in disk_usages):
+    if dry_run or not any(usage.holdings for usage in disk_usages):
         shown = show_clean.render_disk_usage(disk_usages, width=screen.width)
         return screen.print_answer(show_clean.make_clean_data(disk_usages, None), shown)
     screen.print_to_stderr(show_clean.render_disk_usage(disk_usages, width=screen.width))

@@ -33,7 +33,7 @@ def damaged_job(*, problem: str) -> str:
 def earlier_overrides_apply(*, overrides: Sequence[str], runs: Sequence[str]) -> str:
     settings = " ".join(f"--set {shlex.quote(override)}" for override in overrides)
     verb = "applies" if len(overrides) == 1 else "apply"
-    return f"{settings} of an earlier command still {verb} to {join_words(runs)}. To use the values of the job file, name that file."
+    return f"{settings} of an earlier command still {verb} to {join_words(runs)}. Commands that plan or train use the values of the job file if you name it."
 
 
 @diagnostic

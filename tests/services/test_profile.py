@@ -212,7 +212,7 @@ def test_a_round_waits_until_finished_jobs_of_the_round_before_have_exited(round
     assert len(pauses) == 3
     launcher.submitted.clear()
     profile.submit_probes(rounds, after, launcher)
-    assert launcher.submitted == list(after.jobs)
+    assert launcher.submitted == list(after.job_ids)
 
 
 def test_no_round_waits_for_a_job_that_is_still_measuring(rounds: RunDir) -> None:

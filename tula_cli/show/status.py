@@ -307,6 +307,8 @@ def describe_evaluation(evaluated: "EvaluationRecord") -> str:
 
 def describe_step_changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:
     """Yield one line per change of the step time during training."""
+    if not step_changes:
+        return  # without importing numpy
     from tula_cli.models.time.changes import describe_step_change
 
     yield from (f"changed: {describe_step_change(change)}" for change in step_changes)

@@ -69,6 +69,17 @@ def test_written_pages_stay_small() -> None:
     assert sum(len(page.encode()) for page in written) <= MOST_WRITTEN
 
 
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/contributing.md"])
+def test_names_of_code_on_a_page_exist(page: str) -> None:
+    folders = ("tula_cli", "tests", "docs", "benchmarks")
+    code = "\n".join(file.read_text(encoding="utf-8") for name in folders for file in (ROOT / name).rglob("*.py"))
+    names = re.findall(r"`\.?([A-Za-z]\w*)(?:\([^`]*\))?`", text(page))
+    assert len(names) > 10
+    assert [name for name in names if not name.isupper() and not re.search(rf"\b{name}\b", code)] == []
+    functions = re.findall(r"`\.?([a-z]\w*)\([^`]*\)`", text(page))
+    assert [name for name in functions if not re.search(rf"\b(def|class) {name}\b", code)] == []
+
+
 def test_navigation_has_every_page() -> None:
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]))
     assert listed == {page.removeprefix("docs/") for page in PAGES} - {"README.md", "AGENTS.md"}

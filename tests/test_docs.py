@@ -1,4 +1,4 @@
-"""What README and the pages of docs/ show works, and the pages of reference are what the code says."""
+"""Examples in README and docs/ work, and the pages of reference agree with the code."""
 
 import json
 import math

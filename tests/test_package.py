@@ -1,4 +1,4 @@
-"""What is installed: a wheel holds the templates and configs, and the arrows of the architecture are enforced."""
+"""The installed package: a wheel contains the templates and configs, and the import rules are enforced."""
 
 import shutil
 import subprocess

@@ -82,7 +82,7 @@ def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
 
 
 WRAPPERS = {"Ortho", "TulaOptimizer", "Lars", "Lamb", "SGDScheduleFree", "AdamWScheduleFree"}
-"""What methods make of an optimizer."""
+"""Optimizers that methods build from that of the job."""
 OWN_FILES = ("tula_cli/worker/methods/", "tula_cli/spec/methods.py", "tula_cli/optim/")
 
 

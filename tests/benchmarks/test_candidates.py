@@ -1,4 +1,4 @@
-"""What many candidates cost (benchmarks/candidates.py)."""
+"""The cost of many candidates (benchmarks/candidates.py)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What stages on fewer nodes are worth on measured step times (benchmarks/replay/replay_stages.py)."""
+"""The benefit of stages on fewer nodes, by measured step times (benchmarks/replay/replay_stages.py)."""
 
 import json
 import sys

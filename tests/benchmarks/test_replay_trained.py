@@ -1,4 +1,4 @@
-"""What a training tells of its neighbours (benchmarks/replay/replay_trained.py)."""
+"""Predictions for neighbouring configurations from a training (benchmarks/replay/replay_trained.py)."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What `--help` shows, and what a shell completes."""
+"""The output of `--help`, and shell completion."""
 
 import ast
 import inspect

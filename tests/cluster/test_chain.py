@@ -1272,7 +1272,7 @@ RAISED: dict[OutcomeClass, tuple[str, ...]] = {
     ),
     "unknown": ("raise SystemExit(3)",),
 }
-"""What a rank does that ends it, by the class of its ending."""
+"""Code of a rank that ends it, by the class of its ending."""
 DEATHS = [
     *((outcome, script) for outcome, scripts in RAISED.items() for script in scripts),
     *((outcome, "") for outcome in (*ENDED_FROM_OUTSIDE, "supervisor", "stage_end", "hung")),

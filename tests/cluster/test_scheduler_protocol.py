@@ -1,4 +1,4 @@
-"""What every scheduler has to do: this machine, SLURM, and one that an outsider wrote by the docs, under the same laws."""
+"""Rules for every scheduler: this machine, SLURM, and one that a user wrote by the docs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What changes the steps of a training is told: which part of them, since when, and what comes of it."""
+"""A change of the step time is reported: which part of a step, since when, and its effect."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What this machine has of memory, its own and shared; a container's limits in files of the test."""
+"""Memory of this machine, its own and shared; the limits of a container, in files of the test."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What GPUs, their drivers and their libraries say when they fail: the class of each, and the advice.
+"""Error texts of GPUs, drivers and libraries: the class of each, and the advice.
 
 The words are the vendors' (CUDA, cuDNN, NCCL, ROCm, oneAPI, libibverbs, torch), as their sources and manuals have them; the
 frames around them are made here.

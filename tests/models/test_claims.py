@@ -1,4 +1,4 @@
-"""What a script did is held against what was claimed of it."""
+"""Measured behaviour of a script is compared with its claims."""
 
 import pytest
 from make_results import Truth, make_probe

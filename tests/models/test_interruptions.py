@@ -1,4 +1,4 @@
-"""What an interruption costs a training by a script: how often it saves, in words and in the price of spot nodes."""
+"""The cost of an interruption of a script: how often it saves, in words and in the price of spot nodes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What one observed configuration says about other requests."""
+"""Predictions for other requests from one observed configuration."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What a configuration takes beside its steps, where some probes do not tell."""
+"""Time beside the steps of a configuration, if some probes did not measure it."""
 
 import numpy as np
 import pytest

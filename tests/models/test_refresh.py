@@ -1,4 +1,4 @@
-"""What refreshing the scaling factors takes."""
+"""The cost of refreshing the scaling factors."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the tests of the optimizers share."""
+"""Fixtures of the tests of the optimizers."""
 
 from collections.abc import Iterator
 

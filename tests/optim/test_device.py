@@ -1,4 +1,4 @@
-"""What AGS costs beside the arithmetic: no waiting for the device inside a step, memory as documented."""
+"""The costs of AGS beside its arithmetic: no step waits for the device, and memory is as documented."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_maps_are_turned_and_all_else_takes_the_bases_step(monkeypatch: pytest.M
 
 
 class Positions(nn.Module):
-    """What is added or looked up, in the ways that networks write it."""
+    """Looks up or adds values in the ways that networks write it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.torch
 
 
 class Ranks:
-    """What the processes of one start left behind: the cases that passed on each rank."""
+    """Results of the processes of one start: the cases that passed on each rank."""
 
     def __init__(self, folder: Path, world: int) -> None:
         self.folder, self.world = folder, world

@@ -1,4 +1,4 @@
-"""What the tests of a run's code share."""
+"""Fixtures of the tests of a run's code."""
 
 from pathlib import Path
 

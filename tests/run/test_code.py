@@ -1,4 +1,4 @@
-"""What was submitted is what runs: the user's files that a spec leads to, their digest, and their snapshot."""
+"""Submitted code is what runs: the files that a spec refers to, their digest, and their snapshot."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is asked of the file system itself; tests/slurm/test_cached_attributes.py does so on one that keeps answers."""
+"""Requests to the file system itself; tests/slurm/test_cached_attributes.py makes them on one that caches."""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""What stands in place of a file and is none (a device without end, a pipe) is neither read nor waited for."""
+"""Special files (a device without end, a pipe) are neither read nor waited for."""
 
 import os
 import socket

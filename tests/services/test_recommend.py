@@ -416,7 +416,7 @@ def test_the_choice_by_energy_takes_least_of_it(counted: RunDir) -> None:
 
 
 def test_energy_is_an_axis_of_the_front(tmp_path: Path) -> None:
-    """What is good for energy alone is in no front of time and cost."""
+    """A configuration that is good for energy alone is in no front of time and cost."""
 
     def with_power(probe: Measured) -> Measured:
         watts = 100 if (probe.nodes, probe.local_batch) == (2, 64) else 300

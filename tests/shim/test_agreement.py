@@ -15,7 +15,7 @@ from tula_cli.shim.tula_shim.supervision import HeartbeatWriter, SaveRequestPoll
 
 
 class Store(dict[str, bytes]):
-    """What a TCPStore does, for ranks that come one after the other."""
+    """A stand-in for TCPStore, for ranks that run one after the other."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()

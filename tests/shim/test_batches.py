@@ -156,7 +156,7 @@ def test_a_batch_that_is_only_looked_at_does_not_count(events: str, steps: list[
 
 
 class Loader:
-    """What `facts` asks of a torch DataLoader."""
+    """A stand-in for torch's DataLoader with the attributes that `facts` reads."""
 
     def __init__(self, dataset: object, size: int | None, *, drop_last: bool = False, order: object = None) -> None:
         self.dataset, self.batch_size, self.drop_last, self.num_workers = dataset, size, drop_last, 0

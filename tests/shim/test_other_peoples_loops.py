@@ -1,4 +1,4 @@
-"""What scripts of many habits are seen to do: one script, whose options are those habits."""
+"""Observations of scripts with many habits: one script, whose options are those habits."""
 
 import json
 import time

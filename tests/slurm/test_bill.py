@@ -1,4 +1,4 @@
-"""What SLURM bills real jobs beside what was predicted, and a balance that does not suffice: by slurmctld, slurmdbd, sacct."""
+"""The billing of real jobs compared with the prediction, and a balance that is too small: with slurmctld, slurmdbd and sacct."""
 
 import os
 import re

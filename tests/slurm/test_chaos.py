@@ -1,4 +1,4 @@
-"""What administrators and networks do to a training in full run: it ends with every sample trained once, and says what happened.
+"""Faults by administrators and networks during a training: it trains every sample once, and reports each fault.
 
 The moments follow from a seed (`SEED` of `make chaos`).
 """
@@ -21,7 +21,7 @@ EPOCHS, LONG = 8, 30
 
 @pytest.fixture
 def moment(request: pytest.FixtureRequest) -> random.Random:
-    """What draws the moments and victims of a test."""
+    """The random generator that draws the moments and victims of a test."""
     return random.Random(f"{request.config.getoption('--hypothesis-seed')} {request.node.name}")
 
 

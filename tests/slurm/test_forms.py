@@ -1,4 +1,4 @@
-"""What sbatch and srun are asked for, on a real cluster: every form of asking for GPUs, and what reaches the tasks."""
+"""Options of sbatch and srun on a real cluster: every form of requesting GPUs, and what reaches the tasks."""
 
 import os
 import subprocess

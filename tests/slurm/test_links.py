@@ -1,4 +1,4 @@
-"""What links of another speed change: measured, recommended, trained, and held against what the emulation is made of.
+"""Networks of other speeds: measured, recommended and trained on, and compared with the numbers of the emulation.
 
 The compute of `emulated.py` is sleep and the links are shaped, so the step time of every configuration is known. At
 both speeds the best configuration leads those on other numbers of nodes by 35 %. Allowed are 30 % between known, measured,

@@ -1,4 +1,4 @@
-"""What clusters do to jobs, done to a training: it ends where an undisturbed one does, and tells what happened."""
+"""Faults of clusters during a training: it ends as an undisturbed one, and reports each fault."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What goes with train.parallel: fsdp is refused or filled in when the job is read."""
+"""Settings beside train.parallel: fsdp are rejected or completed when the job is read."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a job trains, and what can be set of it."""
+"""Workloads: whether a script or tula's loop trains, and which settings it has."""
 
 from typing import Any
 

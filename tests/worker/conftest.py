@@ -1,4 +1,4 @@
-"""What the tests of the worker share: this process as the only rank of a group, and a run directory."""
+"""Fixtures of the tests of the worker: this process as the only rank of a group, and a run directory."""
 
 import gc
 import os

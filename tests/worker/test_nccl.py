@@ -1,4 +1,4 @@
-"""What NCCL chooses, read from what it writes, and asked for where nobody else has."""
+"""The choices of NCCL, read from its output, which is requested unless the user has requested it."""
 
 import os
 from pathlib import Path

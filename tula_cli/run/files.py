@@ -348,7 +348,7 @@ _ADVICE = {
     "job_file.json": JOB_FILE_ADVICE,
     "variant.json": JOB_FILE_ADVICE,
 }
-"""What to do about a damaged file, by its name or the name of its folder. No advice may cost anything that was measured."""
+"""Advice for damaged files, by the name of the file or of its folder. No advice may cost anything that was measured."""
 
 
 def make_damaged_error(path: Path, why: str) -> BadMeasurements:

@@ -31,7 +31,7 @@ _WORD_PATTERN = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class PythonFile:
-    """What the statements of a python file refer to."""
+    """Modules, words and loader calls in the statements of a python file."""
 
     imports: tuple[
         tuple[str, int], ...

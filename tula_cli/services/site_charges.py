@@ -19,7 +19,7 @@ from tula_cli.spec.resources import JobBilling
 from tula_cli.words import format_count, format_number
 
 NODE_HOUR_ADVICE = "set pricing.kind: node_hour, pricing.price to the billing of a whole node, and pricing.currency: SU"
-"""What to set if the billing of SLURM is unknown."""
+"""Advice if the billing of SLURM is unknown."""
 
 
 @dataclass(frozen=True)

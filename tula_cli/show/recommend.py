@@ -130,7 +130,7 @@ _COEFFICIENT_NAMES = {
     "inner": "sync time within a node: growth with GPUs",
     "floor_growth_with_gpus": "minimum compute: growth with GPUs per node",
 }
-"""What the parameters of the step-time model (`Priors`) are called on the screen."""
+"""Names of the parameters of the step-time model (`Priors`) on the screen."""
 
 
 def _make_coefficients_table(regression: "RegressionSummary") -> "Table":

@@ -1,4 +1,4 @@
-"""What a probe changes outside of its folder is undone, however it is written; what it only opens is left alone."""
+"""Files outside of its folder that a probe changes are restored, however it writes them; those that it only reads stay."""
 
 import os
 import subprocess

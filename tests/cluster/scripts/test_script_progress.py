@@ -1,4 +1,4 @@
-"""What a supervisor makes of what the ranks of a training by a script have told: without processes."""
+"""Progress of a script's training, from the files of its ranks: without processes."""
 
 import json
 import os

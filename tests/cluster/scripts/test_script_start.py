@@ -1,4 +1,4 @@
-"""What a script is started with: each process' command line, its environment, and the plan of the shim."""
+"""The start of a script: the command line and environment of each process, and the plan of the shim."""
 
 import json
 from pathlib import Path

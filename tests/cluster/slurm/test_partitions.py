@@ -1,4 +1,4 @@
-"""What the scheduler tells of a site, and the job spec that `tula init slurm` makes of it."""
+"""Partitions of a site, and the job spec that `tula init slurm` makes of them."""
 
 from pathlib import Path
 

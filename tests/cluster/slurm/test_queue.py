@@ -1,4 +1,4 @@
-"""What is made of SLURM's answers, by calling its commands: the fake's, in the words of four versions."""
+"""Answers of SLURM, by calling its commands: those of a fake, in the words of four versions."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What sbatch and srun are asked for; golden files of whole scripts, as submitit writes them."""
+"""Options of sbatch and srun; golden files of whole scripts, as submitit writes them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a report says of a run: its numbers are those of `tula recommend` and `tula status`."""
+"""The report of a run: its numbers are those of `tula recommend` and `tula status`."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What an account has left, by recorded words of `scontrol show assoc_mgr`."""
+"""The balance of an account, from recorded output of `scontrol show assoc_mgr`."""
 
 import pytest
 from accounting_recorded import RecordedSlurm

@@ -1,4 +1,4 @@
-"""What a job is billed, by recorded words of SLURM; the real one is asked in tests/slurm/test_bill.py."""
+"""The billing of a job, from recorded output of SLURM; tests/slurm/test_bill.py asks a real one."""
 
 import pytest
 from accounting_recorded import CONFIG, NODE, NODE_24_11, PARTITION_24_11, RecordedSlurm

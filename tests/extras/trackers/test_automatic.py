@@ -1,4 +1,4 @@
-"""What is sent without `tula export`: beside a command that waits."""
+"""Exports without `tula export`: beside a command that waits."""
 
 from pathlib import Path
 from typing import Any

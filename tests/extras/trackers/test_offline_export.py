@@ -1,4 +1,4 @@
-"""What an export to W&B reports while W&B is offline: files in a folder that nothing has been sent from."""
+"""The report of an export while W&B is offline: files in a folder, from which nothing has been sent."""
 
 import io
 import json

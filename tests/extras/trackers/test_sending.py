@@ -198,7 +198,7 @@ def resumed(samples: int, *, at: float) -> list[dict[str, Any]]:
 
 
 def test_a_training_that_goes_back_leaves_no_point_twice(run: RunDir, place: str) -> None:
-    """What goes back cuts metrics.jsonl behind the checkpoint. Only what goes beyond the points that were sent is new."""
+    """A training that resumes at an earlier checkpoint cuts metrics.jsonl. Only points after those that were sent are sent."""
     trained(run, metrics())
     send(run, place)
     write(run, [*metrics()[:2], *resumed(640, at=START + 100)])

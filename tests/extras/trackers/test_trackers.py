@@ -1,4 +1,4 @@
-"""What the real libraries have read back of what was sent to them."""
+"""Exported values, read back by the trackers' own libraries."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What data takes of a node's memory: by hand, for one batch and for the batches that a process goes through."""
+"""Memory of a node used by data: computed by hand, for one batch and for the batches of a process."""
 
 import pytest
 

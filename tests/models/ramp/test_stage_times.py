@@ -1,4 +1,4 @@
-"""What a training takes whose batch grows: the sum over its stages, and what is told where one cannot be had."""
+"""Durations of trainings with a growing batch: the sum over the stages, and the message if one is unknown."""
 
 from typing import Any
 

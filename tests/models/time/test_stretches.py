@@ -1,4 +1,4 @@
-"""What the steps of a training tell of its configuration (models/time/stretches.py)."""
+"""Step times of a training as measurements of its configuration (models/time/stretches.py)."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What is kept of steps comes back as it was written, and neighbours that are joined tell of all their steps."""
+"""Stored steps are read back as they were written, and joined rows describe all their steps."""
 
 import json
 import math

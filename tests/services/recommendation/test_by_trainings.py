@@ -1,4 +1,4 @@
-"""What a run's trainings tell `tula recommend`, ended or not, beside its probes."""
+"""Trainings of a run, finished or not, as measurements of `tula recommend` beside its probes."""
 
 import json
 from pathlib import Path

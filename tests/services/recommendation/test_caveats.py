@@ -1,4 +1,4 @@
-"""What figures leave open is marked: intervals too wide to decide by, differences within noise, efficiencies beyond belief."""
+"""Uncertain figures are marked: wide intervals, differences within noise, implausible efficiencies."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What `tula recommend` lists, writes and weighs where there are many configurations."""
+"""Lists, files and weights of `tula recommend` with many configurations."""
 
 import csv
 import io

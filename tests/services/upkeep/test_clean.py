@@ -1,4 +1,4 @@
-"""What of runs may be freed, and what never goes."""
+"""Files of runs that may be deleted, and those that never are."""
 
 import errno
 import io

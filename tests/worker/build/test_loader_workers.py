@@ -1,4 +1,4 @@
-"""What becomes of data-loader workers, and of what they inherit, when their rank is killed amid a batch."""
+"""Data-loader workers, and files that they inherit, when their rank is killed during a batch."""
 
 import subprocess
 import sys

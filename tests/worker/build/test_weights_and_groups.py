@@ -1,4 +1,4 @@
-"""What a training starts from, and what of it is trained."""
+"""Initial weights of a training, and which of its parameters are trained."""
 
 from pathlib import Path
 from typing import Any

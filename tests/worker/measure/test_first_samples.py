@@ -1,4 +1,4 @@
-"""What a job's first samples tell, where their lengths differ from one part of the training set to another."""
+"""The first samples of a job, if the lengths of samples differ between parts of the training set."""
 
 import pytest
 import torch

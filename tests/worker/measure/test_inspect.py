@@ -1,4 +1,4 @@
-"""What the inspection tells, and what it refuses."""
+"""Results of the inspection of a job, and the jobs that it rejects."""
 
 import json
 import os

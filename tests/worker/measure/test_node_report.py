@@ -1,4 +1,4 @@
-"""What ranks see of their nodes and of the network: two real ranks, the clock of one of them ahead."""
+"""Ranks report their nodes and network: two real ranks, of which one has a fast clock."""
 
 import os
 import socket

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 class RankResults:
-    """What the ranks of one start found in each case."""
+    """Results of the ranks of one start in each case."""
 
     def __init__(self, folder: Path, world: int) -> None:
         self.world = world

@@ -305,7 +305,7 @@ def test_batch_norm_over_few_samples_is_reported(alone: Ranks, run: RunDir) -> N
 def test_steps_of_another_batch_are_watched_by_themselves(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step takes has come to another level at a change of the batch, and nobody is to look for a cause."""
+    """The step time has another level after a change of the batch, and nobody has to look for a cause."""
     begun: list[tuple[int, int]] = []
     original = StepWatch.restart
 

@@ -1,4 +1,4 @@
-"""What the ranks see of their steps, and what is told when those come to take another time."""
+"""Changes of the step time as the ranks see them, and how they are reported."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from start_ranks import wait_for_exit
 
 from tula_cli.host.processes import adopt_orphans, set_parent_death_signal
 from tula_cli.run.records.scripts import RankResult, ShimPlan
@@ -132,20 +133,9 @@ def _receive_requests() -> tuple[int, dict[str, Any], int] | None:
             if (pid := os.fork()) == 0:
                 return rank, request, port
             ranks.append(pid)
-        codes = [_wait_for_exit(pid) for pid in ranks]
+        codes = [wait_for_exit(pid, time.monotonic() + TIMEOUT_SECONDS) for pid in ranks]
         print(json.dumps({"codes": codes, "leftover_processes": _kill_leftover_processes()}), flush=True)
     return None
-
-
-def _wait_for_exit(pid: int) -> int:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _kill_leftover_processes() -> int:

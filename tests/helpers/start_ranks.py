@@ -115,11 +115,12 @@ def _receive_requests() -> tuple[int, dict[str, Any]] | None:
                 return rank, request
             ranks.append(pid)
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        print(json.dumps([_wait_for_exit(pid, deadline) for pid in ranks]), flush=True)
+        print(json.dumps([wait_for_exit(pid, deadline) for pid in ranks]), flush=True)
     return None
 
 
-def _wait_for_exit(pid: int, deadline: float) -> int:
+def wait_for_exit(pid: int, deadline: float) -> int:
+    """Return the exit code of a child process, which is killed at the deadline (monotonic clock)."""
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

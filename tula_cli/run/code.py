@@ -5,6 +5,7 @@ libraries nor runs their code.
 """
 
 import dataclasses
+import filecmp
 import hashlib
 import importlib.util
 import os
@@ -205,7 +206,7 @@ def list_changed_files(run: RunDir, earlier: CodeSnapshot | None, selection: Sel
 
 def _has_same_content(file: Path, other: Path) -> bool:
     try:
-        return file.read_bytes() == other.read_bytes()
+        return filecmp.cmp(file, other, shallow=False)
     except OSError:
         return False
 

@@ -81,7 +81,7 @@ def _list_words(nodes: Sequence[ast.AST]) -> Iterator[str]:
 
 def _loads_computed_names(nodes: Sequence[ast.AST]) -> bool:
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    literal = {id(call.func) for call in calls if _names_files_literally(call)}
+    literal = {id(call.func) for call in calls if _has_literal_file_names(call)}
     return any(id(node) not in literal and _may_load_files(node) for node in nodes)
 
 
@@ -116,7 +116,7 @@ def _may_load_files(node: ast.AST) -> bool:
     return False
 
 
-def _names_files_literally(call: ast.Call) -> bool:
+def _has_literal_file_names(call: ast.Call) -> bool:
     """Return whether the arguments of a call that may name a file are literals."""
     return all(map(_is_literal, call.args)) and all(
         _is_literal(keyword.value) for keyword in call.keywords if keyword.arg in _PATH_ARGUMENTS

@@ -284,7 +284,7 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     modules = {
         file for file in copied if file == program.file or _belongs_to_code(file, tracked=listed[file], named=named)
     }
-    if _runs_unchanged(program, words, workdir):
+    if _is_started_unchanged(program, words, workdir):
         in_named_folders = [file for file in modules if not named.isdisjoint(file.parents)]
         text = " ".join(
             [
@@ -340,7 +340,7 @@ def _list_roots_below(program: Program, workdir: Path, path: Sequence[str], base
     return [program.root, *(root for root in list_import_roots(workdir, path) if root.is_relative_to(base))]
 
 
-def _runs_unchanged(program: Program, words: Sequence[str], workdir: Path) -> bool:
+def _is_started_unchanged(program: Program, words: Sequence[str], workdir: Path) -> bool:
     """Return whether a command starts a Python program by itself or by a known launcher, which load no code for it."""
     for position, role in _classify_words(words):
         word = words[position]

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from worker_jobs import make_spec
 
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.methods import METHODS, TrainingMethod
+from tula_cli.worker.device import Clock
 from tula_cli.worker.methods import table
 from tula_cli.worker.methods.plain import Plain
 from tula_cli.worker.ranks import Ranks
@@ -49,6 +51,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     assert start_ranks(worker_rank_cases.__file__, folder, world=2), read_errors(folder, 2)
     return folder
+
+
+@pytest.fixture
+def processor_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes count the processor time of this process, which other processes of a busy machine do not prolong."""
+    monkeypatch.setattr(Clock, "mark", lambda _: time.process_time())
 
 
 @pytest.fixture

@@ -75,12 +75,14 @@ def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkey
     assert result.energy == before + job + 5 + 2  # the middle one of the five
 
 
+@pytest.mark.usefixtures("processor_clock")
 def test_one_rank_has_nothing_to_synchronise(alone: Ranks, run: RunDir) -> None:
     (result,) = probe(run, alone, 32, **DEEP, optimizer={"lr": 1e-6})
     assert result.sync_time < 0.5 * sorted(result.step_times)[2]
     assert result.gradients.norm_sqr == pytest.approx(result.gradients.local_norm_sqr, rel=0.5)
 
 
+@pytest.mark.usefixtures("processor_clock")
 def test_ags_has_factors_and_a_refresh_and_the_plain_method_none(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     (plain,) = probe(run, alone, 32, **DEEP)
     ags = {"train": {"method": "ags"}, "ags": {"b_small": 48}}

@@ -17,7 +17,6 @@ from table1_settings import METHODS, SETTINGS
 from table1_summary import Key, Mean, Result
 
 from tula_cli.errors import Diverged, TulaError
-from tula_cli.spec.job import compute_warmup_epochs
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.worker.ranks import Ranks
 
@@ -152,7 +151,7 @@ def test_methods_change_what_they_are_named_after() -> None:
     assert {jobs[name].schedule.decay_from for name in jobs if "late" in name} == {0.7}
     assert {jobs[name].optimizer.args["betas"][0] for name in jobs if name.endswith("beta1")} == {0.8}
     assert jobs["ramp-uncapped"].train.max_lr_factor is None
-    assert compute_warmup_epochs(jobs["small-ortho"]) == 0 < compute_warmup_epochs(jobs["ortho"])
+    assert jobs["small-ortho"].workload.warmup_epochs == 0 < jobs["ortho"].workload.warmup_epochs
     assert jobs["lbt-longer"].train.epochs == round(2.3 * jobs["lbt"].train.epochs)
     assert {table1_settings.choose_batch("text", name) for name in METHODS if name.startswith("small")} == {8}
 

@@ -71,7 +71,7 @@ def hints(spec: JobSpec, tmp_path: Path) -> Iterator[tuple[str, str]]:
     oom = run.read_result(make_probe_id(1, 16))
     assert isinstance(oom, OutOfMemory)
     with pytest.raises(Infeasible) as caught:
-        require_measurements([], [oom], [], script=spec.script is not None)
+        require_measurements(spec, [], [oom], [])
     yield "in every probe", caught.value.hint
 
 

@@ -48,7 +48,6 @@ from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_duration
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
@@ -703,7 +702,7 @@ def test_the_length_of_a_script_is_reported_as_its_section_has_it(
     choice = ask(noisy, "accuracy-time").choice
     assert choice.same_progress is not None
     row = choice.model_copy(update={"same_progress": choice.same_progress.model_copy(update={"epochs": 12.4})})
-    assert get_workload(measurements.run.spec).count_epochs(1000) == epochs
+    assert measurements.run.spec.workload.count_epochs(1000) == epochs
     assert describe_epochs(row, measurements, "time") == f"all times are for {asked} at every batch"
     answer = describe_epochs(row, measurements, "accuracy-time")
     assert f"the progress of {asked} at batch 256; tula train runs {asked}" in answer and advice in answer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tula_cli.spec.load import validate_job
-from tula_cli.spec.workload import Workload, get_workload
+from tula_cli.spec.workload import Workload
 
 LOOP = {
     "model": {"name": "resnet18"},
@@ -21,7 +21,7 @@ def script(command: str, **section: Any) -> dict[str, Any]:
 
 
 def workload(job: dict[str, Any]) -> Workload:
-    return get_workload(validate_job(job, source="test"))
+    return validate_job(job, source="test").workload
 
 
 def test_tulas_own_loop_takes_every_setting() -> None:
@@ -57,7 +57,16 @@ def test_a_script_takes_workers_if_its_command_names_them() -> None:
     assert workload(script("python run.py -b {local_batch} -j {workers}")).takes_workers
 
 
-@pytest.mark.parametrize(("length", "epochs"), [({"samples": 2600}, 3), ({"steps": 10}, 1), ({"epochs": 7}, 7)])
-def test_the_length_of_a_script_in_whole_epochs(length: dict[str, int], epochs: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "epochs", "samples", "words"),
+    [
+        ({"samples": 2600}, 3, 2600, "2600 samples"),
+        ({"steps": 10}, 1, 80, "10 steps at batch 8"),
+        ({"epochs": 7}, 7, 7000, "7 epochs"),
+    ],
+)
+def test_the_length_of_a_script(length: dict[str, int], epochs: int, samples: int, words: str) -> None:
     value = workload(script("run.py -b {batch}", length=length))
     assert value.count_epochs(1000) == epochs and value.epochs_key == "script.length.epochs"
+    assert value.count_samples(1000) == samples and value.describe_length() == words
+    assert (value.max_epochs, value.requested_samples) == ((7, None) if "epochs" in length else (None, samples))

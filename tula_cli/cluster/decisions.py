@@ -332,7 +332,7 @@ class _FailureContext:
     def compute_lower_lr_limit(self) -> float | None:
         """Return half the learning-rate factor at which a growing batch diverged; None the second time, or at factor 1."""
         factor = self.history.lr_factor or 1.0
-        if self.training.max_lr_factor is not None or self.task.spec.script is not None or factor <= 1:
+        if self.training.max_lr_factor is not None or factor <= 1:
             return None
         return max(1.0, factor / 2)
 

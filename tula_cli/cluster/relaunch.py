@@ -130,7 +130,7 @@ def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
 
 def _find_batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
     """Return the current batch of a growing batch if it is still below the final one; None otherwise or if unknown."""
-    if task.spec.train.stages is None or task.script is not None:
+    if task.spec.train.stages is None:
         return None
     rows = run.get_training(task.signature).read_metrics()
     batch = next((int(row["batch"]) for row in reversed(rows) if row["kind"] == "stage"), task.batch)

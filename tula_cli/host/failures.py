@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, StorageFailed, TulaError
-from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, FaultName
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
+from tula_cli.spec.workload import UserScript, Workload
 
 # --- The table of failure kinds
 #
@@ -46,8 +46,8 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "device_oom": FailureKind(
         "a GPU, or a rank on CPUs, ran out of memory",
         OutOfMemoryAtMinimum,
-        LESS_MEMORY_HINT,
-        LESS_MEMORY_HINT_FOR_SCRIPT,
+        Workload.less_memory_hint,
+        UserScript.less_memory_hint,
         severity=0,
     ),
     "host_oom": FailureKind(

@@ -252,7 +252,7 @@ def warn_script_scales_lr(rates: Sequence[ObservedRate]) -> list[Diagnostic]:
 
 
 def warn_inconsistent_probes(measured: Iterable[Measured]) -> list[Diagnostic]:
-    """Return warnings about differences between the probes of a script, and about scaling of its learning rate."""
+    """Return warnings about differences between probes of a script, and about scaling of its learning rate."""
     seen = [(probe.batch, probe.script) for probe in measured if probe.script is not None]
     rates = [
         rate

@@ -133,7 +133,7 @@ class Estimator:
         all_results = list(results)
         measured = sorted(_select_results(all_results, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
         ooms = _select_results(all_results, OutOfMemory)
-        require_measurements(measured, ooms, _select_results(all_results, Failed), script=spec.script is not None)
+        require_measurements(spec, measured, ooms, _select_results(all_results, Failed))
         require_same_hardware([*measured, *other_sizes.probes])
         footprints = inspection.footprints if inspection else ()
         steps, held_up = fit_step_time_and_find_stragglers(
@@ -480,7 +480,7 @@ class Estimator:
             nodes, local_batch if memory_batches is None else memory_batches, probes
         )
         measured = ~np.isnan(steps.fitted)
-        parts = {} if self.spec.script else _break_down_time(time, steps.seconds, probes)
+        parts = _break_down_time(time, steps.seconds, probes) if self.spec.workload.measures_step_parts else {}
         candidates = Candidates.from_columns(
             {
                 "nodes": nodes,

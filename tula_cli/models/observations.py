@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import claims, messages, refresh
-from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT
 from tula_cli.models.ramp import NoisePath, warn_missing_noise
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.step_time import Observation
@@ -59,8 +58,7 @@ def warn_forecast_limits(spec: JobSpec, measured: Sequence[Measured], noise: Noi
         chosen, modelled = algorithms[max(algorithms)].partition(",")[0], spec.cluster.collective
         if {chosen, modelled} == {"ring", "tree"}:
             yield messages.other_collective(chosen=chosen, modelled=modelled, nodes=widest.nodes)
-    if spec.script is not None:
-        yield from claims.warn_inconsistent_probes(measured)
+    yield from claims.warn_inconsistent_probes(measured)
     overheads = [probe.overheads for probe in measured]
     no_eval = all(overhead.eval_batch is None or overhead.eval_batch_size is None for overhead in overheads)
     no_saves = all(overhead.checkpoint is None for overhead in overheads)
@@ -85,7 +83,7 @@ def warn_forecast_limits(spec: JobSpec, measured: Sequence[Measured], noise: Noi
 
 
 def require_measurements(
-    measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed], *, script: bool
+    spec: JobSpec, measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed]
 ) -> None:
     if measured:
         return
@@ -93,7 +91,7 @@ def require_measurements(
         least = min(oom.local_batch for oom in ooms)
         raise Infeasible(
             f"every probe ran out of memory, down to local batch {least}",
-            LESS_MEMORY_HINT_FOR_SCRIPT if script else LESS_MEMORY_HINT,
+            spec.workload.less_memory_hint,
         )
     if failed:
         raise TooFewMeasurements(

@@ -6,21 +6,17 @@ from tula_cli.models.choice.grid import Config, Number
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Fallback
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.workload import get_workload
 
 MIN_NORMALISED = 8
 """Minimum samples for BatchNorm statistics: with fewer, their noise, not the batch, decides what is learned (Wu and He
 2018, figure 1: the error of ResNet-50 grows from 8 samples downwards)."""
-
-LESS_MEMORY_HINT = "add larger numbers to search.nodes, lower search.min_batch, raise train.accumulate, or set train.activation_checkpointing: true or train.precision: bf16"
-LESS_MEMORY_HINT_FOR_SCRIPT = "add larger numbers to search.nodes, lower search.min_batch, or use more gradient accumulation, activation checkpointing or bf16 in the script"
 
 
 def describe_why_not_splittable(spec: JobSpec) -> str:
     """Return why a job's micro-batches must not be split after an out-of-memory error; empty if they may."""
     if spec.train.oom_policy == "shrink":
         return "train.oom_policy is shrink"
-    return get_workload(spec).describe_accumulation_conflict()
+    return spec.workload.describe_accumulation_conflict()
 
 
 def list_allowed_splits(spec: JobSpec, config: Config) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from tula_cli.models import messages
 from tula_cli.models.choice.grid import describe_nearest_multiples, list_batches
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
-from tula_cli.spec.job import JobSpec, compute_warmup_epochs
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.schedules import RELATIVE_TOLERANCE, compute_lr_decay_factor
 from tula_cli.spec.sections import MIN_STAGE_SHARE, RampStage, Schedule
@@ -305,7 +305,7 @@ def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage
     reference, total = spec.train.reference_batch, spec.train.epochs * size
     doubled = list_batches(2 * reference, batch - 1)
     begins = {0: min(reference, batch)}  # keyed by `begin`: of stages that begin at the same sample, the last is kept
-    schedule, warmup = spec.schedule.model_dump_json(), compute_warmup_epochs(spec)
+    schedule, warmup = spec.schedule.model_dump_json(), spec.workload.warmup_epochs
     for following in [*doubled, *([batch] if batch > reference else [])]:
         share = reference / following
         begin = _count_samples_until_decay(

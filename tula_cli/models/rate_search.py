@@ -16,7 +16,6 @@ from tula_cli.models import self_tuning
 from tula_cli.run.records.results import RateBranch
 from tula_cli.spec.job import JobSpec, compute_lr_scale
 from tula_cli.spec.methods import METHODS, LrRule, TrainingMethod
-from tula_cli.spec.scripts.script import count_script_samples
 from tula_cli.spec.sections import NOISE_BATCHES
 
 LR_SCALING_RULES: tuple[LrRule, ...] = ("none", "sqrt", "linear")
@@ -83,17 +82,6 @@ class SearchPlan:
         return round(self.length / batch)
 
 
-def get_reference_keys(spec: JobSpec) -> tuple[str, str]:
-    """Return the keys of a job's reference batch, and of the learning rate that was tuned for it."""
-    script = ("script.reference.batch", "script.reference.lr")
-    return ("train.reference_batch", "optimizer.lr") if spec.script is None else script
-
-
-def get_reference_lr(spec: JobSpec) -> float | None:
-    """Return the learning rate of the reference batch; None of a script with {lr_factor}, which has its own."""
-    return spec.optimizer.lr if spec.script is None else spec.script.reference.lr
-
-
 def require_searchable(spec: JobSpec, batch: int) -> None:
     """Check that a learning rate can be searched for a job's batch.
 
@@ -102,7 +90,7 @@ def require_searchable(spec: JobSpec, batch: int) -> None:
             not allow a search.
     """
     train, reference = spec.train, spec.train.reference_batch
-    key, rate = get_reference_keys(spec)
+    key, rate = spec.workload.reference_key, spec.workload.reference_lr_key
     if batch <= reference:
         raise SpecError(
             f"batch {batch} is not above {key} {reference}, whose learning rate is {rate}",
@@ -162,15 +150,14 @@ def plan_rate_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int
         batches: the batch whose learning rate is searched, and others to compare with it, global.
         save_every: samples between two checkpoints of a script, one of which the branches start from; 0 if any.
     """
-    total, reference = spec.train.epochs * dataset_size, spec.train.reference_batch
-    if spec.script is not None:
-        total = count_script_samples(spec.script, dataset_size)
+    total, reference = spec.workload.count_samples(dataset_size), spec.train.reference_batch
     branches = len(list_rate_arms(spec, batches[0])) + len(batches) - 1
     start = max(reference * MIN_STEPS, round(START_SHARE * total))
     start = max(1, round(start / save_every)) * save_every if save_every else start
     length = max(MIN_STEPS * max(batches), round(min(BRANCH_SHARE, BRANCHES_SHARE / branches) * total))
     noise_batches = max(MIN_NOISE_BATCHES, min(NOISE_BATCHES, round(NOISE_SHARE * total / reference)))
-    noise_batches = 0 if spec.script is not None else noise_batches  # a script's first branch measures the noise
+    if spec.workload.restarts_for_branch:
+        noise_batches = 0  # the first branch measures the noise
     samples = start + branches * length + noise_batches * reference
     return SearchPlan(start, length, branches, noise_batches, samples, total)
 

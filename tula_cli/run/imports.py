@@ -31,7 +31,7 @@ def compute_weights_digest(spec: JobSpec) -> str:
     Raises:
         SpecError: the file cannot be read.
     """
-    return "" if spec.script is not None or spec.model.weights is None else compute_file_digest(spec.model.weights)
+    return "" if spec.model.weights is None else compute_file_digest(spec.model.weights)
 
 
 def add_weights_digest(code: str, weights: str) -> str:

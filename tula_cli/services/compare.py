@@ -33,15 +33,14 @@ from tula_cli.services.comparison.rows import (
     make_row_of_job,
     parse_row,
     require_comparable_script,
-    scale_script_lr,
+    require_script_lr,
     warn_missing_controls,
 )
 from tula_cli.services.plans import ComparePlan, TrainPlan
-from tula_cli.spec.job import JobSpec, compute_warmup_epochs, describe_method_conflict
+from tula_cli.spec.job import JobSpec, describe_method_conflict
 from tula_cli.spec.load import validate_job
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import compute_train_signature
-from tula_cli.spec.workload import get_workload
 
 ROWS_OF_SGD, ROWS_OF_ADAM, ROWS_OF_OTHERS = ("lbt", "ags", "ramp"), ("lbt", "sqrt", "ramp"), ("lbt", "ramp")
 """Rows that are compared with the job's method by default, by its optimizer (`presets.NORMALISING_OPTIMIZERS`)."""
@@ -108,8 +107,6 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int | None = None) -> Job
         train.pop("ramp", None)  # methods without ramps train at one batch
     seed = spec.train.seed if seed is None else seed
     content["train"] = {**train, "method": variant.method, "seed": seed, **variant.train}
-    if spec.script is not None and not variant.training_method.uses_section("ags"):
-        content.pop("ags", None)  # the section has no effect with this method
     if spec.script is None:
         content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
         names_kind = any(setting.startswith("schedule.kind=") for setting in variant.settings)
@@ -118,13 +115,16 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int | None = None) -> Job
             content["schedule"] = spec.schedule.model_dump(mode="json")
         if variant.schedule:
             content["schedule"] = {**content.get("schedule", {}), **variant.schedule}
-    elif own_settings := (*variant.optimizer, *variant.schedule):
-        raise SpecError(
-            f"{method} sets {', '.join(own_settings)}, but tula cannot change the optimizer or schedule of a script",
-            f"remove {method} from [[--methods]]",
-        )
-    elif variant.lr != 1.0:
-        content["script"] = scale_script_lr(content["script"], spec.script, factor=variant.lr)
+    else:
+        if not variant.training_method.uses_section("ags"):
+            content.pop("ags", None)  # the section has no effect with this method
+        if own_settings := (*variant.optimizer, *variant.schedule):
+            raise SpecError(
+                f"{method} sets {', '.join(own_settings)}, but tula cannot change the optimizer or schedule of a script",
+                f"remove {method} from [[--methods]]",
+            )
+        if variant.lr != 1.0:
+            content["script"]["reference"]["lr"] = require_script_lr(spec) * variant.lr
     if variant.preset:
         retained_ags = spec.ags.model_dump(include={"apply_to", "parameters"})
         content["ags"] = {"preset": variant.preset, **retained_ags}
@@ -146,8 +146,7 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
             compatible with the job's settings; or the job's script reports no metric or takes no seed.
     """
     spec = run.spec
-    if spec.script is not None:
-        require_comparable_script(spec.script, seeds=grid.seeds)
+    require_comparable_script(spec, seeds=grid.seeds)
     _require_fitting_methods(spec, grid)
     _inspect_user_code(run, grid, inspect)
     inspect = cache_first_inspection(inspect)
@@ -230,7 +229,7 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
     """Yield warnings about rows that this job cannot assess, such as batches not above the reference batch."""
     methods = [parse_row(method).training_method for method in grid.methods if method not in VARIANTS]
     reference = spec.train.reference_batch
-    key = get_workload(spec).reference_key
+    key = spec.workload.reference_key
     for batch in grid.batches:
         if batch <= reference:
             yield messages.batch_not_above_reference(batch=batch, reference=reference, key=key)
@@ -240,11 +239,9 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
             for method in methods
             if method.single_gpu_conflict
         )
-    if spec.script is not None:  # the script defines its own warm-up
-        yield from warn_missing_controls(spec.script, controls=CONTROLS)
-        return
+    yield from warn_missing_controls(spec, controls=CONTROLS)
     for method in grid.methods:
-        warmup = compute_warmup_epochs(make_job_of_cell(spec, method))
+        warmup = make_job_of_cell(spec, method).workload.warmup_epochs
         if warmup >= spec.train.epochs:
             yield messages.only_warmup(method=method, warmup_epochs=warmup, epochs=spec.train.epochs)
 
@@ -340,7 +337,7 @@ def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
     For a script, controls are left out if their learning rate equals that of another row without gradient scaling.
     """
     rows = grid.list_rows(spec.train.reference_batch)
-    if spec.script is None or "lr" not in get_workload(spec).settings:
+    if spec.script is None or "lr" not in spec.workload.settings:
         return rows
 
     def compute_batch_and_lr(method: str, batch: int) -> tuple[int, str]:
@@ -458,7 +455,7 @@ def _describe_why_not_default_row(spec: JobSpec, method: str) -> str:
         cell_job = make_job_of_cell(spec, method)
     except SpecError as error:
         return "; ".join(problem.message for problem in error.problems) or error.message
-    warmup = get_workload(cell_job).warmup_epochs
+    warmup = cell_job.workload.warmup_epochs
     never = f"would not finish its {warmup:g} epochs of warm-up, because train.epochs is {spec.train.epochs}"
     return describe_method_conflict(cell_job) or (never if warmup >= spec.train.epochs else "")
 

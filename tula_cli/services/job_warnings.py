@@ -8,9 +8,8 @@ from tula_cli.presets import NORMALISING_OPTIMIZERS
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import messages
-from tula_cli.spec.job import JobSpec, compute_warmup_epochs
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MAX_AUTO_WORKERS, MIN_AUTO_WORKERS
-from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count
 
 # --- Settings that tula chooses
@@ -23,7 +22,7 @@ def describe_loader_and_scaling(spec: JobSpec, inspection: Inspection | None) ->
         inspection: inspection of its model and dataset; None if there is none yet.
     """
     if spec.script is not None:  # the script decides how it computes, and without {workers} also its loader processes
-        return tuple(_describe_loader(spec, inspection)) if get_workload(spec).takes_workers else ()
+        return tuple(_describe_loader(spec, inspection)) if spec.workload.takes_workers else ()
     return (*_describe_loader(spec, inspection), *_describe_scaling(spec))
 
 
@@ -74,7 +73,7 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
     warnings, epochs, workers = [], spec.train.epochs, spec.train.workers
     if late_milestones := [at for at in spec.schedule.milestones if at >= epochs]:
         warnings.append(messages.milestones_after_end(milestones=late_milestones, epochs=epochs))
-    if spec.script is None and (warmup := compute_warmup_epochs(spec)) > epochs:
+    if (warmup := spec.workload.warmup_epochs) > epochs:
         warnings.append(messages.warmup_after_end(warmup_epochs=warmup, epochs=epochs))
     half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
     if isinstance(half_life, float) and half_life < reference:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tula_cli.errors import Infeasible, OutOfMemoryAtMinimum, SpecError
 from tula_cli.models.cost import compute_max_cost
-from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT
 from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run
 from tula_cli.run.records.inspections import Inspection
@@ -122,7 +121,7 @@ def make_largest_batch(run: Run, inspection: Inspection, plan: ProfilePlan) -> L
     if not bracket.fitting:
         raise OutOfMemoryAtMinimum(
             f"out of memory at local batch {bracket.failing} on {format_count(nodes)}",
-            LESS_MEMORY_HINT if spec.script is None else LESS_MEMORY_HINT_FOR_SCRIPT,
+            spec.workload.less_memory_hint,
         )
     return LargestBatch(
         nodes=nodes,

@@ -31,9 +31,8 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation, Sta
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import messages
-from tula_cli.spec.job import JobSpec, describe_train_length
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_measurement_signature
-from tula_cli.spec.workload import get_workload
 from tula_cli.words import capitalize_first_letter, describe_pending_probes, format_count, format_number
 
 
@@ -207,25 +206,25 @@ def select_measurements_with_energy(
 def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objective: Objective) -> str:
     """Describe the number of epochs that the times refer to."""
     spec, same_progress = measurements.run.spec, chosen.same_progress
-    length = describe_train_length(spec)
+    length = spec.workload.describe_length()
     if objective != "accuracy-time" or same_progress is None:
         return f"all times are for {length} at every batch"
-    key = get_workload(spec).epochs_key
+    key = spec.workload.epochs_key
     description = (
         f"batch {chosen.batch} needs about {same_progress.epochs:.3g} epochs ({same_progress.epochs_low:.3g} to {same_progress.epochs_high:.3g}) for"
         f" the progress of {length} at batch {spec.train.reference_batch}; tula train runs {length}"
     )
     needed = math.ceil(same_progress.epochs)
-    if needed == get_workload(spec).count_epochs(measurements.estimator.dataset_size):
+    if needed == spec.workload.count_epochs(measurements.estimator.dataset_size):
         return description
-    if spec.script is not None and spec.script.length.epochs is None:
+    if spec.workload.max_epochs is None:
         return f"{description}, as set by script.length"
     return f"{description}; to train to equal progress: --set {key}={needed}"
 
 
 def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
     spec = measurements.run.spec
-    epochs = get_workload(spec).count_epochs(measurements.estimator.dataset_size)
+    epochs = spec.workload.count_epochs(measurements.estimator.dataset_size)
     return efficiency.describe_noise(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
@@ -381,7 +380,7 @@ def _list_trained_configurations(run: Run, tasks: Sequence[TrainTask], *, until:
     signature, gpus = tasks[-1].signature, run.spec.cluster.gpus_per_node
     configurations = list(dict.fromkeys((task.nodes, task.batch // (task.nodes * gpus)) for task in tasks))
     hours = None
-    if len(configurations) == 1 and describe_train_length(tasks[-1].spec) == describe_train_length(run.spec):
+    if len(configurations) == 1 and tasks[-1].spec.workload.describe_length() == run.spec.workload.describe_length():
         with contextlib.suppress(BadMeasurements):  # a damaged record, which list_measurement_warnings reports
             summary = run.get_training(signature).read_summary()
             hours = summary.actual_hours if summary is not None and not summary.ended else None
@@ -473,9 +472,7 @@ def list_trainings_with_noise(run: RunDir) -> list[TrainingRun]:
 
 
 def read_noise_from_trainings(runs: Iterable[RunDir], spec: JobSpec) -> Noise | None:
-    """Return the gradient noise measured by the trainings of runs, as in `find_noise_near_tenth`; None for a script."""
-    if spec.script is not None:
-        return None
+    """Return the gradient noise measured by the trainings of runs, as in `find_noise_near_tenth`."""
     trainings = [training for run in runs for training in list_trainings_with_noise(run)]
     return find_noise_near_tenth(trainings, reference=spec.train.reference_batch, epochs=spec.train.epochs)
 
@@ -549,7 +546,7 @@ def plan_stages(
         BadMeasurements: the stages depend on the gradient noise, which nothing has measured.
     """
     spec, stages_setting = run.spec, run.spec.train.stages
-    if stages_setting is None or spec.script is not None:
+    if stages_setting is None:
         return ()
     if stages_setting == "noise" and recommended is not None and recommended.choice.type and recommended.stages:
         return recommended.stages

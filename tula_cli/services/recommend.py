@@ -42,7 +42,6 @@ from tula_cli.services.measurements import (
 )
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count, format_duration, is_interval_too_wide, join_words
 
 if TYPE_CHECKING:
@@ -241,7 +240,7 @@ def _predict_candidates(all_measurements: Sequence[TypeMeasurements], query: Que
         counts = None if query.nodes is None else sorted({*spec.search.nodes, query.nodes})
         table = estimator.predict_candidates(counts).with_columns({"type": measurements.type})
         if noise is not None:
-            epochs = get_workload(spec).count_epochs(estimator.dataset_size)
+            epochs = spec.workload.count_epochs(estimator.dataset_size)
             table = efficiency.add_same_progress(
                 table, epochs=epochs, reference=spec.train.reference_batch, noise=noise
             )

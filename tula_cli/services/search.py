@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models.choice.grid import Config, LimitByNodes, find_highest_limit, list_candidates
 from tula_cli.models.cost import count_training_work
-from tula_cli.models.out_of_memory import LESS_MEMORY_HINT, LESS_MEMORY_HINT_FOR_SCRIPT, find_smallest_ruled_out
+from tula_cli.models.out_of_memory import find_smallest_ruled_out
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
@@ -160,7 +160,7 @@ def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
     """Return whether the probes time whole steps only; without probes on several GPUs, whether they are expected to."""
     synchronised_probes = [probe for probe in measured if probe.nodes * probe.gpus_per_node > 1]
     if not synchronised_probes:
-        return spec.script is not None or spec.train.is_sharded
+        return spec.train.is_sharded or not spec.workload.measures_step_parts
     return all(probe.compute_time is None for probe in synchronised_probes)
 
 
@@ -291,7 +291,7 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
     return Infeasible(
         f"every probe ran out of memory: at most {find_highest_limit(max_local_batch)} samples fit on one GPU, but the smallest local batch is"
         f" {least}",
-        LESS_MEMORY_HINT if spec.script is None else LESS_MEMORY_HINT_FOR_SCRIPT,
+        spec.workload.less_memory_hint,
     )
 
 

@@ -49,7 +49,7 @@ from tula_cli.services.site_charges import (
 )
 from tula_cli.services.training_end import load_summary, require_known_job
 from tula_cli.services.waiting import DetachedJobs, Submission, explain_interruption
-from tula_cli.spec.job import JobSpec, describe_train_length
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, format_local_time, quote_path
 
@@ -462,7 +462,7 @@ def find_baseline_saving(run: Run, summary: Summary) -> "BaselineSaving | None":
     recommendation = run.read_recommendation()
     if recommendation is None:
         return None
-    return compute_baseline_saving(recommendation.headline, summary, length=describe_train_length(run.spec))
+    return compute_baseline_saving(recommendation.headline, summary, length=run.spec.workload.describe_length())
 
 
 # --- A training with other settings

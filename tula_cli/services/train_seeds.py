@@ -21,7 +21,6 @@ from tula_cli.run.records.results import Summary
 from tula_cli.services import messages
 from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
 from tula_cli.services.compare import cache_first_inspection
-from tula_cli.services.comparison.rows import takes_seed
 from tula_cli.services.events import Note, SeedsPlanned, WarningEvent, Work
 from tula_cli.services.plans import TrainPlan
 from tula_cli.services.resume_test import TrainingStart, run_resume_test_if_due
@@ -182,7 +181,7 @@ def prepare_seed_trainings(runs: Sequence[Run], request: TrainRequest, inspect: 
             f"{join_words(unused)} {'has' if len(unused) == 1 else 'have'} no effect with [[--seeds]]",
             f"set limits in a stored plan instead: tula recommend --trainings {request.seeds} --save",
         )
-    if request.seeds > 1 and spec.script is not None and not takes_seed(spec.script):
+    if request.seeds > 1 and "seed" not in spec.workload.settings:
         raise SpecError(
             "[[--seeds]]: script.command has no {seed}, so all trainings would be identical",
             "add {seed} to script.command, for example --seed {seed}",

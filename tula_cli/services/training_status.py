@@ -14,8 +14,6 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, StepChange, TrainResult, Tuning
 from tula_cli.run.records.tasks import JobTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.script import count_requested_samples
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def read_training_status(
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
     row = _find_newest_row_with_eta(rows)
-    script, stage = newest.spec.script, _find_stage_status(rows, result, nodes=newest.nodes)
+    workload, stage = newest.spec.workload, _find_stage_status(rows, result, nodes=newest.nodes)
     prediction = newest.prediction and newest.prediction.get_prediction_at_batch(stage.batch if stage else newest.batch)
     summary = files.read_summary() if result is not None else None
     is_running = scheduler is not None and scheduler.state == "running"
@@ -129,7 +127,8 @@ def read_training_status(
         batch=newest.batch if result is None else result.batch,
         attempt=newest.attempt,
         epoch=float(progress_rows[-1]["epoch"] or 0.0) if progress_rows else 0.0,
-        epochs=_count_epochs_of_training(newest.spec, progress_rows),
+        # of a script only if its samples per epoch are known
+        epochs=None if progress_rows and progress_rows[-1]["epoch"] is None else workload.max_epochs,
         samples=int(progress_rows[-1]["samples"]) if progress_rows else 0,
         loss=latest.get("loss"),
         top1=last_epoch.get("top1"),
@@ -151,7 +150,7 @@ def read_training_status(
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
         tuning=_make_tuning_status(files.read_tuning()),
         kwh=energy.kwh if (energy := files.read_energy()) is not None else None,
-        samples_asked=None if script is None else count_requested_samples(script),
+        samples_asked=workload.requested_samples,
         ags=_find_newest_scaling(rows),
         warnings=_list_training_warnings(rows),
         changes=files.read_step_changes(),
@@ -231,13 +230,6 @@ def _find_stage_status(
     if newest is None or result is not None:
         return None
     return StageStatus(newest["batch"], newest["stage"], newest["stages"], newest.get("noise"), nodes)
-
-
-def _count_epochs_of_training(spec: JobSpec, progress_rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the number of epochs of a training; None for a script if its samples per epoch are unknown."""
-    if spec.script is None:
-        return spec.train.max_epochs
-    return None if progress_rows and progress_rows[-1]["epoch"] is None else spec.script.length.epochs
 
 
 def _find_newest_train_task(snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:

@@ -189,11 +189,9 @@ def format_spread(value: "SeedStatistics | None", digits: int) -> str:
 
 def render_search_plan(search: "LearningRateSearchPlan", *, scripts: Sequence[str] = ()) -> Iterator[str]:
     """Describe the branches of a search for a learning rate, and their cost."""
-    from tula_cli.models.rate_search import get_reference_lr
-
     spec, plan = search.task.spec, search.plan
     batch, *others = search.task.batches
-    base = get_reference_lr(spec)
+    base = spec.workload.reference_lr
     rates = ", ".join(format_number(arm.factor * (base or 1.0)) for arm in search.arms)
     described = f"learning rates {rates}" if base else f"{rates} times the learning rate"
     yield f"batch {batch} on {format_count(search.task.nodes)}: branches with {described}"

@@ -43,11 +43,10 @@ from tula_cli.spec.sections import (
     Transforms,
 )
 from tula_cli.spec.slurm_options import EXTRA_MINUTES
+from tula_cli.spec.workload import UserScript, Workload
 from tula_cli.words import format_count
 
 CROSS_ENTROPIES = ("cross_entropy", "CrossEntropyLoss")
-MAX_WARMUP_SHARE = 0.05
-"""Maximum share of the epochs used for a warm-up that the job does not give."""
 SGD_LIKE_OPTIMIZERS = ("SGD", "ASGD")
 """Optimizers whose step is proportional to the gradient."""
 LATE_DECAY_SCHEDULE = {"kind": "linear", "decay_from": 0.7}
@@ -120,6 +119,12 @@ class JobSpec(Section):
         return content
 
     @property
+    def workload(self) -> Workload:
+        """The model in tula's loop, or the user's script: the object with all that differs between both."""
+        sections = (self.model, self.dataset, self.optimizer, self.schedule, self.train)
+        return Workload(*sections) if self.script is None else UserScript(*sections, self.script)
+
+    @property
     def max_ranks(self) -> int:
         """Ranks of the search's largest configuration."""
         return max(self.search.nodes) * self.cluster.gpus_per_node
@@ -156,7 +161,7 @@ class JobSpec(Section):
     def _check_sections_have_method(self) -> "JobSpec":
         """Reject the section of a method if the job names none, because the default method would ignore it."""
         given = {"ags", "auto"} & self.model_fields_set
-        if self.script is None and "method" not in self.train.model_fields_set and given:
+        if "method" not in self.train.model_fields_set and given:
             name = min(given)
             raise ValueError(
                 f"section {name} has no effect with train.method: {self.train.method}, the default. Set train.method: {name},"
@@ -181,7 +186,7 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _set_update_scaling_by_default(self) -> "JobSpec":
         """Scale updates by default if the optimizer divides by the gradient's magnitude, cancelling its factors."""
-        is_unset = self.script is None and self.ags.apply_to is None
+        is_unset = self.ags.apply_to is None
         if is_unset and self.train.training_method.scales_gradients and self.optimizer.name in NORMALISING_OPTIMIZERS:
             object.__setattr__(self, "ags", self.ags.model_copy(update={"apply_to": "update"}))  # the model is frozen
         return self
@@ -200,7 +205,7 @@ class JobSpec(Section):
         The fields still count as unset, so that another method can apply its own defaults.
         """
         max_grad_norm = self.train.training_method.max_grad_norm
-        if self.script is not None or self.train.stages == "decay":
+        if self.train.stages == "decay":
             return self
         if has_adam_defaults(self) and "kind" not in self.schedule.model_fields_set:
             # The model is frozen.
@@ -230,7 +235,9 @@ class JobSpec(Section):
             )
         if compute_max_decay_growth(self) < 2:
             fault = (
-                "never halves it" if kind == "constant" else f"does not halve it within {describe_train_length(self)}"
+                "never halves it"
+                if kind == "constant"
+                else f"does not halve it within {self.workload.describe_length()}"
             )
             raise ValueError(
                 f"train.ramp: decay doubles the batch each time the schedule halves the learning rate, but schedule.kind: {kind}"
@@ -368,24 +375,9 @@ def _add_path_prefix(item: Any, *path: str) -> InitErrorDetails:
     return InitErrorDetails(type=problem_kind, loc=(*path, *item["loc"]), input=item["input"], ctx=item.get("ctx", {}))
 
 
-def compute_warmup_epochs(spec: JobSpec) -> float:
-    """Return the epochs of learning-rate warm-up: as given, otherwise as the method needs.
-
-    A warm-up of the method takes at most 5 % of the training, so that a short training is not all warm-up.
-    """
-    if spec.schedule.kind == "one-cycle":  # one-cycle includes a warm-up
-        return 0.0
-    given = spec.schedule.warmup_epochs
-    if given is not None:
-        return given
-    if spec.train.stages and spec.train.stages != "decay":  # a growing batch replaces a warm-up
-        return 0.0
-    return min(spec.train.training_method.warmup_epochs, MAX_WARMUP_SHARE * spec.train.epochs)
-
-
 def compute_reference_lr(spec: JobSpec, epoch: float) -> float:
     """Return the learning rate at the reference batch after `epoch` epochs, for a schedule that is not user-defined."""
-    warmup = compute_warmup_epochs(spec)
+    warmup = spec.workload.warmup_epochs
     base = spec.optimizer.lr * (compute_warmup_factor(epoch, warmup) if epoch < warmup else 1.0)
     return compute_scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
 
@@ -395,18 +387,10 @@ def compute_max_decay_growth(spec: JobSpec) -> float:
 
     The learning rate must have fallen by this factor while `MIN_STAGE_SHARE` of the training remains for a stage.
     """
-    epochs, warmup, lr = spec.train.epochs, compute_warmup_epochs(spec), spec.optimizer.lr
+    epochs, warmup, lr = spec.train.epochs, spec.workload.warmup_epochs, spec.optimizer.lr
     last = spec.train.max_epochs - MIN_STAGE_SHARE * epochs
     share = compute_lr_decay_factor(spec.schedule, lr, epoch=last, warmup=warmup, epochs=epochs)
     return (1 + RELATIVE_TOLERANCE) / share if share > 0 else math.inf
-
-
-def describe_train_length(spec: JobSpec) -> str:
-    """Describe the training length of a job."""
-    if spec.script is not None:
-        return script_section.describe_script_length(spec.script)
-    whole, trained = spec.train.epochs, spec.train.max_epochs
-    return format_count(whole, "epoch") if trained == whole else f"{trained} of {format_count(whole, 'epoch')}"
 
 
 def compute_lr_scale(spec: JobSpec, batch: int) -> float:

@@ -31,7 +31,7 @@ class TrainingMethod:
     late_decay: bool = False  # the default schedule with Adam-like optimizers decays late
     with_rule: str = ""  # name of the same method with a learning-rate rule; empty if there is no such name
     without_rule: str = ""  # name of the same method without a rule; if set, train.lr_scaling: none is an error
-    warmup_epochs: float = 0.0  # default warm-up; shorter in short trainings (`compute_warmup_epochs`)
+    warmup_epochs: float = 0.0  # default warm-up; shorter in short trainings (`Workload.warmup_epochs`)
     replaced_optimizers: tuple[str, ...] = ()
     """Optimizers that it replaces, with their settings; empty: any optimizer is kept."""
     orthogonalises: bool = False

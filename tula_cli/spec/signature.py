@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tula_cli.spec.ags import BRANCHING_EPOCH, Ags
-from tula_cli.spec.job import JobSpec, compute_warmup_epochs, find_effective_lr_limit, get_default_beta1
+from tula_cli.spec.job import JobSpec, find_effective_lr_limit, get_default_beta1
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.slurm_options import Slurm
@@ -51,7 +51,7 @@ def _list_loop_fields(spec: JobSpec) -> dict[str, Any]:
                 "parallel", *COMPUTATION_KEYS,
             }
         ),
-        "ags": _list_measured_ags_fields(spec),
+        "ags": _list_measured_ags_fields(spec, "b_small"),
     }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
     parts["dataset"] = spec.dataset.model_dump(exclude={"download", "test"})
     if (beta1 := get_default_beta1(spec, batch)) is not None:
         parts["optimizer"]["beta1"] = beta1
-    parts["schedule"]["warmup_epochs"] = compute_warmup_epochs(spec)
+    parts["schedule"]["warmup_epochs"] = spec.workload.warmup_epochs
     ags = spec.ags if spec.train.training_method.uses_section("ags") else Ags()  # no effect with other methods
     parts["ags"] = {"exclude": (), "norm_ewma": 0.0, **ags.fill_from_preset().model_dump(exclude={"preset"})}
     parts["schedule"]["args"] = {}
@@ -159,11 +159,11 @@ def _get_lr_limit(spec: JobSpec, batch: int) -> float | None:
     return given if isinstance(given, float) else find_effective_lr_limit(spec, batch)
 
 
-def _list_measured_ags_fields(spec: JobSpec) -> dict[str, Any]:
-    """Return the settings of section ags on which the duration and memory of a step depend."""
+def _list_measured_ags_fields(spec: JobSpec, *more: str) -> dict[str, Any]:
+    """Return the settings of section ags on which the duration and memory of a step depend, and `more` of them."""
     ags = spec.ags.fill_from_preset()
-    fields = {"granularity", "source", "apply_to", *(() if spec.script else ("b_small",))}
-    return ags.model_dump(include=fields | ({"refresh"} if ags.refreshes_each_step else set()))
+    fields = {"granularity", "source", "apply_to", *more, *(["refresh"] if ags.refreshes_each_step else [])}
+    return ags.model_dump(include=fields)
 
 
 def compute_digest(parts: Mapping[str, Any]) -> str:

@@ -1,23 +1,46 @@
-"""The workload of a job: a model in tula's own loop, or a script of the user.
+"""The workload of a job: a model in tula's own loop, or a script of the user, and all that differs between both.
 
 `cluster/rank_program.py` starts it; which files are its code is in `run/code.py`.
 """
 
 from dataclasses import dataclass
 
-from tula_cli.spec.job import JobSpec, compute_warmup_epochs
 from tula_cli.spec.scripts.placeholders import find_placeholders, find_program_name
-from tula_cli.spec.scripts.script import Script, count_script_samples
+from tula_cli.spec.scripts.script import Script, count_requested_samples, count_script_samples
+from tula_cli.spec.sections import Dataset, Model, Optimizer, Schedule, Train
+from tula_cli.words import format_count
+
+MAX_WARMUP_SHARE = 0.05
+"""Maximum share of the epochs used for a warm-up that the job does not give."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """The workload of a job, with its settings and observable quantities: here a model and dataset in tula's loop."""
 
-    spec: JobSpec
+    model: Model
+    dataset: Dataset
+    optimizer: Optimizer
+    schedule: Schedule
+    train: Train
 
     epochs_key = "train.epochs"
     reference_key = "train.reference_batch"
+    reference_lr_key = "optimizer.lr"
+    less_memory_hint = "add larger numbers to search.nodes, lower search.min_batch, raise train.accumulate, or set train.activation_checkpointing: true or train.precision: bf16"
+    accuracy_unit = " %"
+    """Unit of an accuracy, as shown after its value; empty if unknown."""
+    evaluates_held_out_data = True
+    """Whether tula evaluates it on samples that it does not train on, instead of reading metrics from its output."""
+    measures_step_parts = True
+    """Whether the time of a step can be divided into computation, synchronisation, data and evaluation."""
+    restarts_for_branch = False
+    """Whether each branch of a search for the learning rate is a new start of the ranks."""
+
+    @property
+    def reference_lr(self) -> float | None:
+        """The learning rate of the reference batch; None of a script with {lr_factor}, which has its own."""
+        return self.optimizer.lr
 
     @property
     def settings(self) -> frozenset[str]:
@@ -32,7 +55,7 @@ class Workload:
     @property
     def description(self) -> str:
         """Description of what is trained, for users."""
-        return f"{self.spec.model.name} on {self.spec.dataset.name}"
+        return f"{self.model.name} on {self.dataset.name}"
 
     @property
     def reported_metrics(self) -> tuple[str, ...]:
@@ -41,33 +64,70 @@ class Workload:
 
     @property
     def warmup_epochs(self) -> float:
-        """Epochs of learning-rate warm-up that tula knows of."""
-        return compute_warmup_epochs(self.spec)
+        """Epochs of learning-rate warm-up that tula knows of: as given, otherwise as the method needs.
+
+        A warm-up of the method takes at most 5 % of the training, so that a short training is not all warm-up.
+        """
+        if self.schedule.kind == "one-cycle":  # one-cycle includes a warm-up
+            return 0.0
+        given = self.schedule.warmup_epochs
+        if given is not None:
+            return given
+        if self.train.stages and self.train.stages != "decay":  # a growing batch replaces a warm-up
+            return 0.0
+        return min(self.train.training_method.warmup_epochs, MAX_WARMUP_SHARE * self.train.epochs)
 
     @property
     def short_epochs(self) -> int | None:
         """The epochs that can be shortened for a first comparison; None if the length cannot be set."""
-        return self.spec.train.epochs
+        return self.train.epochs
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Maximum number of epochs, whatever the metrics; None if the length is in samples or steps."""
+        return self.train.max_epochs
+
+    @property
+    def requested_samples(self) -> int | None:
+        """Samples of the whole training if its length is in samples or steps; None for a length in epochs."""
+        return None
+
+    def count_samples(self, dataset_size: int) -> int:
+        """Return the samples of the whole training, with `dataset_size` samples per epoch."""
+        return self.train.epochs * dataset_size
 
     def count_epochs(self, dataset_size: int) -> int:
         """Return the epochs of the training; a length in samples or steps is rounded to whole epochs."""
-        return self.spec.train.epochs
+        return self.train.epochs
+
+    def describe_length(self) -> str:
+        """Describe the length of the training."""
+        whole, trained = self.train.epochs, self.train.max_epochs
+        return format_count(whole, "epoch") if trained == whole else f"{trained} of {format_count(whole, 'epoch')}"
 
     def describe_accumulation_conflict(self) -> str:
         """Return why micro-batches cannot be split; empty if they can."""
         return ""
 
 
+@dataclass(frozen=True)
 class UserScript(Workload):
     """A training script: only its command and the settings of section `script` are known."""
 
+    script: Script
+
     epochs_key = "script.length.epochs"
     reference_key = "script.reference.batch"
+    reference_lr_key = "script.reference.lr"
+    less_memory_hint = "add larger numbers to search.nodes, lower search.min_batch, or use more gradient accumulation, activation checkpointing or bf16 in the script"
+    accuracy_unit = ""  # a script may report fractions
+    evaluates_held_out_data = False
+    measures_step_parts = False
+    restarts_for_branch = True
 
     @property
-    def script(self) -> Script:
-        assert self.spec.script is not None
-        return self.spec.script
+    def reference_lr(self) -> float | None:
+        return self.script.reference.lr
 
     @property
     def takes_workers(self) -> bool:
@@ -93,15 +153,29 @@ class UserScript(Workload):
     def short_epochs(self) -> int | None:
         return self.script.length.epochs if {"epochs", "steps", "samples"} & self.settings else None
 
+    @property
+    def max_epochs(self) -> int | None:
+        return self.script.length.epochs
+
+    @property
+    def requested_samples(self) -> int | None:
+        return count_requested_samples(self.script)
+
+    def count_samples(self, dataset_size: int) -> int:
+        return count_script_samples(self.script, dataset_size)
+
     def count_epochs(self, dataset_size: int) -> int:
-        return max(1, round(count_script_samples(self.script, dataset_size) / dataset_size))
+        return max(1, round(self.count_samples(dataset_size) / dataset_size))
+
+    def describe_length(self) -> str:
+        length = self.script.length
+        if length.epochs is not None:
+            return format_count(length.epochs, "epoch")
+        if length.samples is not None:
+            return format_count(length.samples, "sample")
+        return f"{format_count(length.steps or 0, 'step')} at batch {self.script.reference.batch}"
 
     def describe_accumulation_conflict(self) -> str:
         if self.script.accumulates:
             return ""
         return "the command has no {micro_batch} with {accumulate} or {accumulate_total}"
-
-
-def get_workload(spec: JobSpec) -> Workload:
-    """Return the view of a job that is common to tula's loop and to user scripts."""
-    return Workload(spec) if spec.script is None else UserScript(spec)

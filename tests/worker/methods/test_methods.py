@@ -28,7 +28,6 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import compute_warmup_epochs
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
@@ -205,7 +204,7 @@ def test_polo_on_one_rank_is_the_large_batch_with_a_warm_up(alone: Ranks) -> Non
     polo = make_trainer(make_spec(**job("polo")), alone)
     for _ in worker_train_loop.run_steps(polo):
         pass
-    sections = job("polo", schedule={"warmup_epochs": compute_warmup_epochs(polo.spec)})
+    sections = job("polo", schedule={"warmup_epochs": polo.spec.workload.warmup_epochs})
     sections["train"] |= {"method": "lbt"}
     assert are_equal(copy_weights(polo), train_to_end(make_spec(**sections), alone)[0])
 

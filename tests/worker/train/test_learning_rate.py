@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from tula_cli.errors import JobFailed
-from tula_cli.spec.job import JobSpec, compute_warmup_epochs
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.schedules import WARMUP_START
 from tula_cli.worker.train.learning_rate import compute_learning_rate
 
@@ -102,9 +102,9 @@ def test_methods_warm_up_by_themselves_unless_told(method, epochs):
     job = spec(method=method)
     for length, expected in ((1000, epochs), (100, epochs), (60, 0.6 * epochs), (4, 0.04 * epochs), (1, 0.01 * epochs)):
         train = job.train.model_copy(update={"epochs": length})
-        assert compute_warmup_epochs(job.model_copy(update={"train": train})) == pytest.approx(expected)
-    assert compute_warmup_epochs(spec(method=method, warmup_epochs=0)) == 0
-    assert compute_warmup_epochs(spec(method=method, warmup_epochs=2.5)) == 2.5
+        assert job.model_copy(update={"train": train}).workload.warmup_epochs == pytest.approx(expected)
+    assert spec(method=method, warmup_epochs=0).workload.warmup_epochs == 0
+    assert spec(method=method, warmup_epochs=2.5).workload.warmup_epochs == 2.5
 
 
 def test_linear_scaling_warms_up_for_five_epochs_of_a_hundred_by_itself():
@@ -154,7 +154,7 @@ def test_one_cycle_grows_to_its_peak_and_falls(epoch, lr):
 
 
 def test_one_cycle_has_a_warm_up_of_its_own():
-    assert compute_warmup_epochs(spec(kind="one-cycle", method="lrs")) == 0
+    assert spec(kind="one-cycle", method="lrs").workload.warmup_epochs == 0
     assert compute_learning_rate(spec(kind="one-cycle", method="lrs"), 6, 256) == pytest.approx(0.2)
 
 

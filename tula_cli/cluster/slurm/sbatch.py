@@ -19,7 +19,6 @@ from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import MIN_AUTO_WORKERS
 from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
-from tula_cli.spec.workload import get_workload
 from tula_cli.spec.yaml_text import read_text_file
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
@@ -108,7 +107,7 @@ def get_wrapper_arguments(spec: JobSpec, *, environ: Mapping[str, str]) -> list[
 def warn_too_few_cpus(spec: JobSpec) -> list[Diagnostic]:
     """Return a warning if the CPUs per task are too few for a rank and its data-loader processes, or are not set."""
     slurm = _get_slurm_section(spec)
-    if not get_workload(spec).takes_workers:
+    if not spec.workload.takes_workers:
         return []  # a script chooses its loader processes itself
     workers = MIN_AUTO_WORKERS if spec.train.workers == "auto" else spec.train.workers
     needed = workers + 1

@@ -27,7 +27,6 @@ from tula_cli.services.measurements import TypeMeasurements, find_gradient_noise
 from tula_cli.services.recommend import Answer
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.workload import get_workload
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,7 @@ class TrainingReportData:
         Preferred are `train.best_checkpoint`, top1 and perplexity, in this order, or the metrics of a script.
         """
         requested_metric, epochs = self.task.spec.train.best_checkpoint.metric, self.select_rows_of_kind("epoch")
-        names = get_workload(self.task.spec).reported_metrics or (requested_metric, "top1", "perplexity")
+        names = self.task.spec.workload.reported_metrics or (requested_metric, "top1", "perplexity")
         logged = (name for name in names if any(get_metric_value(row, name) is not None for row in epochs))
         return next(logged, "eval_loss")
 

@@ -10,8 +10,7 @@ from tula_cli.models.cost import describe_price
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.secrets import redact_secrets
 from tula_cli.services.document import Document, Fact
-from tula_cli.spec.job import JobSpec, describe_train_length
-from tula_cli.spec.workload import get_workload
+from tula_cli.spec.job import JobSpec
 from tula_cli.version import __version__
 from tula_cli.words import (
     describe_configuration,
@@ -53,8 +52,8 @@ def _describe_question(material: ReportData) -> str:
     of_types = f" of types {', '.join(types)}" if types else ""
     asked_at = "" if material.kept is None else f", {format_local_time(material.kept.created_at)}"
     by = "" if recommendation is None else f" (objective {recommendation.criteria}{asked_at})"
-    job = get_workload(spec).description
-    return f"On how many nodes ({counts}{of_types}) and with which batch should {job} be trained for {describe_train_length(spec)}{by}?"
+    job = spec.workload.description
+    return f"On how many nodes ({counts}{of_types}) and with which batch should {job} be trained for {spec.workload.describe_length()}{by}?"
 
 
 def _describe_answer(material: ReportData) -> Iterator[str]:
@@ -76,10 +75,10 @@ def _describe_answer(material: ReportData) -> Iterator[str]:
             "" if end.predicted_hours is None else f" (predicted: {format_duration(3600 * end.predicted_hours)})"
         )
         time = f"{format_duration(3600 * end.actual_hours)}{predicted}"
-        unit = " %" if training.task.spec.script is None else ""  # a script may report fractions
+        unit = training.task.spec.workload.accuracy_unit
         best = f", best top-1 {format_number(end.best_top1, 4)}{unit}" if "top1" in end.metrics else ""
         cost = f"{format_number(end.actual_cost)} {end.currency}"
-        length = describe_train_length(training.task.spec)
+        length = training.task.spec.workload.describe_length()
         yield f"Trained for {length} on {format_count(end.nodes)} at batch {end.batch}: {time}, {cost}{best}."
 
 
@@ -96,7 +95,7 @@ def _list_facts(material: ReportData) -> Iterator[Fact]:
     spec = material.spec
     yield from _list_job_facts(spec)
     yield Fact("method", spec.train.method)
-    yield Fact("length", describe_train_length(spec))
+    yield Fact("length", spec.workload.describe_length())
     for part in material.parts:
         prefix = f"{part.name}: " if part.name else ""
         probes = part.snapshot.measured
@@ -124,8 +123,7 @@ def _list_code_facts(material: ReportData) -> Iterator[Fact]:
 def _list_job_facts(spec: JobSpec) -> Iterator[Fact]:
     """Yield the script, or the model, the data and the optimizer of a job."""
     if spec.script is not None:
-        command = spec.script.command
-        yield Fact("script", redact_secrets(command if isinstance(command, str) else " ".join(command)))
+        yield Fact("script", redact_secrets(spec.script.command))
         return
     yield Fact("model", _format_name_with_arguments(spec.model.name, spec.model.args))
     yield Fact("data", _format_name_with_arguments(spec.dataset.name, spec.dataset.args))

@@ -83,9 +83,9 @@ def _list_training_facts(training: TrainingReportData) -> Iterator[Fact]:
         yield Fact("samples", f"{result.samples} in {result.steps} steps")
     if end is not None:
         at = f" at epoch {end.best_epoch}" if end.best_epoch else ""
-        # a script's metrics have no known unit and include the best value
-        names = METRIC_NAMES if task.spec.script is None else {}
-        if task.spec.script is None:
+        # the metrics of a script have no known unit and include the best value
+        names = METRIC_NAMES if task.spec.workload.evaluates_held_out_data else {}
+        if names:
             yield Fact("result", f"{describe_best_epoch(end)}{at}")
         yield from (Fact(names.get(name, name), format_number(value, 4)) for name, value in end.metrics.items())
     yield from (Fact("weights", describe_evaluation(evaluation)) for evaluation in training.files.read_evaluations())
@@ -197,7 +197,7 @@ def _build_metric_figure(training: TrainingReportData, events: tuple[Annotation,
     if name == "eval_loss":
         return
     title, label = METRIC_TITLES.get(name, name), name
-    if name == "top1" and training.task.spec.script is None:
+    if name == "top1" and training.task.spec.workload.accuracy_unit:
         label = "top-1 (%)"
     # always 100 % with five classes
     has_top5 = name == "top1" and any(row.get("top5") not in (None, 100.0) for row in epochs)

@@ -26,8 +26,7 @@ from tula_cli.models.time.noise import Z90
 from tula_cli.query import QUANTITIES, Objective
 from tula_cli.run.records.recommendations import Accuracy, Change, Headline, Prediction, RiskBasis
 from tula_cli.run.records.results import Summary
-from tula_cli.spec.job import JobSpec, describe_train_length
-from tula_cli.spec.workload import get_workload
+from tula_cli.spec.job import JobSpec
 from tula_cli.words import (
     choose_time_unit,
     describe_interval_of_hours,
@@ -65,7 +64,7 @@ def predict_baseline(estimator: Estimator, noise: Noise | None, *, node_type: st
         return Baseline(config, None, problem)
     forecast = estimator.predict_configurations(*convert_to_columns([config])).with_columns({"type": node_type})
     if noise is not None:
-        epochs = get_workload(spec).count_epochs(estimator.dataset_size)
+        epochs = spec.workload.count_epochs(estimator.dataset_size)
         reference = spec.train.reference_batch
         forecast = efficiency.add_same_progress(forecast, epochs=epochs, reference=reference, noise=noise)
     return Baseline(config, forecast.make_prediction(0))
@@ -79,7 +78,7 @@ def make_risk_basis(spec: JobSpec, noise: Noise | None, *, dataset_size: int) ->
     scale, is_bounded = None, True
     if noise is not None:
         is_bounded = math.isfinite(noise.high)
-        epochs = get_workload(spec).count_epochs(dataset_size)
+        epochs = spec.workload.count_epochs(dataset_size)
         scale = efficiency.compute_equivalent_constant_noise(
             noise.scale if is_bounded else noise.low,
             reference=spec.train.reference_batch,
@@ -147,7 +146,7 @@ def make_headline(
     return Headline(
         text=text,
         comparison=_describe_comparison(baseline, spec, chosen, is_baseline=is_baseline),
-        length=describe_train_length(spec),
+        length=spec.workload.describe_length(),
         interval=_describe_interval(chosen_row),
         preference=_describe_preference(chosen, candidates, objective, reference_batch=spec.train.reference_batch),
         nodes=baseline.config.nodes,
@@ -273,7 +272,7 @@ def _describe_nodes_and_batch(row: Prediction) -> str:
 def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, *, is_baseline: bool) -> str:
     """Name the configuration that the choice is compared with, its origin, and which of the two are predicted."""
     nodes = "baseline.nodes" if spec.baseline.nodes else "the fewest nodes"
-    batch = "baseline.batch" if spec.baseline.batch else get_workload(spec).reference_key
+    batch = "baseline.batch" if spec.baseline.batch else spec.workload.reference_key
     if is_baseline:
         return f"Today's configuration is {batch} on {nodes}."
     if baseline.prediction is None:

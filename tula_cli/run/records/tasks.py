@@ -12,7 +12,6 @@ from tula_cli.spec.load import StoredSpec
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import Workers
 from tula_cli.spec.slurm_options import EXTRA_MINUTES
-from tula_cli.spec.workload import get_workload
 
 MAX_RESTARTS = 2
 """Maximum restarts of a job other than a training after lost processes (not after out-of-memory or a user error)."""
@@ -297,7 +296,7 @@ class TrainTask(BaseTask):
         if not ladder or ladder[0].batch != self.batch:
             ladder = (Rung(batch=self.batch), *ladder)
         resized = self.model_copy(update={"nodes": size.nodes, "ladder": ladder})
-        if get_workload(self.spec).describe_accumulation_conflict():
+        if self.spec.workload.describe_accumulation_conflict():
             return resized
         whole, max_micro_batch = resized.micro_batch, min(size.micro_batch, self.max_micro_batch or size.micro_batch)
         splits = next(n for n in range(1, whole + 1) if whole % n == 0 and whole // n <= max_micro_batch)

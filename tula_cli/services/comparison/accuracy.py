@@ -27,11 +27,10 @@ from tula_cli.services.compare import (
     estimate_hours,
 )
 from tula_cli.services.comparison import rounds
-from tula_cli.services.comparison.rows import REFERENCE_METHOD, make_row_of_job, takes_seed
+from tula_cli.services.comparison.rows import REFERENCE_METHOD, make_row_of_job
 from tula_cli.services.plans import sum_hours
 from tula_cli.services.status import JobStatus
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.script import Script
 from tula_cli.words import format_count, format_duration, format_method_label, format_number
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
         first_round=tuple(first_round),
         epochs=next((report.cell.short for report in short), None),
     )
-    return dataclasses.replace(table, answer=describe_best_row(table, spec.script))
+    return dataclasses.replace(table, answer=describe_best_row(table, takes_seed="seed" in spec.workload.settings))
 
 
 def _mark_dropped_row(row: ComparisonRow, reasons: Mapping[tuple[str, int], str]) -> ComparisonRow:
@@ -439,11 +438,11 @@ def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Ite
 # --- The answer
 
 
-def describe_best_row(report: CompareReport, script: Script | None) -> str:
+def describe_best_row(report: CompareReport, *, takes_seed: bool) -> str:
     """Return a sentence on the best row of the largest batch with results, compared with the reference.
 
     Args:
-        script: script of the job, if any; only a script that takes the seed can be trained with more seeds.
+        takes_seed: whether the job can be trained with other seeds; a script can if its command takes the seed.
     """
     reference = next((row for row in report.rows if row.reference), None)
     small = None if reference is None else reference.get_statistics(report.metric)
@@ -470,7 +469,7 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
             if first.seeds > 1
             else "the methods cannot be distinguished with one seed"
         )
-        seed = "add {seed} to script.command, then" if script is not None and not takes_seed(script) else ""
+        seed = "" if takes_seed else "add {seed} to script.command, then"
         remedy = " ".join(filter(None, [seed, f"train more seeds: tula compare --seeds {max(5, 2 * first.seeds)}."]))
         return (
             f"At batch {batch} {unclear}: {first.method} has {result}; {alternatives}"

@@ -114,12 +114,12 @@ def prepare_rate_search(
     spec = run.spec
     nodes = compare.choose_default_nodes(run) if nodes is None else nodes
     divisor = compute_batch_divisor(spec, nodes)
-    size_and_interval = None if spec.script is None else _require_branchable(run, spec.script, divisor)
+    script_size, save_every = (None, 0) if spec.script is None else _require_branchable(run, spec.script, divisor)
     batch = compare.read_recommended_batch(run) if batch is None else batch
     rate_search.require_searchable(spec, batch)
     training = train.plan_training(run, nodes=nodes, batch=batch, inspect=inspect)
     yield from map(WarningEvent, training.code.warnings)
-    size, save_every = size_and_interval or (train.find_dataset_size(run, inspect), 0)
+    size = script_size or train.find_dataset_size(run, inspect)
     others = rate_search.list_other_batches(spec, batch, divisor=divisor, dataset_size=size) if near_batches else ()
     plan = rate_search.plan_rate_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
     if plan.training_share > EXPENSIVE_SHARE:
@@ -138,12 +138,12 @@ def prepare_rate_search(
         nodes=nodes,
         key=key,
         batches=(batch, *others),
-        dataset_size=None if spec.script is None else size,
+        dataset_size=script_size,
         save_every=save_every,
     )
     hours = training.prediction.hours if training.prediction is not None else None
     arms = tuple(rate_search.list_rate_arms(spec, batch))
-    starts = 0 if spec.script is None else plan.branches + 1
+    starts = plan.branches + 1 if spec.workload.restarts_for_branch else 0
     seconds = max((probe.overheads.startup for probe in run.read_measurements()), default=0.0)
     return LearningRateSearchPlan(run, task, plan, arms, training.code, hours, training.price, starts * seconds / 3600)
 
@@ -309,7 +309,7 @@ def read_search_report(search: LearningRateSearchPlan, file: JobFile | None = No
     if chosen is None:
         raise Diverged(
             f"all learning rates diverged at batch {batch}, even the one that was tuned for batch {reference}",
-            f"lower {rate_search.get_reference_keys(run.spec)[1]}, or use a smaller batch",
+            f"lower {run.spec.workload.reference_lr_key}, or use a smaller batch",
         )
     overrides = tuple(rate_search.list_rule_overrides(run.spec, chosen.rule))
     branches_of_rule = [branch for branch in record.branches if branch.rule == chosen.rule]
@@ -331,13 +331,13 @@ def read_search_report(search: LearningRateSearchPlan, file: JobFile | None = No
         best_batch=None if largest is None else largest.batch,
         too_large=_find_batch_too_large(run, task),
         critical_batch=record.noise,
-        held_out=run.spec.script is None,
+        held_out=run.spec.workload.evaluates_held_out_data,
         epoch=record.start_epoch,
         samples=record.samples,
         share=record.samples / record.total,
         loss_margin=rate_search.compute_loss_margin(lowest, record.start_loss),
         answer=f"Use {times} of batch {reference} at batch {batch}: {format_number(chosen.lr)}.",
-        warnings=tuple(_warn_inconclusive_losses(record, rate_search.get_reference_lr(run.spec))),
+        warnings=tuple(_warn_inconclusive_losses(record, run.spec.workload.reference_lr)),
     )
 
 

@@ -19,7 +19,6 @@ from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate_job
-from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_number
 
 SHORT_EPOCH_DIVISOR = 4
@@ -32,7 +31,7 @@ EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "patienc
 
 def compute_short_epochs(spec: JobSpec) -> int:
     """Return the epochs of a short training; those of the job if it cannot be shorter."""
-    epochs = get_workload(spec).short_epochs
+    epochs = spec.workload.short_epochs
     return spec.train.epochs if epochs is None else math.ceil(epochs / SHORT_EPOCH_DIVISOR)
 
 
@@ -92,7 +91,7 @@ def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> TrainingO
     summary = training.read_summary()
     if summary is None:
         return None if training.find_diverged_attempt() is None else TrainingOutcome(cell, None)
-    script_metric = next(iter(get_workload(spec).reported_metrics), "")
+    script_metric = next(iter(spec.workload.reported_metrics), "")
     metric = script_metric or ("top1" if "top1" in summary.metrics else "loss")
     value = summary.metrics.get("eval_loss" if metric == "loss" and not script_metric else metric)
     if value is None or (not script_metric and "eval_loss" not in summary.metrics):  # a missing value was not finite

@@ -18,9 +18,6 @@ from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.methods import METHODS, TrainingMethod, get_training_method
-from tula_cli.spec.scripts.placeholders import find_placeholders
-from tula_cli.spec.scripts.script import Script
-from tula_cli.spec.workload import get_workload
 from tula_cli.spec.yaml_text import parse_yaml
 from tula_cli.words import format_count, split_outside_brackets
 
@@ -31,50 +28,46 @@ DEFAULT_SEEDS = 3
 _NO_LR_MESSAGE = "script.command has no {lr} that could be increased"
 
 
-def require_comparable_script(script: Script, *, seeds: int) -> None:
-    """Reject a script whose trainings cannot be compared.
+def require_comparable_script(spec: JobSpec, *, seeds: int) -> None:
+    """Reject a job whose script's trainings cannot be compared.
 
     Raises:
         SpecError: the script reports no metric, or its command does not take the seed.
     """
-    if not script.metric:
+    if not spec.workload.evaluates_held_out_data and not spec.workload.reported_metrics:
         raise SpecError(
             "the accuracy of the script is unknown: the job has no script.metric",
             "set a pattern for its value, for example script.metric: {top1: 'Acc@1 ([0-9.]+)'}; the first metric is compared",
         )
-    if seeds > 1 and not takes_seed(script):
+    if seeds > 1 and "seed" not in spec.workload.settings:
         raise SpecError(
             f"script.command has no {{seed}}, so the trainings with {format_count(seeds, 'seed')} would be identical",
             "add {seed} to script.command, for example --seed {seed}, or compare with [[--seeds]] 1",
         )
 
 
-def takes_seed(script: Script) -> bool:
-    return "seed" in find_placeholders(script.command)
-
-
 def choose_default_seeds(spec: JobSpec) -> int:
     """Return the default number of seeds: one for scripts that take no seed."""
-    return DEFAULT_SEEDS if "seed" in get_workload(spec).settings else 1
+    return DEFAULT_SEEDS if "seed" in spec.workload.settings else 1
 
 
-def scale_script_lr(section: Mapping[str, Any], script: Script, *, factor: float) -> dict[str, Any]:
-    """Return section `script` with the learning rate multiplied by `factor`.
+def require_script_lr(spec: JobSpec) -> float:
+    """Return the learning rate of a script at its reference batch.
 
     Raises:
         SpecError: the script's command takes no learning rate.
     """
-    lr = script.reference.lr
-    if lr is None or "lr" not in find_placeholders(script.command):
+    lr = spec.workload.reference_lr
+    if lr is None or "lr" not in spec.workload.settings:
         raise SpecError(_NO_LR_MESSAGE)
-    return {**section, "reference": {**section["reference"], "lr": lr * factor}}
+    return lr
 
 
-def warn_missing_controls(script: Script, *, controls: Sequence[str]) -> Iterator[Diagnostic]:
+def warn_missing_controls(spec: JobSpec, *, controls: Sequence[str]) -> Iterator[Diagnostic]:
     """Yield warnings about what a script's comparison lacks: controls with a raised learning rate, or several seeds."""
-    if "lr" not in find_placeholders(script.command):
+    if "lr" not in spec.workload.settings:
         yield messages.controls_left_out(controls=controls, reason=_NO_LR_MESSAGE)
-    if not takes_seed(script):
+    if "seed" not in spec.workload.settings:
         yield messages.one_seed_only()
 
 

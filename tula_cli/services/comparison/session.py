@@ -21,7 +21,6 @@ from tula_cli.services.plans import ComparePlan
 from tula_cli.services.tracking import export_while_waiting
 from tula_cli.services.train import choose_run_to_train
 from tula_cli.services.waiting import Submission, warn_about_submitted_jobs
-from tula_cli.spec.workload import get_workload
 
 
 def complete_grid(request: ComparisonRequest, run: Run, previous: Comparison | None) -> Grid:
@@ -54,7 +53,7 @@ def complete_grid(request: ComparisonRequest, run: Run, previous: Comparison | N
         batches=batches,
         seeds=seeds,
         nodes=nodes,
-        controls=controls if "lr" in get_workload(spec).settings else False,
+        controls=controls if "lr" in spec.workload.settings else False,
         halving=True,
     )
 

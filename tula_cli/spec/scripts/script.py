@@ -17,7 +17,6 @@ from tula_cli.spec.scripts.placeholders import (
     find_shell_word,
 )
 from tula_cli.spec.sections import Dataset, Model, Optimizer
-from tula_cli.words import format_count
 
 
 def _require_known_placeholders(text: str) -> str:
@@ -300,13 +299,3 @@ def count_requested_samples(script: Script) -> int | None:
 def count_script_steps(script: Script, batch: int, dataset_size: int) -> int:
     """Return the optimizer steps of the whole training at a global batch, rounded up so that no sample is left out."""
     return math.ceil(count_script_samples(script, dataset_size) / batch)
-
-
-def describe_script_length(script: Script) -> str:
-    """Describe the training length of a script."""
-    length = script.length
-    if length.epochs is not None:
-        return format_count(length.epochs, "epoch")
-    if length.samples is not None:
-        return format_count(length.samples, "sample")
-    return f"{format_count(length.steps or 0, 'step')} at batch {script.reference.batch}"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tula_cli.errors import JobFailed
 from tula_cli.plugins import is_import_string, load_named_object
-from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_lr, compute_warmup_epochs
+from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_lr
 from tula_cli.spec.schedules import compute_scheduled_lr, compute_warmup_factor
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
 
@@ -19,7 +19,7 @@ def compute_learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
         epoch: epochs done, with fraction: samples seen / dataset size.
         batch: global batch, samples per optimizer step.
     """
-    scale, warmup = compute_lr_scale(spec, batch), compute_warmup_epochs(spec)
+    scale, warmup = compute_lr_scale(spec, batch), spec.workload.warmup_epochs
     if spec.train.stages == "decay":  # always a multiple of the reference batch's learning rate
         return scale * compute_reference_lr(spec, epoch)
     base = spec.optimizer.lr * scale

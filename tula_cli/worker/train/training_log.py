@@ -23,7 +23,6 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.step_series import MAX_ROWS_UNJOINED, StepRow, format_rows, join_adjacent_rows
 from tula_cli.run.training_run import TrainingRun, is_complete_row
-from tula_cli.spec.job import compute_warmup_epochs
 from tula_cli.words import (
     add_timestamp,
     compute_seconds_to_next_progress_line,
@@ -532,7 +531,7 @@ class TrainingLog:
 def list_ineffective_settings(trainer: Trainer) -> list[Diagnostic]:
     """Return warnings about settings that have no effect, or an unexpected one, in this training."""
     train, warnings = trainer.spec.train, []
-    if (warmup := compute_warmup_epochs(trainer.spec)) >= train.epochs:
+    if (warmup := trainer.spec.workload.warmup_epochs) >= train.epochs:
         warnings.append(messages.warmup_never_ends(warmup_epochs=warmup, epochs=train.epochs))
     if isinstance(trainer.datasets.train, StreamedDataset) and (passed := trainer.position.done):
         warnings.append(messages.stream_read_again(samples=passed))

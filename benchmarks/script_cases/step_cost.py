@@ -56,7 +56,7 @@ def summarise_pairs(pairs: list[list[float]]) -> dict[str, Any]:
 
 
 def _make_command(spec: JobSpec, batch: int, folder: Path, python: str) -> list[str]:
-    script = cluster_values.get_script(spec)
+    script = spec.get_script()
     here = cluster_values.ScriptProcess(1, 0, "127.0.0.1", PORT, 0, 0)
     known = cluster_values.list_placeholder_values(
         spec, here, batch=batch, out=folder / "out", run=folder, workers=1

@@ -1,9 +1,10 @@
 """The program that the ranks of a task run. Here tula's own worker; the user's scripts are in `scripts/`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tula_cli.cluster.allocation import POLL_SECONDS, Allocation
 from tula_cli.cluster.rank_processes import RankCommand, RankLaunchPlan, find_rendezvous_address, uses_torchrun
@@ -11,6 +12,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
+from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.run.records.tasks import Task
 
 
@@ -119,6 +121,10 @@ class RankProgram(ABC):
         """Return the possible splits of the micro-batch for each out-of-memory fallback; None if unknown."""
         return None
 
+    def make_summary_fields(self, attempts: Sequence[Attempt], seconds: float) -> dict[str, Any]:
+        """Return the fields of the summary of a training that its program records; its attempts took `seconds`."""
+        return {}
+
     @property
     def log_patterns(self) -> list[str]:
         """Regular expressions of log lines that must be kept when the log is cut."""
@@ -161,3 +167,18 @@ class WorkerProgram(RankProgram):
     def list_micro_batch_splits(self) -> MicroBatches | None:
         training = self.run.find_training(self.task)
         return None if training is None else training.read_micro_batches()
+
+    def make_summary_fields(self, attempts: Sequence[Attempt], seconds: float) -> dict[str, Any]:
+        """Return the breakdown of the seconds, from metric rows up to the newest checkpoint."""
+        training = self.run.find_training(self.task)
+        assert training is not None
+        rows, tuning = list(training.read_metrics()), training.read_tuning()
+        steps = [row for row in rows if row["kind"] == "step"]
+        parts = {
+            "steps": sum(row["count"] * row["step_time"] for row in steps),
+            "evaluation": sum(row["eval_seconds"] for row in rows if row["kind"] == "epoch"),
+            "checkpoints": sum(row["seconds"] for row in rows if row["kind"] == "save"),
+            "branches": sum(branch.seconds for branch in tuning.branches) if tuning else 0.0,
+        }
+        data, rest = sum(row["count"] * row["data_wait"] for row in steps), max(0.0, seconds - sum(parts.values()))
+        return {"actual_parts": TimeParts(**parts, data=data, rest=rest)}

@@ -13,10 +13,9 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch, Requeue, Resize, Stop
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Prediction, TimeParts
+from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import Summary, TrainResult
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask, make_probe_id, make_probe_identity
-from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.training_run import TrainingRun
 
 
@@ -280,9 +279,6 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             predicted_step=newest.step_time if newest else None,
             actual_step=result.step_time,
             predicted_parts=prediction.parts if prediction else None,
-            actual_parts=_measure_time_parts(training, 3600 * hours)
-            if task.spec.script is None
-            else _measure_time_parts_of_script(run, attempts, 3600 * hours),
             predicted_kwh=prediction.kwh if prediction else None,
             actual_kwh=None if energy is None else energy.kwh,
             counted=None if energy is None else min(1.0, energy.seconds / (3600 * hours)),
@@ -294,11 +290,10 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             ended=f"at epoch {result.epochs} of {task.spec.train.epochs}: {result.ended}" if result.ended else "",
             currency=task.spec.pricing.currency,
             recoveries=tuple(later_task.recovery or Recovery() for later_task in tasks[1:]),
-            lost=None if task.spec.script is None else training.read_script_saves().lost,
             tuning=result.tuning,
             scaled=result.scaled,
             changes=training.read_step_changes(),
-            warnings=() if task.spec.script is None else _list_warnings(training),
+            **make_rank_program(run, task).make_summary_fields(attempts, 3600 * hours),
         )
     )
 
@@ -309,46 +304,3 @@ def _predict_trained_epochs(first_task: TrainTask, result: TrainResult) -> Predi
     if prediction is None or not result.ended:
         return prediction
     return shorten_prediction(prediction, epochs=result.epochs, all_epochs=first_task.spec.train.max_epochs)
-
-
-def _measure_time_parts(training: TrainingRun, seconds: float) -> TimeParts:
-    """Return the breakdown of the seconds of a training, from metric rows up to its newest checkpoint."""
-    rows, tuning = list(training.read_metrics()), training.read_tuning()
-    steps = [row for row in rows if row["kind"] == "step"]
-    stepping = sum(row["count"] * row["step_time"] for row in steps)
-    evaluation = sum(row["eval_seconds"] for row in rows if row["kind"] == "epoch")
-    saving = sum(row["seconds"] for row in rows if row["kind"] == "save")
-    branches = sum(branch.seconds for branch in tuning.branches) if tuning else 0.0
-    return TimeParts(
-        steps=stepping,
-        data=sum(row["count"] * row["data_wait"] for row in steps),
-        evaluation=evaluation,
-        checkpoints=saving,
-        branches=branches,
-        rest=max(0.0, seconds - stepping - evaluation - saving - branches),
-    )
-
-
-def _measure_time_parts_of_script(run: RunDir, attempts: Sequence[Attempt], seconds: float) -> TimeParts | None:
-    """Return the breakdown of the seconds of a script's training, from the rows of rank 0; None if there are none.
-
-    Evaluation comprises everything between steps that a script does in addition: evaluations, checkpoints, new epochs.
-    """
-    stepping = between = 0.0
-    for attempt in attempts:
-        script_attempt = ScriptAttempt(run.path, attempt.task, attempt.number)
-        rows = [row for row in script_attempt.read_rows(0) if row["kind"] in ("row", "gap")]
-        heartbeat = script_attempt.read_heartbeat(0)
-        if not rows or heartbeat is None:
-            continue
-        gaps = sum(max(0.0, row["seconds"] - heartbeat.seconds) for row in rows if row["kind"] == "gap")
-        stepping += max(0.0, heartbeat.stepped_at - rows[0]["time"] - gaps)
-        between += gaps + max(0.0, rows[-1]["time"] - heartbeat.stepped_at)  # the last row is written at the exit
-    if not stepping:
-        return None
-    rest = max(0.0, seconds - stepping - between)
-    return TimeParts(steps=stepping, data=None, evaluation=between, checkpoints=0.0, branches=0.0, rest=rest)
-
-
-def _list_warnings(training: TrainingRun) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(row["message"] for row in training.read_metrics() if row["kind"] == "warning"))

@@ -151,7 +151,7 @@ def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool)
 
 def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
     run_snapshot, code = find_measured_snapshot(run) if run is not None else None, get_user_code(spec, workdir)
-    if spec.script is not None and not code.is_copied:
+    if not code.is_copied:
         return Source(workdir, "", warnings=code.warnings)
     try:
         selection = code.select()

@@ -55,7 +55,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
         SpecError: the job has a training script; or there is no such node type, training or file.
         BadMeasurements: nothing has been trained yet, or the training has saved no weights.
     """
-    if runs[0].spec.script is not None:
+    if not runs[0].spec.workload.evaluates_held_out_data:
         raise SpecError(
             "tula evaluate works only with tula's own training loop, but this job has section script",
             "evaluate the weights with the script itself",

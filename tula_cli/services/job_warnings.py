@@ -88,10 +88,10 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
 
 
 def warn_large_reference_batch(spec: JobSpec, dataset_size: int) -> list[Diagnostic]:
-    """Return a warning if no training can use the reference batch: learning rates are scaled from it all the same."""
-    if not spec.is_reference_batch_larger_than(dataset_size):
-        return []
+    """Return a warning if no training of tula's own loop can use the reference batch, from which it scales learning rates."""
     reference = spec.train.reference_batch
+    if spec.script is not None or reference <= dataset_size:
+        return []
     return [messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=dataset_size)]
 
 

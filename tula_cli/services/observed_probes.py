@@ -133,8 +133,7 @@ def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
     Raises:
         MeasurementFailed: its batch or the samples of an epoch are unknown, or it contradicts the settings of the job.
     """
-    assert spec.script is not None
-    per_node = spec.cluster.gpus_per_node
+    script, per_node = spec.get_script(), spec.cluster.gpus_per_node
     per_machine = spec.cluster.backend.count_ranks_per_machine(job.world, gpus_per_node=per_node)
     if job.world % per_node or job.gpus_per_node != per_machine:
         is_local = per_machine == job.world  # all processes share this machine, whatever the number per node
@@ -147,8 +146,8 @@ def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
     expected = ExpectedValues(
         world=job.world,
         batch=job.local_batch * job.world,
-        accumulate=spec.train.accumulate if spec.script.accumulates else None,
-        dataset=None if spec.script.dataset_size == "auto" else spec.script.dataset_size,
+        accumulate=spec.train.accumulate if script.accumulates else None,
+        dataset=None if script.dataset_size == "auto" else script.dataset_size,
     )
     task = ProbeTask(
         id="observed",

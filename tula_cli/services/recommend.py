@@ -29,6 +29,7 @@ from tula_cli.run.directory import Run
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
 from tula_cli.services import messages
+from tula_cli.services.job_warnings import warn_large_reference_batch
 from tula_cli.services.measurements import (
     TypeMeasurements,
     describe_epochs,
@@ -213,10 +214,7 @@ def recommend_configuration(
     }
     candidates = candidates.with_pareto_front()
     first_measurements = all_measurements[0]
-    spec, dataset_size = first_measurements.run.spec, first_measurements.estimator.dataset_size
-    if spec.is_reference_batch_larger_than(dataset_size):
-        reference = spec.train.reference_batch
-        warnings.append(messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=dataset_size))
+    warnings += warn_large_reference_batch(first_measurements.run.spec, first_measurements.estimator.dataset_size)
     answer = _build_answer(
         all_measurements, candidates, forecasts, query, [*warnings, *no_gradients], noise, overrides=overrides, now=now
     )

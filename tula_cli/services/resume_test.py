@@ -230,18 +230,18 @@ def get_resume_settings(spec: JobSpec) -> Resume:
             "only jobs with a section script have a resume test",
             "run tula check without --rehearse: tula's own loop always resumes with the same samples",
         )
-    if spec.script.resume is None:
+    if (resume := spec.script.resume) is None:
         raise SpecError(
             "script.resume is missing, so there is nothing to test",
             'describe how the script resumes, for example resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}',
         )
-    if "out" not in find_placeholders(spec.script.resume.checkpoint):
+    if "out" not in find_placeholders(resume.checkpoint):
         raise SpecError(
-            f"script.resume.checkpoint: {spec.script.resume.checkpoint} must be in {{out}}, because the resume test must not"
+            f"script.resume.checkpoint: {resume.checkpoint} must be in {{out}}, because the resume test must not"
             " overwrite your files",
             "make the script save in {out}",
         )
-    return spec.script.resume
+    return resume
 
 
 def compute_resume_test_batch(run: Run, *, local_batch: int | None = None, nodes: int = 1) -> int:
@@ -254,7 +254,6 @@ def compute_resume_test_batch(run: Run, *, local_batch: int | None = None, nodes
         nodes: of the job; if there are several, the test starts on half of them, with a local batch that can be halved.
     """
     spec = run.spec
-    assert spec.script is not None
     recommendation = run.read_recommendation()
     if local_batch is None and recommendation is not None:
         local_batch = recommendation.choice.local_batch
@@ -265,7 +264,7 @@ def compute_resume_test_batch(run: Run, *, local_batch: int | None = None, nodes
     if local_batch is not None:
         return local_batch * gpus
     divisor = 2 * gpus * spec.train.accumulate
-    max_batch = min(spec.script.reference.batch, spec.search.max_batch or spec.script.reference.batch)
+    max_batch = min(spec.train.reference_batch, spec.search.max_batch or spec.train.reference_batch)
     return max(divisor, max_batch // divisor * divisor)
 
 
@@ -291,7 +290,7 @@ class TrainingStart:
     def from_plan(cls, plan: TrainPlan, run: Run, runs: Sequence[Run], *, allow_resume_test: bool) -> "TrainingStart":
         """Return the start of a planned training in a run; `runs` are all runs of the job."""
         limit_text = ""
-        if run.spec.script is not None:
+        if not run.spec.workload.resumes_without_test:
             limit_text = describe_resume_test_over_cap(runs, nodes=plan.task.resume_test_nodes)
         return cls(run, plan.task, plan.code, plan.prediction, allow_resume_test, limit_text)
 
@@ -307,7 +306,7 @@ class TrainingStart:
     @property
     def may_change_nodes(self) -> bool:
         """Whether the script may have to resume on another number of nodes, because jobs use the nodes that they are granted."""
-        return self.run.spec.script is not None and len(self.task.sizes) > 1
+        return not self.run.spec.workload.resumes_without_test and len(self.task.sizes) > 1
 
     @property
     def is_test_due(self) -> bool:
@@ -431,11 +430,11 @@ def describe_interruption_cost(
         batch: global batch of the training; None if it is not chosen yet.
         step_time: seconds per step at that batch; None if it is not known.
     """
-    if spec.script is None:
+    if (script := spec.script) is None:
         return ""
     measured_size, saves = (
         (None, ()) if run is None else (run.read_snapshot().measured_dataset_size, run.find_newest_script_saves())
     )
-    size = spec.script.known_dataset_size or measured_size
-    schedule = find_checkpoint_schedule(spec.script, saves, dataset_size=size)
+    size = script.known_dataset_size or measured_size
+    schedule = find_checkpoint_schedule(script, saves, dataset_size=size)
     return schedule.describe_lost_work(step_time, epoch_steps=size // batch if size and batch else None)

@@ -124,6 +124,11 @@ class JobSpec(Section):
         sections = (self.model, self.dataset, self.optimizer, self.schedule, self.train)
         return Workload(*sections) if self.script is None else UserScript(*sections, self.script)
 
+    def get_script(self) -> Script:
+        """Return the script of a job that has one."""
+        assert self.script is not None, "a job of tula's own loop"
+        return self.script
+
     @property
     def max_ranks(self) -> int:
         """Ranks of the search's largest configuration."""
@@ -346,10 +351,6 @@ class JobSpec(Section):
             base.pop("pricing", None)
         merge_mappings(base, settings)
         return JobSpec.model_validate(base)
-
-    def is_reference_batch_larger_than(self, dataset_size: int) -> bool:
-        """Return whether the reference batch exceeds the samples, so that no training of tula's own loop can use it."""
-        return self.script is None and self.train.reference_batch > dataset_size
 
     def without_slurm_billing(self) -> "JobSpec":
         """Return the job without the billing that SLURM reported, so that it is requested again."""

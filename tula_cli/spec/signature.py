@@ -118,12 +118,12 @@ def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str,
 
 def compute_resume_test_signature(spec: JobSpec, code: str) -> str:
     """Return 8 hex digits of the settings, and of the code (its digest), that determine how a job's script resumes."""
-    assert spec.script is not None
-    parts = spec.script.model_dump(include={"command", "launch", "save", "dataset_size"})
-    parts["resume"] = spec.script.resume.model_dump(include={"args", "checkpoint"}) if spec.script.resume else None
+    script = spec.get_script()
+    parts = script.model_dump(include={"command", "launch", "save", "dataset_size"})
+    parts["resume"] = script.resume.model_dump(include={"args", "checkpoint"}) if script.resume else None
     train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate"})
     return compute_digest(
-        {**parts, "length": sorted(spec.script.length.model_dump(exclude_none=True)), "train": train, "code": code}
+        {**parts, "length": sorted(script.length.model_dump(exclude_none=True)), "train": train, "code": code}
     )
 
 

@@ -34,6 +34,8 @@ class Workload:
     """Whether tula evaluates it on samples that it does not train on, instead of reading metrics from its output."""
     measures_step_parts = True
     """Whether the time of a step can be divided into computation, synchronisation, data and evaluation."""
+    resumes_without_test = True
+    """Whether it surely resumes from its checkpoints, also on other nodes."""
     restarts_for_branch = False
     """Whether each branch of a search for the learning rate is a new start of the ranks."""
 
@@ -123,6 +125,7 @@ class UserScript(Workload):
     accuracy_unit = ""  # a script may report fractions
     evaluates_held_out_data = False
     measures_step_parts = False
+    resumes_without_test = False
     restarts_for_branch = True
 
     @property

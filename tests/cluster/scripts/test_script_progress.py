@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from make_results import Truth, make_probe
 
-from tula_cli.cluster import relaunch
 from tula_cli.cluster.scripts import checkpoints, start
 from tula_cli.cluster.scripts.metrics import find_last_and_best, is_lower_better, read_metrics
 from tula_cli.cluster.scripts.training import ScriptTraining, TrainingMonitor
@@ -496,12 +495,12 @@ def test_remaining_time_includes_gaps_between_steps_as_frequent_as_so_far(run: R
 
 
 def test_time_of_a_script_is_divided_into_steps_gaps_and_starts(run: RunDir) -> None:
-    task(run, "train-x-1", 16)
+    training = ScriptTraining(run, task(run, "train-x-1", 16))
     attempts = run.read_attempts("train-x-1")
-    assert relaunch._measure_time_parts_of_script(run, attempts, 60.0) is None
+    assert training.measure_time_parts(attempts, 60.0) is None
     rows = [row("row", 1, STARTED + 5), {**row("gap", 21, STARTED + 20), "seconds": 8.1}, row("row", 100, STARTED + 33)]
     tells(run, "train-x-1", *rows, step=100, samples=1600.0, stepped_at=STARTED + 30, seconds=0.1)
-    parts = relaunch._measure_time_parts_of_script(run, attempts, 60.0)
+    parts = training.measure_time_parts(attempts, 60.0)
     assert parts is not None
     assert (parts.steps, parts.evaluation, parts.rest) == pytest.approx((17.0, 11.0, 32.0))
 

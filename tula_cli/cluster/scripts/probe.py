@@ -11,7 +11,6 @@ from tula_cli.cluster.scripts.start import (
     PROBE_HANG_SECONDS,
     ScriptProgram,
     compute_script_learning_rate,
-    get_script,
     make_script_failure,
 )
 from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
@@ -105,7 +104,7 @@ def _warn_long_sync(sync: float, step: float) -> str:
 
 def _find_given_learning_rate(task: ProbeTask, batch: int) -> float | None:
     """Return the learning rate in the command line, or the factor on the script's learning rate, or None."""
-    placeholders = get_script(task.spec).placeholders
+    placeholders = task.spec.get_script().placeholders
     if "lr" in placeholders:
         return compute_script_learning_rate(task.spec, batch)
     return compute_lr_scale(task.spec, batch) if "lr_factor" in placeholders else None
@@ -211,7 +210,7 @@ def _find_dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
     Raises:
         MeasurementFailed: neither is known.
     """
-    known_size, counted = get_script(task.spec).known_dataset_size, find_dataset_size(ranks)
+    known_size, counted = task.spec.get_script().known_dataset_size, find_dataset_size(ranks)
     size = counted if known_size is None else known_size
     if size is None:
         raise MeasurementFailed(

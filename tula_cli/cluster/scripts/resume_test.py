@@ -10,7 +10,7 @@ from typing import Any
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.decisions import ALLOCATION_ENDED
 from tula_cli.cluster.scripts import checkpoints
-from tula_cli.cluster.scripts.start import ScriptProgram, get_script
+from tula_cli.cluster.scripts.start import ScriptProgram
 from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
 from tula_cli.errors import JobFailed
 from tula_cli.models.resuming import judge_resume_test
@@ -382,7 +382,7 @@ def _has_usable_checkpoint(begin: ObservedStart) -> bool:
 
 
 def _count_samples_of_length(task: ResumeTestTask, length: Length, size: int | None) -> int | None:
-    script = get_script(task.spec).model_copy(update={"length": length})
+    script = task.spec.get_script().model_copy(update={"length": length})
     requested = count_requested_samples(script)
     if requested is not None:
         return requested

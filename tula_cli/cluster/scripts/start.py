@@ -61,7 +61,7 @@ def list_placeholder_values(
         checkpoint: the newest checkpoint; empty if there is none.
         splits: number of parts into which each micro-batch of train.accumulate is split.
     """
-    script, gpus = get_script(spec), spec.cluster.gpus_per_node
+    script, gpus = spec.get_script(), spec.cluster.gpus_per_node
     local_batch = batch // (process.nodes * gpus)
     accumulate = spec.train.accumulate * splits
     micro_batch = local_batch // accumulate
@@ -94,15 +94,9 @@ def list_placeholder_values(
     return {name: value for name, value in values.items() if value is not None}
 
 
-def get_script(spec: JobSpec) -> Script:
-    """Return the script of a job that has one."""
-    assert spec.script is not None, "a job of tula's own loop"
-    return spec.script
-
-
 def compute_script_learning_rate(spec: JobSpec, batch: int) -> float | None:
     """Return the learning rate for the command line at a global batch; None if the script sets it itself."""
-    lr = get_script(spec).reference.lr
+    lr = spec.get_script().reference.lr
     return None if lr is None else lr * compute_lr_scale(spec, batch)
 
 
@@ -129,7 +123,7 @@ class ScriptProgram(RankProgram):
 
     @property
     def script(self) -> Script:
-        return get_script(self.task.spec)
+        return self.task.spec.get_script()
 
     def get_attempt(self, command: LeaderCommand) -> ScriptAttempt:
         return ScriptAttempt(self.run.path, self.task.id, command.attempt)

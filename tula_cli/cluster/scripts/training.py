@@ -36,6 +36,7 @@ from tula_cli.run.files import append_json_line, open_file_to_append, read_chang
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
+from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.run.records.results import ScriptCheckpointSave, ScriptProgress, TrainResult
 from tula_cli.run.records.scripts import RankResult, Verdict
 from tula_cli.run.records.tasks import TrainTask
@@ -362,6 +363,35 @@ class ScriptTraining(ScriptProgram):
         """Samples of the whole training; None if unknown."""
         size = self.epoch_samples
         return None if size is None else count_script_samples(self.script, size)
+
+    def make_summary_fields(self, attempts: Sequence[Attempt], seconds: float) -> dict[str, Any]:
+        """Return the breakdown of the seconds, the samples lost at failed starts, and the warnings."""
+        messages = (row["message"] for row in self.training.read_metrics() if row["kind"] == "warning")
+        return {
+            "actual_parts": self.measure_time_parts(attempts, seconds),
+            "lost": self.training.read_script_saves().lost,
+            "warnings": tuple(dict.fromkeys(messages)),
+        }
+
+    def measure_time_parts(self, attempts: Sequence[Attempt], seconds: float) -> TimeParts | None:
+        """Return the breakdown of the seconds of the training, from the rows of rank 0; None if there are none.
+
+        Evaluation comprises everything between steps that a script does in addition: evaluations, checkpoints, new epochs.
+        """
+        stepping = between = 0.0
+        for attempt in attempts:
+            script_attempt = ScriptAttempt(self.run.path, attempt.task, attempt.number)
+            rows = [row for row in script_attempt.read_rows(0) if row["kind"] in ("row", "gap")]
+            heartbeat = script_attempt.read_heartbeat(0)
+            if not rows or heartbeat is None:
+                continue
+            gaps = sum(max(0.0, row["seconds"] - heartbeat.seconds) for row in rows if row["kind"] == "gap")
+            stepping += max(0.0, heartbeat.stepped_at - rows[0]["time"] - gaps)
+            between += gaps + max(0.0, rows[-1]["time"] - heartbeat.stepped_at)  # the last row is written at the exit
+        if not stepping:
+            return None
+        rest = max(0.0, seconds - stepping - between)
+        return TimeParts(steps=stepping, data=None, evaluation=between, checkpoints=0.0, branches=0.0, rest=rest)
 
     def find_start_position(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and steps from which an attempt starts; 0 unless it resumes."""

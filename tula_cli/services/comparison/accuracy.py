@@ -252,8 +252,8 @@ def _mark_dropped_row(row: ComparisonRow, reasons: Mapping[tuple[str, int], str]
 
 def _list_metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
     """Return the metrics in the table; the first one is the one that is compared."""
-    if spec.script is not None:
-        return tuple(column for name in spec.script.metric for column in (name, f"best_{name}"))
+    if spec.workload.reported_metrics:
+        return tuple(column for name in spec.workload.reported_metrics for column in (name, f"best_{name}"))
     finished = any(cell.finished for cell in cells)
     names: tuple[str, ...] = (
         ("loss", "perplexity") if any("perplexity" in cell.metrics for cell in cells) else ("loss",)
@@ -285,8 +285,8 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
             (fallback.batch_norm_text for fallback in reversed(summary.fallbacks) if fallback.normalised), ""
         ),
     )
-    if spec.script is not None:
-        name = next(iter(spec.script.metric), "")
+    if not spec.workload.evaluates_held_out_data:
+        name = next(iter(spec.workload.reported_metrics), "")
         cell_report = dataclasses.replace(cell_report, metrics=summary.metrics)
         if name not in summary.metrics and f"best_{name}" in summary.metrics:
             reason = f"the last value of {name} was not finite"

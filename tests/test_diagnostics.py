@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.diagnostics import Diagnostic, diagnostic
+from tula_cli.run.records.base import Record, RecordedDiagnostic
 from tula_cli.show.screen import Screen, convert_to_plain_data
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,32 @@ def test_a_dataclass_keeps_its_sentences_and_has_the_codes_beside_them() -> None
         "diagnostics": {"warnings": [coded], "reason": [coded]},
     }
     assert convert_to_plain_data(Report((), None, 2)) == {"warnings": [], "reason": None, "nodes": 2}
+
+
+def test_a_record_stores_codes_and_values_without_secrets_and_shows_the_sentences() -> None:
+    class Report(Record):
+        warnings: tuple[RecordedDiagnostic, ...] = ()
+        nodes: int = 2
+
+    @diagnostic
+    def download_failed(*, url: str) -> str:
+        return f"{url} cannot be read."
+
+    report = Report(warnings=(too_many_epochs(epochs=9, most=3), download_failed(url="https://me:hunter2@example.org")))
+    stored = report.model_dump_json()
+    assert "hunter2" not in stored
+    first, second = Report.model_validate_json(stored).warnings
+    assert first == too_many_epochs(epochs=9, most=3) and second.code == "download-failed"
+    data = convert_to_plain_data(Report.model_validate_json(stored))
+    assert data["warnings"] == [first.text, second.text] and data["nodes"] == 2
+    assert [entry["code"] for entry in data["diagnostics"]["warnings"]] == ["too-many-epochs", "download-failed"]
+
+
+def test_the_texts_that_older_versions_have_recorded_are_read() -> None:
+    class Report(Record):
+        warnings: tuple[RecordedDiagnostic, ...]
+
+    assert Report.model_validate({"warnings": ["odd"]}).warnings == (Diagnostic("", {}, "odd"),)
 
 
 def test_the_envelope_has_the_codes_of_warnings_once() -> None:

@@ -77,7 +77,7 @@ def trained_anew_and_killed(tula: Any, command: Sequence[str], *, rank: int) -> 
 @pytest.mark.proof
 def test_sentences_of_different_lengths_from_check_to_a_trained_model(tula) -> None:
     write(tula)
-    assert "samples differ in shape" in str(tula("check", "job.yaml")["warnings"])
+    assert "Samples differ in shape" in str(tula("check", "job.yaml")["warnings"])
     tula("profile", "job.yaml")
     choice = tula("recommend")["data"]["choice"]
     summary = tula("train")["data"]

@@ -14,6 +14,7 @@ from read_diagnostics import codes, values
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import Partition, PartitionNodeType
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
 from tula_cli.host.failures import describe_advice
 from tula_cli.run.directory import RunDir
@@ -274,8 +275,9 @@ def test_failed_estimate_is_a_warning_and_bounds_nothing(found):
 
 
 def test_warnings_of_the_inspection_are_passed_on(found):
-    found(warnings=("odd",))
-    assert values(check_job(spec()).warnings, "inspection-warning") == {"text": "odd"}
+    odd = Diagnostic("odd", {"samples": 3}, "Three samples are odd.")
+    found(warnings=(odd,))
+    assert odd in check_job(spec()).warnings
 
 
 def test_reference_batch_above_the_dataset_size_is_warned_about(found):
@@ -838,13 +840,13 @@ def test_a_program_that_is_missing_is_reported_before_anything_starts():
         check_job(own_job("torchrunn train.py -b {local_batch}"))
     on_slurm = {"cluster": {"kind": "slurm", "minutes": 60}}
     result = check_job(own_job("torchrunn train.py -b {local_batch}", **on_slurm))
-    assert "torchrunn" in values(result.warnings, "inspection-warning")["text"]
+    assert values(result.warnings, "program-not-here") == {"program": "torchrunn"}
     for command in (
         "train.py -b {local_batch}",
         f"{sys.executable} train.py -b {{local_batch}}",
         "sh -c {local_batch}",
     ):
-        assert not [text for text in check_job(own_job(command)).warnings if "does not exist on this machine" in text]
+        assert "program-not-here" not in codes(check_job(own_job(command)).warnings)
 
 
 @pytest.mark.parametrize(("name", "fails"), [("python", True), ("python3.11", True), ("python3", False)])
@@ -854,11 +856,14 @@ def test_a_python_without_torch_is_reported_before_anything_starts(tmp_path, nam
     other.chmod(0o755)
     command = f"{other} train.py -b {{local_batch}}"
     on_slurm = {"cluster": {"kind": "slurm", "minutes": 60}}
-    words = f"{other} cannot import torch: ModuleNotFoundError: No module named 'torch'"
     if fails:
         with pytest.raises(SpecError, match="cannot import torch: ModuleNotFoundError"):
             check_job(own_job(command))
-    assert any(words in warning.text for warning in check_job(own_job(command, **on_slurm)).warnings) is fails
+    warnings = check_job(own_job(command, **on_slurm)).warnings
+    assert ("torch-not-here" in codes(warnings)) is fails
+    if fails:
+        reason = "ModuleNotFoundError: No module named 'torch'"
+        assert values(warnings, "torch-not-here") == {"python": str(other), "reason": reason}
 
 
 @pytest.mark.parametrize(

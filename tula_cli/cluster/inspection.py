@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli import words
+from tula_cli.cluster import messages
 from tula_cli.cluster.local import make_environment_with_package
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host import devices
 from tula_cli.host.machine import read_machine_memory, read_processor_name
@@ -75,7 +77,7 @@ def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
     )
 
 
-def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
+def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[Diagnostic, ...]:
     """Return a warning if the program of a script is missing here but may exist on the nodes.
 
     Raises:
@@ -84,12 +86,15 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     program = shlex.split(script.command)[0]
     if program.endswith(".py") or "{" in program or shutil.which(program):  # shutil.which also accepts a path
         return ()
-    problem = f"script.command: the program {program} does not exist on this machine"
-    hint = "install the program, activate its environment, or give its path in script.command"
-    return _report_inspection_problem(spec, problem, hint, "; the nodes need this program")
+    if spec.cluster.backend.has_queue:
+        return (messages.program_not_here(program=program),)
+    raise SpecError(
+        f"script.command: the program {program} does not exist on this machine",
+        "install the program, activate its environment, or give its path in script.command",
+    )
 
 
-def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
+def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[Diagnostic, ...]:
     """Return a warning if the Python of a script, unless it is tula's, cannot import torch here but may on the nodes.
 
     Raises:
@@ -107,16 +112,12 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if import_result.returncode == 0:
         return ()
     why = (import_result.stderr.strip().splitlines() or ["no reason given"])[-1]
-    problem = f"script.command: {python} cannot import torch: {why}"
-    hint = "activate the environment that has torch, or give the path of that environment's Python in script.command"
-    return _report_inspection_problem(spec, problem, hint, "; the Python of the nodes must be able to import torch")
-
-
-def _report_inspection_problem(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tuple[str, ...]:
-    """Raise an error if a job runs on this machine, which has a problem; else return it as a warning about the nodes."""
     if spec.cluster.backend.has_queue:
-        return (f"{problem}{on_nodes}",)
-    raise SpecError(problem, hint)
+        return (messages.torch_not_here(python=python, reason=why),)
+    raise SpecError(
+        f"script.command: {python} cannot import torch: {why}",
+        "activate the environment that has torch, or give the path of that environment's Python in script.command",
+    )
 
 
 # --- The inspection
@@ -275,8 +276,8 @@ def make_interpreter_error(python: str, stderr: str, *, on_node_hint: str = "") 
         python: the shell command that starts the interpreter.
         on_node_hint: what to do instead, if the interpreter may work on another machine.
     """
-    messages = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
-    last_message = messages[-1].strip() if messages else "it printed nothing"
+    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
+    last_message = lines[-1].strip() if lines else "it printed nothing"
     message = f"{python} cannot build the model and the dataset: {last_message}"
     return NotInspectable(message, on_node_hint=on_node_hint, evidence=last_message)
 

@@ -15,3 +15,18 @@ def cpus_per_task_not_set(*, workers: int | None, needed: int | None) -> str:
 @diagnostic
 def too_few_cpus_per_task(*, cpus_per_task: int, workers: int) -> str:
     return f"cluster.slurm.cpus_per_task: {cpus_per_task} is too small, so data loading slows the GPUs down: a rank and its {workers} data-loader processes need {workers + 1} cores."
+
+
+# --- The program of a user's script on this machine
+
+
+@diagnostic
+def program_not_here(*, program: str) -> str:
+    return f"script.command: the program {program} does not exist on this machine. The nodes need this program."
+
+
+@diagnostic
+def torch_not_here(*, python: str, reason: str) -> str:
+    return (
+        f"script.command: {python} cannot import torch: {reason}. The Python of the nodes must be able to import torch."
+    )

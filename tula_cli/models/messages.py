@@ -34,6 +34,18 @@ def noise_only_at_start() -> str:
     )
 
 
+@diagnostic
+def stage_skipped(*, setting: str, batch: int, micro_batches: int) -> str:
+    return f"{setting}: batch {batch} is skipped, because it is smaller than the number of GPUs x micro-batches ({micro_batches})."
+
+
+@diagnostic
+def auto_ramp_without_stages(*, batch: int, reference_batch: int) -> str:
+    return (
+        f"train.ramp: auto has no effect, because batch {batch} is not above train.reference_batch {reference_batch}."
+    )
+
+
 # --- Expectations about a script
 
 

@@ -114,7 +114,7 @@ class Ramp:
     """The stages of one training, ascending; the last one has the training's own batch and lasts to its end."""
 
     stages: tuple[Stage, ...]
-    remarks: tuple[str, ...] = ()  # why stages of the job's rule were left out
+    remarks: tuple[Diagnostic, ...] = ()  # why stages of the job's rule were left out
 
     @classmethod
     def from_constant_batch(cls, batch: int) -> "Ramp":
@@ -356,7 +356,7 @@ def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
     fitting = [stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size]
     first_stage, *later = (*fitting, stage_of_batch)
     remarks = tuple(
-        f"train.ramp: batch {stage.batch} is skipped, because it is smaller than the number of GPUs x micro-batches ({divisors[-1]})"
+        messages.stage_skipped(setting="train.ramp", batch=stage.batch, micro_batches=divisors[-1])
         for stage, size in zip(smaller, sizes, strict=True)
         if not size
     )
@@ -401,14 +401,12 @@ def _plan_auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], datase
     share = min(STAGE_EPOCH_SHARE, MAX_STAGES_EPOCH_SHARE / max(1, len(fitting_batches)))
     length = share * spec.train.epochs * dataset_size
     remarks = [
-        f"train.ramp: auto: batch {doubled_batch} is skipped, because it is smaller than the number of GPUs x micro-batches ({divisors[-1]})"
+        messages.stage_skipped(setting="train.ramp: auto", batch=doubled_batch, micro_batches=divisors[-1])
         for doubled_batch, fitting_batch in fitting.items()
         if not fitting_batch
     ]
     if not doubled:
-        remarks.append(
-            f"train.ramp: auto has no effect, because batch {batch} is not above train.reference_batch {reference}"
-        )
+        remarks.append(messages.auto_ramp_without_stages(batch=batch, reference_batch=reference))
     stages = [
         Stage(begin=round(number * length), batch=fitting_batch)
         for number, fitting_batch in enumerate([*fitting_batches, batch])

@@ -342,7 +342,7 @@ def _check_gpu_count(spec: JobSpec, inspection: Inspection | None) -> tuple[Diag
 def _list_warnings(
     spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...], *, chosen_by_auto: bool
 ) -> tuple[Diagnostic, ...]:
-    warnings = [messages.inspection_warning(text=text) for text in (inspection.warnings if inspection else ())]
+    warnings = [*(inspection.warnings if inspection else ())]
     warnings += warn_too_few_cpus(spec)
     if spec.cluster.collective == "parameter_server":  # the other kinds are variants of all-reduce
         warnings.append(messages.parameter_server_collective())

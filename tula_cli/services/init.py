@@ -15,9 +15,11 @@ from typing import Literal, get_args
 from tula_cli.assets import find_asset
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import Site, TemplateLine
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.run.files import MODE_FOR_ALL, write_file_atomically
 from tula_cli.run.script_files import CommandFileMissing, find_program, split_command
+from tula_cli.services import messages
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.launchers import KnownFacts
 from tula_cli.spec.scripts.placeholders import find_placeholders
@@ -127,7 +129,7 @@ class JobFileProposal:
     text: str
     recognised: RecognisedCommand
     missing: tuple[MissingKey, ...]  # keys that the command does not determine, in the order of the file
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Diagnostic, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -185,16 +187,17 @@ def make_job_from_command(
             text, "nodes", "[1]", "more nodes need a script that uses torch.distributed or a trainer library"
         )
     text = set_batch_range(text, recognised)
-    warnings = [
-        *recognised.warnings,
+    warnings = (
+        *warn_other_programs(recognised),
         *_list_machine_warnings(recognised, cluster_site, gpus=gpus if kind == "local" else 0),
-    ]
-    if one_process:
-        warnings.append(
-            "neither the script nor the modules in its folder use torch.distributed or a trainer library, so search.nodes is"
-            " [1]. If the script can train in several processes, add numbers of nodes"
-        )
-    return JobFileProposal(text, recognised, tuple(list_missing_keys(recognised)), tuple(warnings))
+        *([messages.script_in_one_process()] if one_process else ()),
+    )
+    return JobFileProposal(text, recognised, tuple(list_missing_keys(recognised)), warnings)
+
+
+def warn_other_programs(recognised: RecognisedCommand) -> Iterator[Diagnostic]:
+    """Yield a warning for each program that the text of a command also starts."""
+    return (messages.program_not_in_job(program=program) for program in recognised.other_programs)
 
 
 _SEVERAL_PROCESSES = re.compile(
@@ -206,12 +209,12 @@ _SEVERAL_PROCESSES = re.compile(
 _IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 
 
-def warn_missing_file(command: str) -> Iterator[str]:
+def warn_missing_file(command: str) -> Iterator[Diagnostic]:
     """Yield a warning if a command names a file that is not here: it may be only on the cluster, or not written yet."""
     try:
         find_program(split_command(command), Path.cwd())
     except CommandFileMissing as error:
-        yield f"{error.message}; {error.hint}"
+        yield messages.command_file_missing(problem=error.message, advice=error.hint)
 
 
 def _trains_in_one_process(command: str) -> bool:
@@ -405,7 +408,7 @@ def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[in
     return half if divides else batch, batch * max(_BATCH_RANGE_ABOVE, max(nodes))
 
 
-def _list_machine_warnings(recognised: RecognisedCommand, cluster_site: Site | None, *, gpus: int) -> list[str]:
+def _list_machine_warnings(recognised: RecognisedCommand, cluster_site: Site | None, *, gpus: int) -> list[Diagnostic]:
     """Return warnings if the command does not match the machines; `gpus` is 0 if the job is not to run here."""
     requested, partition = (
         recognised.gpus_per_node,
@@ -413,15 +416,12 @@ def _list_machine_warnings(recognised: RecognisedCommand, cluster_site: Site | N
     )
     if requested is None:
         return []
-    description = f"the command starts {format_count(requested, 'process')} per node"
     if 0 < gpus < requested:
-        return [f"{description}, but this machine has {format_count(gpus, 'GPU')}. Lower cluster.gpus_per_node"]
+        return [messages.more_processes_than_gpus(processes=requested, gpus=gpus)]
     available = _get_gpus_per_node(cluster_site) or requested
     if partition is None or available == requested:
         return []
-    return [
-        f"{description}, but nodes of partition {partition.name} have {format_count(available, 'GPU')} each. Check cluster.gpus_per_node"
-    ]
+    return [messages.processes_unlike_partition(processes=requested, partition=partition.name, gpus=available)]
 
 
 # --- The short job file

@@ -17,7 +17,9 @@ from tula_cli.cluster.slurm.site import (
     quote_yaml_name,
     replace_setting_lines,
 )
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
+from tula_cli.services import messages
 from tula_cli.services.init import (
     PROFILING_MINUTES,
     JobFileProposal,
@@ -25,6 +27,7 @@ from tula_cli.services.init import (
     list_shell_settings,
     make_job_text,
     set_batch_range,
+    warn_other_programs,
 )
 from tula_cli.spec.scripts.command_text import find_training_command
 from tula_cli.spec.scripts.launchers import NODES_QUESTION, KnownFacts, UnknownFact, read_slurm_options
@@ -158,7 +161,7 @@ def make_job_from_sbatch(
         set_batch_range(written, recognised),
         recognised,
         tuple(list_missing_keys(recognised)),
-        (*recognised.warnings, *_list_sbatch_warnings(request, recognised)),
+        (*warn_other_programs(recognised), *_list_sbatch_warnings(request, recognised)),
     )
 
 
@@ -284,20 +287,14 @@ def _list_profiling_settings(request: _SbatchRequest, cluster_site: Site | None)
     )
 
 
-def _list_sbatch_warnings(request: _SbatchRequest, recognised: RecognisedCommand) -> Iterator[str]:
+def _list_sbatch_warnings(request: _SbatchRequest, recognised: RecognisedCommand) -> Iterator[Diagnostic]:
     gpus, _, _ = request.gpus
     ranks = recognised.gpus_per_node or 1
     if not request.options:
-        yield "the script has no #SBATCH line, so its resources are unknown. Fill in section cluster"
+        yield messages.no_sbatch_lines()
     if clusters := request.get_text("clusters"):
-        yield f"the script is submitted to cluster {clusters}. Run tula on a login node of that cluster"
+        yield messages.script_of_other_cluster(cluster=clusters)
     if gpus and gpus != ranks:
-        yield (
-            f"the script requests {format_count(gpus, 'GPU')} per node, but its command starts {format_count(ranks, 'process')} per"
-            f" node, so cluster.gpus_per_node is {ranks}. To use one process per GPU, set it to {gpus}"
-        )
+        yield messages.gpus_unlike_processes(gpus=gpus, processes=ranks)
     if "nodes" in request.options and recognised.nodes != request.nodes:
-        yield (
-            f"the script requests {format_count(request.nodes)}, but its command runs on {recognised.nodes}, so the current global batch"
-            f" was computed for {format_count(recognised.nodes)}"
-        )
+        yield messages.nodes_unlike_command(nodes=request.nodes, nodes_of_command=recognised.nodes)

@@ -142,11 +142,6 @@ def shared_memory_too_small(*, free_bytes: int, ranks: int, needed_bytes: int, l
 
 
 @diagnostic
-def inspection_warning(*, text: str) -> str:
-    return text
-
-
-@diagnostic
 def node_type_left_out(*, node_type: str | None, problems: Sequence[str]) -> str:
     return f"Node type {node_type} is left out. {' '.join(problems)}"
 
@@ -630,3 +625,66 @@ def spot_time_is_expected() -> str:
 @diagnostic
 def observed_job_not_used(*, job: str, why: str) -> str:
     return f"The observed job {job} is not used, because {why}."
+
+
+# --- The proposal of a job file
+
+
+@diagnostic
+def program_not_in_job(*, program: str) -> str:
+    return f"{capitalize_first_letter(program)} is not part of the job. Run it first if the training needs it."
+
+
+@diagnostic
+def script_in_one_process() -> str:
+    return (
+        "Neither the script nor the modules in its folder use torch.distributed or a trainer library, so search.nodes is [1]. If"
+        " the script can train in several processes, add numbers of nodes."
+    )
+
+
+@diagnostic
+def command_file_missing(*, problem: str, advice: str) -> str:
+    return f"{capitalize_first_letter(problem)}. {capitalize_first_letter(advice)}."
+
+
+@diagnostic
+def more_processes_than_gpus(*, processes: int, gpus: int) -> str:
+    return (
+        f"The command starts {format_count(processes, 'process')} per node, but this machine has {format_count(gpus, 'GPU')}."
+        " Lower cluster.gpus_per_node."
+    )
+
+
+@diagnostic
+def processes_unlike_partition(*, processes: int, partition: str, gpus: int) -> str:
+    return (
+        f"The command starts {format_count(processes, 'process')} per node, but nodes of partition {partition} have"
+        f" {format_count(gpus, 'GPU')} each. Check cluster.gpus_per_node."
+    )
+
+
+@diagnostic
+def no_sbatch_lines() -> str:
+    return "The script has no #SBATCH line, so its resources are unknown. Fill in section cluster."
+
+
+@diagnostic
+def script_of_other_cluster(*, cluster: str) -> str:
+    return f"The script is submitted to cluster {cluster}. Run tula on a login node of that cluster."
+
+
+@diagnostic
+def gpus_unlike_processes(*, gpus: int, processes: int) -> str:
+    return (
+        f"The script requests {format_count(gpus, 'GPU')} per node, but its command starts {format_count(processes, 'process')}"
+        f" per node, so cluster.gpus_per_node is {processes}. To use one process per GPU, set it to {gpus}."
+    )
+
+
+@diagnostic
+def nodes_unlike_command(*, nodes: int, nodes_of_command: int) -> str:
+    return (
+        f"The script requests {format_count(nodes)}, but its command runs on {nodes_of_command}, so the current global batch was"
+        f" computed for {format_count(nodes_of_command)}."
+    )

@@ -115,8 +115,7 @@ def plan_probes_of_runs(
             + sum(plan.node_hours_at_most for _, plan in planned)
         )
         inspection = inspections[run.type]
-        for text in inspection.warnings:
-            yield WarningEvent(messages.inspection_warning(text=text))
+        yield from map(WarningEvent, inspection.warnings)
         if run is runs[0]:
             yield from map(WarningEvent, warn_large_reference_batch(run.spec, inspection.dataset_size))
         try:

@@ -119,7 +119,7 @@ def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
         yield f"script: {inspection.script}"
     else:
         yield f"model: {inspection.parameters} parameters"
-        yield from inspection.notes
+        yield from map(str, inspection.notes)
         yield f"data: {inspection.dataset_size} samples to train on, {inspection.eval_size} to evaluate{shape}{classes}"
     yield f"hardware: {inspection.hardware or format_count(inspection.gpus, 'GPU')} ({inspection.device}){capacity}"
 

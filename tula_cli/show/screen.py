@@ -247,6 +247,13 @@ def _list_diagnostics(value: Any) -> list[dict[str, Any]]:
     return [_convert_diagnostic_to_data(diagnostic) for diagnostic in values if isinstance(diagnostic, Diagnostic)]
 
 
+def _convert_fields_to_data(owner: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    diagnostics = {name: coded for name in fields if (coded := _list_diagnostics(getattr(owner, name, None)))}
+    texts = {name: getattr(owner, name) for name in diagnostics}
+    data = {name: convert_to_plain_data(value) for name, value in {**fields, **texts}.items()}
+    return data | ({"diagnostics": diagnostics} if diagnostics else {})
+
+
 def _convert_error_to_data(error: TulaError) -> dict[str, Any]:
     problems = error.problems if isinstance(error, SpecError) else ()
     return {
@@ -288,19 +295,19 @@ def _write_json_with_lines(envelope: dict[str, Any], out: TextIO) -> None:
 def convert_to_plain_data(value: Any) -> Any:
     """Convert a value to JSON types; nan and inf become None, and `Lines` are kept for writing later.
 
-    A `Diagnostic` becomes its text; the dataclass that has it gets a key `diagnostics`, with the codes and values of
-    its diagnostics by field.
+    A `Diagnostic` becomes its text; the dataclass or record that has it gets a key `diagnostics`, with the codes and
+    values of its diagnostics by field.
     """
     if isinstance(value, Lines):
         return value
     if isinstance(value, Diagnostic):
         return value.text
     if hasattr(value, "model_dump"):
-        return convert_to_plain_data(value.model_dump(mode="json"))
+        return _convert_fields_to_data(value, value.model_dump(mode="json"))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        diagnostics = {name: coded for name, field_value in fields.items() if (coded := _list_diagnostics(field_value))}
-        return convert_to_plain_data(fields) | ({"diagnostics": diagnostics} if diagnostics else {})
+        return _convert_fields_to_data(
+            value, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        )
     if isinstance(value, dict):
         return {str(key): convert_to_plain_data(field_value) for key, field_value in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

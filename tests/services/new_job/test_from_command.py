@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from read_diagnostics import values
 
 from tula_cli.cluster.slurm.site import Site, parse_partitions
 from tula_cli.errors import SpecError
@@ -104,8 +105,8 @@ def test_a_site_fills_in_its_cluster_and_the_command_its_ranks(tmp_path: Path) -
     spec = loaded(made, tmp_path)
     assert (spec.cluster.kind, spec.cluster.slurm.partition, spec.cluster.minutes) == ("slurm", "main", 60)
     assert (spec.cluster.gpus_per_node, spec.cluster.slurm.cpus_per_task) == (4, 8)
-    (message,) = made.warnings
-    assert "starts 4 processes per node, but nodes of partition main have 8 GPUs each" in message
+    counts = {"processes": 4, "partition": "main", "gpus": 8}
+    assert values(made.warnings, "processes-unlike-partition") == counts
     assert not make_job_from_command(LINE, "slurm", site()).warnings
 
 

@@ -50,7 +50,7 @@ def test_a_script_is_a_job(name: str) -> None:
     setup = "\n".join(spec.cluster.setup or [])
     assert all(line in setup.splitlines() for line in row.get("setup", []))
     assert "not_setup" not in row or row["not_setup"] not in setup
-    assert row.get("warning", "") in " ".join(job.warnings)
+    assert row.get("warning", "") in " ".join(map(str, job.warnings))
 
 
 def test_what_tula_sets_itself_is_left_out_with_the_reason() -> None:

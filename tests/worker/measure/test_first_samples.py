@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from read_diagnostics import values
 from token_jobs import make_token_job
 
 from tula_cli.worker.build.data import build_datasets
@@ -24,6 +25,5 @@ def test_the_share_of_padding_and_the_longest_sample_are_of_the_whole_set() -> N
     sentences.ids = [torch.ones(9 if index < 360 else 90, dtype=torch.int64) for index in range(400)]  # type: ignore[attr-defined]
     first_samples = load_first_samples(spec, datasets)
     assert len(first_samples.item["ids"]) == 90
-    assert (
-        "82 % of a batch of 32 samples is padding" in first_samples.warnings[0]
-    )  # 29 of 9 words and 3 of 90, in 32 x 90
+    padding = values(first_samples.warnings, "samples-differ-in-shape")
+    assert (padding["padding"], padding["padded"]) == (82, 32)  # 29 of 9 words and 3 of 90, in 32 x 90

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from read_diagnostics import values
 from token_jobs import Classifier, make_token_job
 from torch import nn
 from worker_jobs import are_equal, make_train_task, make_trainer, read_rows, train_to_end
@@ -161,7 +162,8 @@ def test_check_tells_samples_of_different_lengths_and_estimates_the_longest() ->
     result = inspect_job(make_token_job())
     assert result.estimate_error == "" and result.footprints and result.classes == 3
     assert result.sample_shape == () and result.sample == "{ids: int64 (9), mask: bool (9), label: int}"
-    assert len(result.warnings) == 1 and "largest of the 64 samples read ({ids: int64 (9)" in result.warnings[0]
+    shapes = values(result.warnings, "samples-differ-in-shape")
+    assert shapes["inspected"] == 64 and shapes["largest"].startswith("{ids: int64 (9)")
     assert inspect_job(make_token_job(**even("dict"))).warnings == ()
 
 
@@ -170,8 +172,8 @@ def test_keys_that_the_model_does_not_take_are_reported() -> None:
         make_token_job(**even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "token_jobs:of_ids"}))
     )
     assert result.warnings == (), "the loss takes the whole batch"
-    (message,) = inspect_job(make_token_job(**even("dict", model={"name": "token_jobs:First"}))).warnings
-    assert "unused entries of the batch: mask (neither token_jobs:First.forward" in message
+    warnings = inspect_job(make_token_job(**even("dict", model={"name": "token_jobs:First"}))).warnings
+    assert values(warnings, "unused-batch-entries") == {"entries": ["mask"], "model": "token_jobs:First"}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

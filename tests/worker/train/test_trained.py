@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from read_diagnostics import values
 from worker_jobs import Blobs, make_spec, make_train_task
 
 from tula_cli.errors import JobFailed, SpecError
@@ -81,7 +82,7 @@ def test_a_test_set_of_its_own_is_evaluated_whole(alone: Ranks, run: RunDir) -> 
     result = evaluated(run, alone, job, path)
     assert (result.size, result.test, result.dataset) == (37, True, f"{HERE}:OtherBlobs")
     assert result.metrics["top1"] > 90
-    assert inspect_job(job).notes == ("test set of tula evaluate: 37 samples",)
+    assert values(inspect_job(job).notes, "size-of-test-set") == {"samples": 37}
 
 
 def test_a_second_start_evaluates_nothing(alone: Ranks, run: RunDir) -> None:

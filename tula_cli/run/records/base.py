@@ -1,10 +1,12 @@
 """The base of all records, and the records of the memory of a GPU."""
 
-from typing import Annotated, Literal
+import dataclasses
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from tula_cli.run.secrets import redact_secrets
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.run.secrets import redact_secrets, remove_secrets
 
 OutcomeClass = Literal[
     "device_oom",
@@ -49,6 +51,19 @@ RecordedText = Annotated[str, AfterValidator(redact_secrets), PlainSerializer(re
 """Text that another program may have written, from which possible secrets (tokens, URLs with passwords) are removed.
 
 Removed both on validation and on serialisation, because `model_copy` does not validate."""
+
+
+def _read_diagnostic(value: Any) -> Any:
+    """Return the content of a diagnostic; older versions of tula recorded only the text."""
+    return {"code": "", "values": {}, "text": value} if isinstance(value, str) else value
+
+
+RecordedDiagnostic = Annotated[
+    Diagnostic,
+    BeforeValidator(_read_diagnostic),
+    PlainSerializer(lambda diagnostic: remove_secrets(dataclasses.asdict(diagnostic))),
+]
+"""A warning or note that another process has given, stored without possible secrets."""
 
 
 class Record(BaseModel):

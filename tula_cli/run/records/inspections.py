@@ -2,7 +2,7 @@
 
 from pydantic import computed_field
 
-from tula_cli.run.records.base import Footprint, Record, RecordedText
+from tula_cli.run.records.base import Footprint, Record, RecordedDiagnostic, RecordedText
 
 
 class Inspection(Record):
@@ -24,8 +24,8 @@ class Inspection(Record):
     cpus: int
     gpus: int = 0  # GPUs of this machine that a local run would use
     process: int = 0  # bytes held by a process that has loaded the libraries and the dataset; 0 if not measured
-    notes: tuple[RecordedText, ...] = ()  # on the model: initial weights, frozen layers, parameter groups
-    warnings: tuple[RecordedText, ...] = ()
+    notes: tuple[RecordedDiagnostic, ...] = ()  # on the model: initial weights, frozen layers, parameter groups
+    warnings: tuple[RecordedDiagnostic, ...] = ()
     script: RecordedText = ""
     """Command of the user's script; empty if the job has none. With a script nothing is built, so that fields which are 0
     or empty are unknown."""

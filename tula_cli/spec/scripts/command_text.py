@@ -47,7 +47,7 @@ class TrainingCommand:
     """Environment variables that the text sets for the command."""
     setup: tuple[str, ...] = ()  # shell lines before the command
     left_out: tuple[str, ...] = ()  # parts of the text that tula does itself or does not need
-    warnings: tuple[str, ...] = ()
+    other_programs: tuple[str, ...] = ()  # parts of the text that start another program, with their lines
 
 
 def find_training_command(
@@ -106,12 +106,10 @@ class _TrainingCommandFinder:
         words = training[0].program
         for word in words:
             reject_typographic_characters(word)
-        warnings = tuple(
-            f"{self._describe_line(other)}{self._get_raw_text(other)!r} is not part of the job; run it first if the training needs it"
-            for other in programs
-            if other is not training
+        other_programs = tuple(
+            f"{self._describe_line(other)}{self._get_raw_text(other)!r}" for other in programs if other is not training
         )
-        return TrainingCommand(words, self.environment, tuple(self.setup), tuple(self.left_out), warnings)
+        return TrainingCommand(words, self.environment, tuple(self.setup), tuple(self.left_out), other_programs)
 
     def _is_program(self, pipeline: _Pipeline) -> bool:
         """Return whether a pipeline starts a program that may be the training.

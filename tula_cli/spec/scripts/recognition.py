@@ -61,7 +61,7 @@ class RecognisedCommand:
     setup: tuple[str, ...] = ()  # shell lines before the command
     sources: tuple[tuple[str, str], ...] = ()  # (words of the command, the setting read from them)
     left_out: tuple[str, ...] = ()  # parts of the text that tula does itself or does not need
-    warnings: tuple[str, ...] = ()
+    other_programs: tuple[str, ...] = ()  # parts of the text that start another program
     slurm: Mapping[str, Option] = field(default_factory=dict)  # options of srun by long name
 
     @property
@@ -139,7 +139,7 @@ def recognise_command(command: TrainingCommand, known: KnownFacts) -> Recognised
         command.setup,
         (*launch.sources, *reader.sources),
         (*command.left_out, *launch.left_out),
-        command.warnings,
+        command.other_programs,
         launch.slurm,
     )
 

@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.optim.muon import split_parameters
 from tula_cli.plugins import suggest_nearest
 from tula_cli.spec.sections import Optimizer
-from tula_cli.words import format_count, format_number
+from tula_cli.worker import messages
 
 # --- Patterns of parameter names
 
@@ -136,15 +137,12 @@ def _make_frozen_class(kind: Any) -> Any:
     return type(f"Frozen{kind.__name__}", (FrozenStatistics, kind), {})
 
 
-def describe_frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> str:
-    """Describe the frozen parameters and statistics; empty if nothing is frozen."""
-    if not patterns:
-        return ""
+def describe_frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> Diagnostic:
+    """Describe the parameters and statistics that are frozen by the patterns."""
     sizes = [(p.requires_grad, p.numel()) for p in model.parameters()]
     trained, frozen = (sum(size for trains, size in sizes if trains is is_trained) for is_trained in (True, False))
     norms = sum(isinstance(module, FrozenStatistics) for module in model.modules())
-    statistics = f"; the statistics of {norms} BatchNorm layers are kept" * bool(norms)
-    return f"frozen: {frozen} of {frozen + trained} parameters ({', '.join(patterns)}){statistics}"
+    return messages.frozen_parameters(frozen=frozen, parameters=frozen + trained, patterns=patterns, norms=norms)
 
 
 # --- Parameter groups
@@ -223,14 +221,15 @@ def flatten_parameter_groups(parameters: Parameters) -> list[nn.Parameter]:
     return [parameter for entry in entries for parameter in entry]
 
 
-def describe_parameter_groups(section: Optimizer, model: nn.Module) -> tuple[str, ...]:
-    """Return one line of description per group."""
+def describe_parameter_groups(section: Optimizer, model: nn.Module) -> list[Diagnostic]:
+    """Return one description per group of the section."""
     groups = [group for group in _build_parameter_groups(section, model) if isinstance(group, dict)]
-    lines = []
-    for settings, group in zip(section.groups, groups[len(groups) - len(section.groups) :], strict=True):
-        decay = section.weight_decay if settings.weight_decay is None else settings.weight_decay
-        lines.append(
-            f"group {', '.join(settings.parameters)}: {format_count(len(group['params']), 'tensor')}, lr {format_number(group['lr'])},"
-            f" weight decay {format_number(decay)}"
+    return [
+        messages.parameter_group(
+            parameters=settings.parameters,
+            tensors=len(group["params"]),
+            lr=group["lr"],
+            weight_decay=section.weight_decay if settings.weight_decay is None else settings.weight_decay,
         )
-    return tuple(lines)
+        for settings, group in zip(section.groups, groups[len(groups) - len(section.groups) :], strict=True)
+    ]

@@ -297,11 +297,6 @@ def _load_sharded_weights(section: Model, model: nn.Module, *, first: bool, key:
     return "" if fit is None else fit.mismatch_text
 
 
-def describe_loaded_weights(section: Model, fit: WeightFit) -> str:
-    mismatch = f"; {fit.mismatch_text}" if fit.mismatch_text else ""
-    return f"weights: {len(fit.common)} tensors of {section.weights}{mismatch}"
-
-
 def _strip_wrapper_prefixes(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> dict[str, Any]:
     stripped = dict(state)
     for prefix in WRAPPER_PREFIXES:

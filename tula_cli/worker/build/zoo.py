@@ -10,11 +10,13 @@ import torch
 import torchvision.models
 from torch import nn
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.optim.muon import MuonWithAdamW, describe_missing_muon
 from tula_cli.optim.sharding import get_local_shard
 from tula_cli.plugins import is_import_string, load_named_object, suggest_name
 from tula_cli.spec.job import JobSpec, compute_beta2, get_beta2_half_life
+from tula_cli.worker import messages
 from tula_cli.worker.build.batches import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, make_refused_arguments_error
 from tula_cli.worker.build.parameter_groups import Parameters, flatten_parameter_groups, freeze_parameters
@@ -277,20 +279,19 @@ def compute_beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batc
     return tuple(compute_beta2(spec, float(second), batch) for _, second in betas_by_group)
 
 
-def describe_beta2(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
-    """Describe beta2 at the batches that may be searched; empty if no half-life is set."""
+def describe_beta2(spec: JobSpec, optimizer: torch.optim.Optimizer) -> Diagnostic | None:
+    """Describe beta2 at the batches that may be searched; None if no half-life is set."""
     train, steps = spec.train, get_beta2_half_life(spec)
     if steps is None:
-        return ""
+        return None
     ends = (spec.search.min_batch, train.reference_batch, spec.search.max_batch)
     batches = sorted({batch for batch in ends if batch is not None})
     at = {batch: compute_beta2_by_group(optimizer, spec, batch)[0] for batch in batches}
-    values = ", ".join(f"{value:.6g} at batch {batch}" for batch, value in at.items())
     reference = compute_beta2_by_group(optimizer, spec, train.reference_batch)[0]
     if steps == "auto" and not 0 < reference < 1:
-        return f"second moment: beta2 is {reference:g} at any batch (optimizer.beta2_half_life)"
+        return messages.beta2_at_any_batch(beta2=reference)
     half_life = train.reference_batch * math.log(0.5) / math.log(reference) if steps == "auto" else steps
-    return f"second moment: half-life {half_life:.0f} samples, so beta2 is {values} (optimizer.beta2_half_life)"
+    return messages.beta2_by_batch(half_life=half_life, beta2=at)
 
 
 def set_beta2(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None:

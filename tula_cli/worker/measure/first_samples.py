@@ -11,9 +11,11 @@ import PIL.Image
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import JobFailed, SpecError, TulaError
 from tula_cli.plugins import is_import_string
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker import messages
 from tula_cli.worker.build import text_datasets
 from tula_cli.worker.build.batches import (
     Collate,
@@ -44,7 +46,7 @@ class FirstSamples:
     item: Any  # one sample; if lengths vary, the longest of the samples that were read
     batch: Any  # batch of `count` samples
     count: int
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Diagnostic, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,10 +91,13 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     if longest is None:
         return FirstSamples(items[0], batch, len(items))
     item, inspected = longest
-    warning = (
-        f"samples differ in shape, so memory is estimated for the largest of the {inspected} samples read"
-        f" ({describe_tree(item)}), and each probe runs one step with only samples of this shape; unread samples may be larger"
-        + _describe_padding(datasets)
+    # neighbours may be of one class or sorted by length
+    spread_samples = datasets.train.list_spread_samples(SAMPLES_PADDED)
+    warning = messages.samples_differ_in_shape(
+        inspected=inspected,
+        largest=describe_tree(item),
+        padding=_measure_padding(spread_samples, datasets.collate),
+        padded=len(spread_samples),
     )
     return FirstSamples(item, batch, len(items), (warning,))
 
@@ -123,17 +128,14 @@ def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:
                 ) from error
 
 
-def _describe_padding(datasets: Datasets) -> str:
-    """Describe the share of padding in batches of text; empty if the samples are not text with known field names."""
-    # neighbours may be of one class or sorted by length
-    items = datasets.train.list_spread_samples(SAMPLES_PADDED)
-    lengths = [find_sequence_length(make_batch(datasets.collate, [item])) for item in items]
+def _measure_padding(items: Sequence[Any], collate: Collate | None) -> int | None:
+    """Return the percentage of padding in a batch of text; None if the samples are not text with known field names."""
+    lengths = [find_sequence_length(make_batch(collate, [item])) for item in items]
     known_lengths = [length for length in lengths if length]
     if not known_lengths or len(known_lengths) < len(lengths):
-        return ""
-    padded_length = find_sequence_length(make_batch(datasets.collate, items)) or max(known_lengths)
-    padding = round(100 * (1 - statistics.fmean(known_lengths) / padded_length))
-    return f"; {padding} % of a batch of {len(items)} samples is padding"
+        return None
+    padded_length = find_sequence_length(make_batch(collate, items)) or max(known_lengths)
+    return round(100 * (1 - statistics.fmean(known_lengths) / padded_length))
 
 
 def find_longest_sample(datasets: Datasets) -> tuple[Any, int] | None:

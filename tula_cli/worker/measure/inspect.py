@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host.machine import read_machine_memory, read_processor_name
 from tula_cli.models.self_tuning import find_most_expensive_job
@@ -27,7 +28,7 @@ from tula_cli.plugins import is_import_string
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_bytes, format_count
+from tula_cli.worker import messages
 from tula_cli.worker.build import parameter_groups, zoo
 from tula_cli.worker.build.batches import (
     IGNORED_LABEL,
@@ -43,7 +44,7 @@ from tula_cli.worker.build.loaders import build_sampler
 from tula_cli.worker.build.parameter_groups import make_parameter_groups
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.transforms import build_transforms
-from tula_cli.worker.build.weights import check_weights_fit_model, describe_loaded_weights
+from tula_cli.worker.build.weights import check_weights_fit_model
 from tula_cli.worker.device import (
     count_gpus,
     count_tensor_bytes,
@@ -56,7 +57,7 @@ from tula_cli.worker.measure.fake_tensor_step import FakeStep, build_fake_step
 from tula_cli.worker.measure.first_samples import describe_error, find_class_numbers, load_first_samples
 from tula_cli.worker.methods.table import get_method
 from tula_cli.worker.parallel.sharding import list_fsdp_blocks, require_fsdp_support
-from tula_cli.worker.train.evaluation import build_metrics, warn_gathered_metrics
+from tula_cli.worker.train.evaluation import build_metrics, list_gathered_metrics
 from tula_cli.worker.train.learning_rate import check_user_schedule
 
 # --- Memory footprint
@@ -113,15 +114,10 @@ def _list_block_sizes(model: nn.Module) -> tuple[list[int], int]:
     return blocks, count_tensor_bytes(model.parameters()) - sum(blocks)
 
 
-def describe_gathered_part(model: nn.Module) -> str:
+def describe_gathered_part(model: nn.Module) -> Diagnostic:
     """Describe which part of a model is gathered at a time (`train.parallel: fsdp`)."""
     blocks, outside_blocks = _list_block_sizes(model)
-    if not blocks:
-        return f"sharding: the model has no blocks, so all of its {format_bytes(outside_blocks)} are gathered at once"
-    return (
-        f"sharding: {format_count(len(blocks), 'block')} of at most {format_bytes(max(blocks))} {'is' if len(blocks) == 1 else 'are'} gathered one at a"
-        f" time; the other {format_bytes(outside_blocks)} stay gathered during a step"
-    )
+    return messages.gathered_blocks(blocks=len(blocks), largest=max(blocks, default=0), outside=outside_blocks)
 
 
 def _add_unattributed_bytes(memory: Components, extra: int) -> Components:
@@ -203,51 +199,49 @@ def inspect_job(spec: JobSpec) -> Inspection:
     )
 
 
-def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Diagnostic]:
     """Describe the model's initial weights, its frozen parts, and parameter groups trained with other settings.
 
     Raises:
         SpecError: the file of weights does not fit the model.
     """
     section = spec.model
-    weights = describe_loaded_weights(section, check_weights_fit_model(section, model)) if section.weights else ""
-    descriptions = (
-        weights,
-        parameter_groups.describe_frozen_parameters(model, section.frozen),
-        *parameter_groups.describe_parameter_groups(spec.optimizer, model),
-        zoo.describe_beta2(spec, optimizer),
-        describe_gathered_part(model) if spec.train.is_sharded else "",
-    )
-    return tuple(note for note in descriptions if note)
+    if section.weights:
+        fit = check_weights_fit_model(section, model)
+        weights = str(section.weights)
+        yield messages.initial_weights(weights=weights, tensors=len(fit.common), mismatch=fit.mismatch_text)
+    if section.frozen:
+        yield parameter_groups.describe_frozen_parameters(model, section.frozen)
+    yield from parameter_groups.describe_parameter_groups(spec.optimizer, model)
+    beta2 = zoo.describe_beta2(spec, optimizer)
+    if beta2 is not None:
+        yield beta2
+    if spec.train.is_sharded:
+        yield describe_gathered_part(model)
 
 
-def _inspect_evaluation(spec: JobSpec, datasets: Datasets) -> list[str]:
+def _inspect_evaluation(spec: JobSpec, datasets: Datasets) -> list[Diagnostic]:
     """Build the test set; return notes on its size and on metrics that send batches between ranks.
 
     Raises:
         SpecError: the test set cannot be built, or its classes are not those that are trained.
     """
-    notes = warn_gathered_metrics(spec.train) if spec.max_ranks > 1 else []
+    notes = list_gathered_metrics(spec.train) if spec.max_ranks > 1 else []
     if spec.dataset.test is not None:
-        notes.append(f"test set of tula evaluate: {len(build_test_dataset(spec, datasets))} samples")
+        notes.append(messages.size_of_test_set(samples=len(build_test_dataset(spec, datasets))))
     return notes
 
 
-def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:
+def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[Diagnostic]:
     if call.whole:
         return []
     unused = [key for key, value in call.find_unused_entries(batch).items() if value is not call.get_target(batch)]
-    warning = f"unused entries of the batch: {', '.join(unused)} (neither {spec.model.name}.forward nor the loss has parameters of these names)"
-    return [warning] if unused else []
+    return [messages.unused_batch_entries(entries=unused, model=spec.model.name)] if unused else []
 
 
-def _warn_ineffective_methods(model: torch.nn.Module) -> list[str]:
-    if all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers")):
-        return [
-            "the model has a training_step and configure_optimizers, but tula does not call them: it uses forward, and the loss and"
-            " the optimizer of the job file. To train with Lightning, set your training script in section script"
-        ]
-    return []
+def _warn_ineffective_methods(model: torch.nn.Module) -> list[Diagnostic]:
+    is_lightning = all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers"))
+    return [messages.lightning_methods_not_called()] if is_lightning else []
 
 
 def _check_names_of_spec(spec: JobSpec) -> None:
@@ -321,7 +315,7 @@ _DATA_FAULT = re.compile(r"same dtype|Input type|target dtype|scalar type|[Ff]ou
 """Messages of torch, on every device, about samples whose type or value does not fit."""
 
 
-def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Module) -> list[str]:
+def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Module) -> list[Diagnostic]:
     """Run a real step on the CPU if the model is small; return notes on why it was not run or could not be.
 
     For a job that runs on GPUs, only faults of the data are raised: its code may need a GPU for other reasons.
@@ -332,22 +326,18 @@ def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Mod
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if spec.train.is_sharded or parameters > MAX_PARAMETERS_TO_STEP:
         why = "the model is sharded" if spec.train.is_sharded else f"the model has {parameters} parameters"
-        return [f"no step with real samples was run here, because {why}; only shapes were checked"]
+        return [messages.no_real_step(reason=why)]
     if not _needs_gpu_memory_estimate(spec, device):
         _run_real_step(spec, datasets)
         return []
     if spec.train.precision != "fp32":
-        return [
-            f"no step with real samples was run here, because train.precision {spec.train.precision} is for GPUs; only shapes were checked"
-        ]
+        return [messages.no_real_step(reason=f"train.precision {spec.train.precision} is for GPUs")]
     try:
         _run_real_step(spec, datasets)
     except TulaError as error:
         if error.__cause__ is None or _DATA_FAULT.search(str(error.__cause__)):
             raise
-        return [
-            f"no step with real samples was run here, because it fails on the CPU ({error.message}); only shapes were checked"
-        ]
+        return [messages.no_real_step(reason=f"it fails on the CPU ({error.message})")]
     return []
 
 
@@ -427,7 +417,7 @@ def _make_failure_hint(stage: str, error: Exception) -> str:
     return ""
 
 
-def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) -> list[str]:
+def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) -> list[Diagnostic]:
     """Compare the model's output with the labels; return warnings.
 
     Raises:
@@ -447,9 +437,8 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
             f"set model.args.num_classes: {needed_outputs}",
         )
     if classes is not None and outputs > classes:
-        return [
-            f"model {spec.model.name} has {outputs} outputs, but dataset {spec.dataset.name} has only {classes} classes"
-        ]
+        names = {"model": spec.model.name, "dataset": spec.dataset.name}
+        return [messages.more_outputs_than_classes(**names, outputs=outputs, classes=classes)]
     return []
 
 
@@ -457,7 +446,7 @@ def _is_class_target(target: Any) -> bool:
     return isinstance(target, torch.Tensor) and target.ndim == 1 and target.dtype == torch.int64
 
 
-def _list_single_sample_problems(spec: JobSpec, fake_step: FakeStep) -> list[str]:
+def _list_single_sample_problems(spec: JobSpec, fake_step: FakeStep) -> list[Diagnostic]:
     """Return a warning if the search includes a micro-batch of one sample, on which BatchNorm cannot train."""
     micro_batches = spec.max_ranks * spec.train.accumulate
     if spec.search.min_batch // micro_batches > 1:
@@ -467,9 +456,7 @@ def _list_single_sample_problems(spec: JobSpec, fake_step: FakeStep) -> list[str
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        return [
-            f"BatchNorm cannot train on a micro-batch of 1 sample; set search.min_batch to {2 * micro_batches} or more"
-        ]
+        return [messages.batch_norm_on_single_sample(min_batch=2 * micro_batches)]
     return []
 
 

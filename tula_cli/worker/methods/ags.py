@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.optim import TulaOptimizer, configure_ags
 from tula_cli.optim.ags import AgsArguments, IdentityWarning, count_samples_per_rank, find_embeddings
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker import messages
 from tula_cli.worker.build.parameter_groups import find_parameters
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 from tula_cli.worker.parallel.sharding import Parallel
@@ -123,21 +125,21 @@ class Scaling(Plain):
         ags.small_batch(small_loss, scaler=loop.scaler)
         return not loop.spec.ags.fill_from_preset().refreshes_each_step
 
-    def list_remarks(self, loop: Loop) -> list[str]:
+    def list_remarks(self, loop: Loop) -> list[Diagnostic]:
         """Return a remark if AGS is the identity, or uses a small batch of another size than configured."""
         ags = self.get_scaling_optimizer(loop.optimizer)
         assert ags is not None
         if loop.batch < loop.sizes.batch:
             return []  # a stage below the target batch: AGS may have an effect at later stages
         if ags.identity:
-            return [ags.identity]
+            return [messages.ags_without_effect(reason=ags.identity)]
         setup = ags.setup
         if setup.small_batch_size == setup.b_small or not ags.factors.reads_b_small:
             return []
         return [
-            f"AGS uses a small batch of {setup.small_batch_size} samples instead of ags.b_small ({setup.b_small}), because with"
-            f" train.accumulate: {loop.spec.train.accumulate} the GPUs process only {setup.small_batch_size} samples at a time."
-            f" Lower train.accumulate, or set ags.b_small: {setup.small_batch_size}"
+            messages.small_batch_reduced(
+                small_batch=setup.small_batch_size, b_small=setup.b_small, accumulate=loop.spec.train.accumulate
+            )
         ]
 
 

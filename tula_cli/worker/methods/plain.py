@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.optim import TulaOptimizer
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
@@ -161,7 +162,7 @@ class Plain:
     def load_own_state(self, loop: Loop, state: dict[str, Any]) -> None:
         """Restore the state that `own_state` returned; called after model and optimizer have been loaded."""
 
-    def list_remarks(self, loop: Loop) -> list[str]:
+    def list_remarks(self, loop: Loop) -> list[Diagnostic]:
         """Return remarks about settings of the user that have no effect in this training."""
         return []
 

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.optim.ddp_hook import get_or_register_reduction_hook
+from tula_cli.worker import messages
 from tula_cli.worker.methods.plain import Loop, Plain
 from tula_cli.worker.parallel.sharding import Replicated
 
@@ -60,15 +62,12 @@ class PostLocal(Plain):
     def probe_epochs(self) -> int | None:
         return SWITCH_EPOCHS  # a probe measures the synchronous steps, which take longer
 
-    def list_remarks(self, loop: Loop) -> list[str]:
+    def list_remarks(self, loop: Loop) -> list[Diagnostic]:
         epochs = loop.spec.train.epochs
         if loop.ranks.world == 1:
-            return ["train.method polo has no effect on one GPU, because there are no replicas to average"]
+            return [messages.no_replicas_to_average()]
         if epochs <= SWITCH_EPOCHS:
-            return [
-                f"train.method polo has no effect: its first {SWITCH_EPOCHS} epochs are synchronous, and train.epochs is"
-                f" {epochs}. Set train.epochs to more than {SWITCH_EPOCHS}"
-            ]
+            return [messages.averaging_never_starts(synchronous_epochs=SWITCH_EPOCHS, epochs=epochs)]
         return []
 
 

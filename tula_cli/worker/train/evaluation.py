@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.plugins import load_named_object
 from tula_cli.run.directory import RunDir
@@ -23,6 +24,7 @@ from tula_cli.run.records.tasks import EvaluateTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Dataset, Optimizer, Train
 from tula_cli.words import compute_perplexity
+from tula_cli.worker import messages
 from tula_cli.worker.build.batches import accepts_batch, find_scores, is_language_model_output, make_batch
 from tula_cli.worker.build.compiled import disable_compilation
 from tula_cli.worker.build.construct import call_with_arguments
@@ -81,12 +83,10 @@ def can_merge_states(metric: Any) -> bool:
     return callable(getattr(metric, "merge_state", None))
 
 
-def warn_gathered_metrics(section: Train) -> list[str]:
-    """Return warnings about metrics for which the batches of all ranks must be gathered on rank 0."""
+def list_gathered_metrics(section: Train) -> list[Diagnostic]:
+    """Return notes on metrics for which the batches of all ranks must be gathered on rank 0."""
     return [
-        f"train.metrics.{name} has neither sync nor merge_state, so the scores and targets"
-        f"{' (and inputs)' if accepts_batch(metric.update) else ''} of all evaluation batches are gathered on rank 0."
-        " To avoid this, give the metric a method merge_state"
+        messages.metric_gathered(metric=name, with_inputs=accepts_batch(metric.update))
         for name, metric in build_metrics(section).items()
         if is_stateful(metric) and not has_built_in_synchronization(metric) and not can_merge_states(metric)
     ]

@@ -535,10 +535,12 @@ def list_ineffective_settings(trainer: Trainer) -> list[Diagnostic]:
         warnings.append(messages.warmup_never_ends(warmup_epochs=warmup, epochs=train.epochs))
     if isinstance(trainer.datasets.train, StreamedDataset) and (passed := trainer.position.done):
         warnings.append(messages.stream_read_again(samples=passed))
-    remarks = [*trainer.method.list_remarks(trainer), *trainer.sizes.ramp.remarks]
-    warnings += [messages.setting_without_effect(text=remark) for remark in remarks]
-    warnings += _warn_small_norm_batches(trainer)
-    return warnings
+    return [
+        *warnings,
+        *trainer.method.list_remarks(trainer),
+        *trainer.sizes.ramp.remarks,
+        *_warn_small_norm_batches(trainer),
+    ]
 
 
 def _warn_small_norm_batches(trainer: Trainer) -> list[Diagnostic]:

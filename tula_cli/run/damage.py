@@ -9,6 +9,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.run import messages
 from tula_cli.run.checkpoint_integrity import describe_checkpoint_problem
+from tula_cli.run.files import read_link_target
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.words import format_number_ranges
 
@@ -76,19 +77,14 @@ def _warn_lost_weights(training: TrainingRun) -> Iterator[Diagnostic]:
     damage: dict[str, list[str]] = {}
     for name, link in links.items():
         for _ in range(2):  # a rank may have redirected the link meanwhile, and removed its old target
-            target = _read_link_target(link)
+            target = read_link_target(link)
             why = _describe_link_problem(link, target) if os.path.lexists(link) else ""
-            if not why or target == _read_link_target(link):
+            if not why or target == read_link_target(link):
                 break
         if why:
             damage.setdefault(why, []).append(_LOST_WEIGHTS[name])
     for why, lost in damage.items():
         yield messages.damaged_weights(problem=why, consequence=" and ".join(lost))
-
-
-def _read_link_target(link: Path) -> Path:
-    """Return the direct target of a link, without following further links; the path itself if it is no link."""
-    return link.parent / link.readlink() if link.is_symlink() else link
 
 
 def _describe_link_problem(link: Path, target: Path) -> str:

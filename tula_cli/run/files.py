@@ -226,6 +226,11 @@ def is_regular_file(path: Path | str) -> bool:
     return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
 
 
+def read_link_target(link: Path) -> Path:
+    """Return the direct target of a link, without following further links; the path itself if it is no link."""
+    return link.parent / link.readlink() if link.is_symlink() else link
+
+
 def read_change_time(path: Path, *, follow_symlinks: bool = True) -> float:
     """Return the time of the last change of a file (Unix time); 0 if it does not exist."""
     try:

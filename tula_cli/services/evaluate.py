@@ -20,7 +20,7 @@ from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
 from tula_cli.run.checkpoint_integrity import describe_checkpoint_problem
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.files import is_regular_file
+from tula_cli.run.files import is_regular_file, read_link_target
 from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.results import EvaluationRecord
@@ -138,7 +138,7 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
             "see its progress with tula status, or choose another training with [[--training]] or a file with [[--weights]]",
         )
     if best is not None and requested != LAST:
-        return BEST, (best.parent / best.readlink() if best.is_symlink() else best).absolute()
+        return BEST, read_link_target(best).absolute()
     if requested == BEST:
         raise BadMeasurements(
             f"training {files.signature} has not finished an epoch yet, so it has no best weights",

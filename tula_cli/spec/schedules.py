@@ -10,7 +10,7 @@ WARMUP_START = 0.01
 """Share of the full rate at epoch 0 of a warm-up whose rate is not scaled; the rate grows linearly from there."""
 
 RELATIVE_TOLERANCE = 1e-9
-"""Relative tolerance for a halved rate, since the factors of milestones may multiply to a half only up to rounding."""
+"""Relative tolerance of comparisons of floats: sums and products, such as 10 x 0.3, are exact only up to rounding."""
 
 
 def compute_warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from tula_cli.models.cost import ROUNDING_ERROR
+from tula_cli.spec.schedules import RELATIVE_TOLERANCE
 
 Tres = Mapping[str, float]
 """Counts by name ("cpu", "mem" in MB, "node", "gres/gpu", "gres/gpu:a100", "license/matlab")."""
@@ -88,4 +88,4 @@ def compute_billing(tres: Tres, weights: Tres | None, rule: BillingRule) -> floa
 
 def truncate_billing(value: float) -> int:
     """Truncate a billing to a whole number, as SLURM stores it for a job (AllocTRES)."""
-    return math.floor(value * (1 + ROUNDING_ERROR))
+    return math.floor(value * (1 + RELATIVE_TOLERANCE))

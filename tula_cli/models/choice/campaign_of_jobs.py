@@ -16,7 +16,6 @@ import numpy as np
 
 from tula_cli.models.choice.candidates import Floats
 from tula_cli.models.choice.node_schedule import (
-    RELATIVE_TOLERANCE,
     ScheduledStart,
     TrainingOption,
     compute_makespan,
@@ -24,6 +23,7 @@ from tula_cli.models.choice.node_schedule import (
     schedule_trainings_in_order,
     sum_costs,
 )
+from tula_cli.spec.schedules import RELATIVE_TOLERANCE
 
 _MAX_COMBINATIONS = 24
 """Number of combinations of batches, one of each job, that are tried."""

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tula_cli.models.choice.candidates import Candidates, Floats, Ints, find_pareto_front
+from tula_cli.spec.schedules import RELATIVE_TOLERANCE
 
-RELATIVE_TOLERANCE = 1e-9
-"""Relative tolerance of comparisons between sums of durations."""
 _MAKESPAN_TOLERANCE = 1e-6
 """Relative difference to which the shortest makespan within a budget is determined."""
 _KEY_DIGITS = 12

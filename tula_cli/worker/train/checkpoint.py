@@ -20,7 +20,7 @@ from tula_cli.errors import DiskFull, TulaError
 from tula_cli.models.loss_level import LossLevel
 from tula_cli.run.checkpoint_integrity import is_complete_archive
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import remove_path, wait_until_listed, write_file_atomically
+from tula_cli.run.files import read_link_target, remove_path, wait_until_listed, write_file_atomically
 from tula_cli.worker.build.loaders import TrainingPosition
 from tula_cli.worker.device import count_tensor_bytes
 from tula_cli.worker.parallel import sharded_checkpoint
@@ -165,7 +165,7 @@ def _update_links_and_remove_old(
     # Checkpoints later than this one were found damaged, or the run would have resumed from them.
     checkpoints = run.get_training(signature).list_checkpoints()
     newest = [checkpoint for checkpoint in checkpoints if checkpoint <= path][:CHECKPOINTS_KEPT]
-    kept = {*newest, _read_link_target(folder / "best"), _read_link_target(folder / "last")}
+    kept = {*newest, read_link_target(folder / "best"), read_link_target(folder / "last")}
     for checkpoint in checkpoints:
         if checkpoint not in kept and int(checkpoint.stem) not in keep:
             remove_path(checkpoint)
@@ -183,7 +183,7 @@ def delete_checkpoints_after(run: RunDir, signature: str, samples: int) -> None:
     for link in (folder / "last", folder / "best"):
         if newest is None:
             link.unlink(missing_ok=True)
-        elif link.name == "last" or _read_link_target(link) in dropped:
+        elif link.name == "last" or read_link_target(link) in dropped:
             _replace_link(link, newest)
     for path in dropped:
         remove_path(path)
@@ -337,7 +337,3 @@ def _replace_link(link: Path, target: Path) -> None:
     draft.unlink(missing_ok=True)
     draft.symlink_to(os.path.relpath(target, link.parent))
     draft.replace(link)
-
-
-def _read_link_target(link: Path) -> Path | None:
-    return link.parent / link.readlink() if link.is_symlink() else None

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from tula_cli.cluster.decisions import History
 from tula_cli.cluster.rank_programs import make_rank_program
-from tula_cli.models.choice.early_stopping import shorten_prediction
-from tula_cli.models.cost import compute_attempt_cost
+from tula_cli.models.cost import compute_attempt_cost, shorten_prediction
 from tula_cli.models.out_of_memory import describe_why_not_splittable, find_next_fallback
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch, Requeue, Resize, Stop

@@ -28,6 +28,7 @@ from tula_cli.run.records.results import ScriptCheckpointSave
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import BILLING_UNIT, UNPRICED_PRICING, Pricing
+from tula_cli.spec.schedules import RELATIVE_TOLERANCE
 from tula_cli.spec.scripts.script import Script
 from tula_cli.words import format_count, format_duration
 
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 GB = 10**9
 """Bytes of the GB in a price: decimal, as in cloud price lists and GPU data sheets."""
-
-ROUNDING_ERROR = 1e-9
-"""Relative rounding error of a product of floats: a billing of 10 x 0.3 must count as 3."""
 
 DAY_SECONDS = 24 * 3600.0
 
@@ -322,6 +320,55 @@ def compute_cost(
     return price
 
 
+def shorten_prediction(prediction: Prediction, *, epochs: int, all_epochs: int) -> Prediction:
+    """Return the prediction for the first epochs of a training; starts, exits and branches are not shortened.
+
+    Args:
+        prediction: for all epochs.
+        epochs: number of epochs trained.
+        all_epochs: number of all epochs.
+    """
+    share, parts = epochs / all_epochs, prediction.parts
+    ratio = share
+    if parts is not None:
+        steps = parts.steps * _compute_step_time_share(prediction, share)
+        data = None if parts.data is None else parts.data * steps / parts.steps if parts.steps else 0.0
+        others = {name: share * getattr(parts, name) for name in ("evaluation", "checkpoints")}
+        shortened = parts.model_copy(update={"steps": steps, "data": data, **others})
+        ratio = shortened.total / parts.total if parts.total else share
+        parts = shortened
+    names = ("hours", "hours_low", "hours_high", "cost", "node_hours", "kwh", "kwh_low", "kwh_high")
+    shortened_values = {name: value * ratio for name in names if (value := getattr(prediction, name)) is not None}
+    return prediction.model_copy(update={**shortened_values, "parts": parts})
+
+
+def _compute_step_time_share(prediction: Prediction, epoch_share: float) -> float:
+    """Return the share of the time of all steps for the first `epoch_share` of the epochs.
+
+    With a growing batch, the first epochs have more steps, which are shorter.
+    """
+    assert prediction.parts is not None
+    smaller = sum(stage.steps * stage.step_time for stage in prediction.stages)
+    if not smaller:
+        return epoch_share
+    early = sum(stage.steps * stage.batch for stage in prediction.stages)
+    later_steps = (prediction.parts.steps - smaller) / prediction.step_time * prediction.batch
+    grown = early / (early + later_steps)  # share of the epochs trained before the last stage
+    seconds = smaller * min(1.0, epoch_share / grown)
+    if epoch_share > grown:
+        seconds += (prediction.parts.steps - smaller) * (epoch_share - grown) / (1 - grown)
+    return seconds / prediction.parts.steps
+
+
+def compute_remaining_time_share(prediction: Prediction, epoch_share: float) -> float:
+    """Return the share of a training's time for the last `epoch_share` of its epochs; less if the batch has grown."""
+    parts = prediction.parts
+    if parts is None or not prediction.stages or not parts.total:
+        return epoch_share
+    stepping = parts.steps * (1 - _compute_step_time_share(prediction, 1 - epoch_share))
+    return (stepping + epoch_share * (parts.total - parts.steps)) / parts.total
+
+
 def compute_attempt_cost(task: TrainTask, attempt: Attempt, prediction: Prediction | None, now: float | None) -> float:
     """Return the cost of an attempt of a training on its nodes, in the currency of the pricing.
 
@@ -352,7 +399,7 @@ def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:
     import numpy as np
 
     billed = np.multiply(nodes, billing.node) + billing.job
-    units = np.floor(billed * (1 + ROUNDING_ERROR)) * billing.usage_factor
+    units = np.floor(billed * (1 + RELATIVE_TOLERANCE)) * billing.usage_factor
     return float(units) if np.ndim(units) == 0 else units
 
 

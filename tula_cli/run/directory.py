@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tula_cli.errors import BadMeasurements, UnreadableFile
+from tula_cli.errors import BadMeasurements, SpecError, UnreadableFile
 from tula_cli.run.files import (
     is_listed,
     list_files,
+    list_names,
     make_folder,
     make_write_error,
     read_record,
@@ -25,14 +26,9 @@ from tula_cli.run.files import (
     write_record_and_announce,
 )
 from tula_cli.run.lock import FolderLock
-from tula_cli.run.owner import find_other_owner, require_ownership, require_readable_run
-from tula_cli.run.parsed_spec import (
-    find_newest_run,
-    list_run_folders,
-    read_job_change_time,
-    read_stored_spec,
-    write_parsed_spec,
-)
+from tula_cli.run.observed import make_observed_jobs_hint
+from tula_cli.run.owner import describe_left_out_runs, find_other_owner, require_ownership, require_readable_run
+from tula_cli.run.parsed_spec import list_run_folders, read_job_change_time, read_stored_spec, write_parsed_spec
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
@@ -196,7 +192,16 @@ class RunDir:
         latest = ""
         with contextlib.suppress(BadMeasurements):  # damaged: the runs show which one is the newest
             latest = "" if find_other_owner(root / LATEST_FILE) else read_text(root / LATEST_FILE)
-        return RunDir(find_newest_run(root, latest))
+        newest = RunDir(root / latest)
+        if newest.exists and not find_other_owner(newest.path):
+            return newest
+        runs = RunDir.list_all(root)
+        if not runs:
+            others_text = describe_left_out_runs(root / name for name in list_names(root))
+            message = f"no run under {root}{others_text and f' ({others_text})'}"
+            hint = f"start one with tula profile job.yaml, or name one with [[--run]] DIR{make_observed_jobs_hint()}"
+            raise SpecError(message, hint)
+        return next((run for run in runs if not find_other_owner(run.path)), runs[0])
 
     @staticmethod
     def list_all(root: Path) -> list["RunDir"]:

@@ -1,4 +1,4 @@
-"""The job of a run as JSON next to its YAML, which takes a hundred times as long to read.
+"""The job that a folder stores, by which it is a run: as YAML, and as JSON, which is read a hundred times as fast.
 
 The JSON is used while both agree, and if a crash has damaged the YAML. An edited YAML counts.
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.errors import BadMeasurements, SpecError
-from tula_cli.run import files, owner
+from tula_cli.run import files
 from tula_cli.run.format import require_current_format, require_known_format, write_format
 
 if TYPE_CHECKING:
@@ -183,29 +183,6 @@ def list_run_folders(root: Path) -> list[Path]:
         root / name: at for name in files.list_names(root) if (at := read_job_change_time(root / name)) is not None
     }
     return sorted(changed_by_folder, key=lambda run: changed_by_folder[run], reverse=True)
-
-
-def find_newest_run(root: Path, latest: str) -> Path:
-    """Return the most recently used readable run under `root`, preferring the user's own runs.
-
-    Args:
-        latest: name of the most recently used run, which need not exist; empty if unknown.
-
-    Raises:
-        SpecError: there is none.
-        TulaError: `root` cannot be read.
-    """
-    if read_job_change_time(root / latest) is not None and not owner.find_other_owner(root / latest):
-        return root / latest
-    runs = list_run_folders(root)
-    if not runs:
-        others_text = owner.describe_left_out_runs(root / name for name in files.list_names(root))
-        message = f"no run under {root}{others_text and f' ({others_text})'}"
-        from tula_cli.run.observed import make_observed_jobs_hint
-
-        hint = f"start one with tula profile job.yaml, or name one with [[--run]] DIR{make_observed_jobs_hint()}"
-        raise SpecError(message, hint)
-    return next((run for run in runs if not owner.find_other_owner(run)), runs[0])
 
 
 def read_job_change_time(run: Path) -> int | None:

@@ -8,8 +8,7 @@ from typing import Any
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import self_tuning
-from tula_cli.models.choice.early_stopping import compute_remaining_time_share
-from tula_cli.models.cost import compute_attempt_cost
+from tula_cli.models.cost import compute_attempt_cost, compute_remaining_time_share
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, StepChange, TrainResult, Tuning
 from tula_cli.run.records.tasks import JobTask, TrainTask

@@ -6,12 +6,8 @@ from typing import Any
 import make_runs as make
 import pytest
 
-from tula_cli.models.choice.early_stopping import (
-    describe_stop_reason,
-    is_better_evaluation,
-    select_best_values,
-    shorten_prediction,
-)
+from tula_cli.models.choice.early_stopping import describe_stop_reason, is_better_evaluation, select_best_values
+from tula_cli.models.cost import shorten_prediction
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.sections import Train
 

@@ -10,8 +10,8 @@ from make_results import Truth, make_probes, make_spec
 from read_diagnostics import codes
 
 from tula_cli.models.choice.candidates import convert_to_columns
-from tula_cli.models.choice.early_stopping import compute_remaining_time_share, shorten_prediction
 from tula_cli.models.choice.grid import Config
+from tula_cli.models.cost import compute_remaining_time_share, shorten_prediction
 from tula_cli.models.efficiency import (
     Noise,
     add_same_progress,

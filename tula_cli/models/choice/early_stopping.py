@@ -1,13 +1,10 @@
-"""Early stopping by a target or by patience, and the predicted time and cost of a part of the epochs."""
+"""The best epoch of a training by its metrics, and early stopping by a target or by patience."""
 
 import math
 from collections.abc import Mapping
 
-from tula_cli.run.records.recommendations import Prediction
 from tula_cli.spec.sections import BestCheckpoint, Train
 from tula_cli.words import format_count, format_number
-
-# --- Stopping
 
 PERCENT_METRICS = ("top1", "top5")
 
@@ -63,55 +60,3 @@ def describe_stop_reason(metrics: Metrics, best_values: Mapping[str, float], tra
 def convert_bound_to_unit(metric: str, bound: float) -> float:
     """Convert a bound to the metric's unit: for an accuracy, values up to 1 are shares, others percent."""
     return 100 * bound if metric in PERCENT_METRICS and bound <= 1 else bound
-
-
-# --- The prediction of some epochs
-
-
-def shorten_prediction(prediction: Prediction, *, epochs: int, all_epochs: int) -> Prediction:
-    """Return the prediction for the first epochs of a training; starts, exits and branches are not shortened.
-
-    Args:
-        prediction: for all epochs.
-        epochs: number of epochs trained.
-        all_epochs: number of all epochs.
-    """
-    share, parts = epochs / all_epochs, prediction.parts
-    ratio = share
-    if parts is not None:
-        steps = parts.steps * compute_step_time_share(prediction, share)
-        data = None if parts.data is None else parts.data * steps / parts.steps if parts.steps else 0.0
-        others = {name: share * getattr(parts, name) for name in ("evaluation", "checkpoints")}
-        shortened = parts.model_copy(update={"steps": steps, "data": data, **others})
-        ratio = shortened.total / parts.total if parts.total else share
-        parts = shortened
-    names = ("hours", "hours_low", "hours_high", "cost", "node_hours", "kwh", "kwh_low", "kwh_high")
-    shortened_values = {name: value * ratio for name in names if (value := getattr(prediction, name)) is not None}
-    return prediction.model_copy(update={**shortened_values, "parts": parts})
-
-
-def compute_step_time_share(prediction: Prediction, epoch_share: float) -> float:
-    """Return the share of the time of all steps for the first `epoch_share` of the epochs.
-
-    With a growing batch, the first epochs have more steps, which are shorter.
-    """
-    assert prediction.parts is not None
-    smaller = sum(stage.steps * stage.step_time for stage in prediction.stages)
-    if not smaller:
-        return epoch_share
-    early = sum(stage.steps * stage.batch for stage in prediction.stages)
-    later_steps = (prediction.parts.steps - smaller) / prediction.step_time * prediction.batch
-    grown = early / (early + later_steps)  # share of the epochs trained before the last stage
-    seconds = smaller * min(1.0, epoch_share / grown)
-    if epoch_share > grown:
-        seconds += (prediction.parts.steps - smaller) * (epoch_share - grown) / (1 - grown)
-    return seconds / prediction.parts.steps
-
-
-def compute_remaining_time_share(prediction: Prediction, epoch_share: float) -> float:
-    """Return the share of a training's time for the last `epoch_share` of its epochs; less if the batch has grown."""
-    parts = prediction.parts
-    if parts is None or not prediction.stages or not parts.total:
-        return epoch_share
-    stepping = parts.steps * (1 - compute_step_time_share(prediction, 1 - epoch_share))
-    return (stepping + epoch_share * (parts.total - parts.steps)) / parts.total

@@ -22,8 +22,7 @@ from unittest import mock
 
 from tula_cli.models.out_of_memory import list_divisors
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.base import Components
-from tula_cli.run.records.probes import Environment, GradientStats, Measured, Overheads
+from tula_cli.run.records.probes import Components, Environment, GradientStats, Measured, Overheads
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.spec.load import validate_job
 

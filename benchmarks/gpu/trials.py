@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tula_cli.host.failure_texts import classify_failure
-from tula_cli.run.records.base import Components
-from tula_cli.run.records.probes import Environment, Measured
+from tula_cli.run.records.probes import Components, Environment, Measured
 from tula_cli.spec.job import JobSpec
 
 RESOLUTION = 0.02

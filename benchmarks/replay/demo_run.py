@@ -20,8 +20,7 @@ from replay_data import MeasuredSet, Where, load_sets
 
 from tula_cli.cluster.inspection import inspect
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.base import Footprint
-from tula_cli.run.records.probes import Environment, GradientStats, Measured, Overheads
+from tula_cli.run.records.probes import Environment, Footprint, GradientStats, Measured, Overheads
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate_job

@@ -28,7 +28,7 @@ from on_gpu import CallSettings, Results, has_passed, run_stages
 from PIL import Image
 
 from tula_cli.host.failure_texts import classify_failure
-from tula_cli.run.records.base import Components, Footprint
+from tula_cli.run.records.probes import Components, Footprint
 from tula_cli.spec.job import JobSpec
 
 STATES = {"parameters": 1, "gradients": 1, "optimizer": 1, "factors": 0, "batch": 1, "activations": 1}

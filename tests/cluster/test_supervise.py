@@ -30,11 +30,11 @@ from tula_cli.models.out_of_memory import list_splits
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records import tasks as task_records
-from tula_cli.run.records.base import MicroBatches, OutcomeClass
+from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import OutOfMemory
-from tula_cli.run.records.results import TrainResult
+from tula_cli.run.records.results import MicroBatches, TrainResult
 from tula_cli.run.records.tasks import MAX_RESTARTS, ProbeTask, Rung, Task, TrainTask, make_probe_id
 from tula_cli.services.training_end import make_training_error
 

@@ -4,9 +4,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tula_cli.run.records.base import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Environment, GradientStats, Measured, OutOfMemory, Overheads
+from tula_cli.run.records.probes import (
+    Components,
+    Environment,
+    Footprint,
+    GradientStats,
+    Measured,
+    ModelStates,
+    OutOfMemory,
+    Overheads,
+    PeakMemory,
+)
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.spec.job import JobSpec
 

@@ -9,8 +9,8 @@ from tula_cli.models.out_of_memory import (
     list_splits,
     make_batch_norm_limit,
 )
-from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.failures import Fallback
+from tula_cli.run.records.results import MicroBatches
 from tula_cli.spec.load import validate_job
 
 SCRIPT = {"length": {"samples": 1600}, "reference": {"batch": 16}}

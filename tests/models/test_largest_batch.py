@@ -7,8 +7,7 @@ import pytest
 from make_results import Truth, make_probe
 
 from tula_cli.models.largest_batch import BRACKET_RESOLUTION, BatchBracket
-from tula_cli.run.records.base import Components, Footprint, PeakMemory
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Components, Failed, Footprint, Measured, OutOfMemory, PeakMemory
 from tula_cli.run.records.tasks import BatchBounds
 
 MIB = 2**20

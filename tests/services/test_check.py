@@ -18,10 +18,9 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
 from tula_cli.host.failures import describe_advice
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import Inspection, Transfer
-from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.probes import Components, Footprint, Measured
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
 from tula_cli.services import logs as services_logs

@@ -13,9 +13,9 @@ from tula_cli.errors import BadMeasurements, Diverged, Infeasible, JobFailed, Ou
 from tula_cli.models.cost import compute_max_cost
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
-from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Job
+from tula_cli.run.records.probes import Components, Footprint
 from tula_cli.run.records.tasks import ProbeTask, TrainTask, make_probe_id
 from tula_cli.services import profile, profile_plan, profile_report
 from tula_cli.services.events import JobsProgress, WarningEvent

@@ -35,8 +35,7 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import make_runs, open_run, open_runs_of_job
-from tula_cli.run.records.base import PeakMemory
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, PeakMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import ScriptCheckpointSave, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask

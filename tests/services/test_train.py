@@ -23,10 +23,9 @@ from tula_cli.options import NodeRange, TrainRequest
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import append_json_line, write_file_atomically
 from tula_cli.run.job_runs import mark_chosen_run
-from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.run.records.results import CountedEnergy
+from tula_cli.run.records.results import CountedEnergy, MicroBatches
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, run_work

@@ -7,8 +7,8 @@ from tula_cli.errors import DiskFull, SchedulerError
 from tula_cli.host.failures import describe_advice
 from tula_cli.run.directory import RunDir
 from tula_cli.run.disk_space import measure_file_size
-from tula_cli.run.records.base import ModelStates
 from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import ModelStates
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.shortages import find_remaining_shortage, measure_shortage
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from tula_cli.cluster.allocation import POLL_SECONDS, Allocation
 from tula_cli.cluster.rank_processes import RankCommand, RankLaunchPlan, find_rendezvous_address, uses_torchrun
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.recommendations import TimeParts
+from tula_cli.run.records.results import MicroBatches
 from tula_cli.run.records.tasks import Task
 
 

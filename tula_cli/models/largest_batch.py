@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tula_cli.models.memory import MemoryModel, fit_memory_model
-from tula_cli.run.records.base import Footprint
-from tula_cli.run.records.probes import Measured, OutOfMemory, Result
+from tula_cli.run.records.probes import Footprint, Measured, OutOfMemory, Result
 from tula_cli.run.records.tasks import BatchBounds
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN

@@ -22,8 +22,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
 from tula_cli.models.choice.grid import Number
-from tula_cli.run.records.base import Components, Footprint, ModelStates, PeakMemory
-from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.probes import Components, Footprint, Measured, ModelStates, PeakMemory
 
 MIN_PROBE_DISTANCE = 0.05
 """Probes whose estimated activations differ by less than this share of the peak do not show how activations grow."""

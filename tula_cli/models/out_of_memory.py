@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from tula_cli.models.choice.grid import Config, Number
-from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Fallback
+from tula_cli.run.records.results import MicroBatches, Splits
 from tula_cli.spec.job import JobSpec
 
 MIN_NORMALISED = 8

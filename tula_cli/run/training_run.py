@@ -23,11 +23,11 @@ from tula_cli.run.files import (
     remove_path,
     write_record,
 )
-from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.results import (
     CountedEnergy,
     EvaluationRecord,
+    MicroBatches,
     ScriptProgress,
     ScriptSaves,
     StepChange,

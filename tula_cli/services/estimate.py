@@ -15,9 +15,8 @@ from tula_cli.models.memory import DataMemory, MemoryModel, estimate_data_memory
 from tula_cli.models.observations import describe_mixed_hardware, find_capacity
 from tula_cli.run.directory import Run
 from tula_cli.run.job_runs import select_runs
-from tula_cli.run.records.base import Footprint
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Measured, OutOfMemory, Result
+from tula_cli.run.records.probes import Footprint, Measured, OutOfMemory, Result
 from tula_cli.services.job_warnings import count_loader_processes
 from tula_cli.services.search import list_feasible_candidates
 from tula_cli.spec.job import JobSpec

@@ -360,7 +360,7 @@ def _make_components_table(report: "EstimateReport") -> "Table":
 
     For a GPU it includes the memory of libraries, the memory reserved by the allocator, and the memory needed.
     """
-    from tula_cli.run.records.base import Components  # imports pydantic, which --help does not need
+    from tula_cli.run.records.probes import Components
 
     byte, unit = choose_size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
     parts = [part for part in Components.model_fields if report.gpu or part not in GPU_MEMORY_COMPONENTS]

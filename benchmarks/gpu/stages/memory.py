@@ -18,7 +18,7 @@ from tula_cli.cluster.inspection import inspect
 from tula_cli.models import memory as memory_model
 from tula_cli.models.memory import MemoryModel
 from tula_cli.run.files import write_file_atomically
-from tula_cli.run.records.base import Footprint
+from tula_cli.run.records.probes import Footprint
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
 

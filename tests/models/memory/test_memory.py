@@ -7,8 +7,7 @@ from make_results import MIB, Truth, as_script_probe, make_footprint, make_probe
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.memory import fit_memory_model
-from tula_cli.run.records.base import Components, Footprint, ModelStates, PeakMemory
-from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.probes import Components, Footprint, Measured, ModelStates, PeakMemory
 
 TRUTHS = st.builds(
     Truth, model_bytes=st.integers(MIB, 2000 * MIB), sample_bytes=st.integers(20_000, 50 * MIB), accumulate=st.just(1)

@@ -7,8 +7,7 @@ from read_diagnostics import values
 
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.time.job_fit import find_gradient_bytes, find_stragglers, fit_step_time_and_find_stragglers
-from tula_cli.run.records.base import Components, ModelStates, PeakMemory
-from tula_cli.run.records.probes import Measured, RankStepTimes
+from tula_cli.run.records.probes import Components, Measured, ModelStates, PeakMemory, RankStepTimes
 
 
 def with_ranks(nodes: int, *, compute: float = 0.1, waits: float = 0.0, hosts: int | None = None) -> Measured:

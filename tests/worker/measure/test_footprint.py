@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from worker_rank_cases import read_results
 
-from tula_cli.run.records.base import Components
+from tula_cli.run.records.probes import Components
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Loss, Model
 from tula_cli.worker.build import zoo

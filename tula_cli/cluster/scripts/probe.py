@@ -18,10 +18,18 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, find_dataset_size, list_mismatches, select_undisturbed_steps
 from tula_cli.models.efficiency import Pair, summarize_gradient_norms
 from tula_cli.run.files import open_file_to_append
-from tula_cli.run.records.base import ModelStates, PeakMemory
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
-from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptObservation
+from tula_cli.run.records.probes import (
+    Environment,
+    GradientStats,
+    Host,
+    Measured,
+    ModelStates,
+    Overheads,
+    PeakMemory,
+    ScriptObservation,
+)
 from tula_cli.run.records.scripts import RankResult
 from tula_cli.run.records.tasks import ProbeTask, make_probe_identity
 from tula_cli.run.script_attempt import ScriptAttempt

@@ -1,4 +1,4 @@
-"""A training by a script: where it resumes, its progress, and its result."""
+"""A training by a script: where it resumes, its progress (recorded by its own monitor), and its result."""
 
 import contextlib
 import glob
@@ -33,11 +33,10 @@ from tula_cli.host.processes import find_innermost_pid
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import list_splits, make_batch_norm_limit
 from tula_cli.run.files import append_json_line, open_file_to_append, read_change_time
-from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.recommendations import TimeParts
-from tula_cli.run.records.results import ScriptCheckpointSave, ScriptProgress, TrainResult
+from tula_cli.run.records.results import MicroBatches, ScriptCheckpointSave, ScriptProgress, Splits, TrainResult
 from tula_cli.run.records.scripts import RankResult, Verdict
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt

@@ -24,8 +24,7 @@ from tula_cli.models.time.step_time import (
     StepTimeFit,
     choose_priors,
 )
-from tula_cli.run.records.base import Components
-from tula_cli.run.records.probes import Measured, RankStepTimes
+from tula_cli.run.records.probes import Components, Measured, RankStepTimes
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
 

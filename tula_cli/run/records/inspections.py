@@ -2,7 +2,8 @@
 
 from pydantic import computed_field
 
-from tula_cli.run.records.base import Footprint, Record, RecordedDiagnostic, RecordedText
+from tula_cli.run.records.base import Record, RecordedDiagnostic, RecordedText
+from tula_cli.run.records.probes import Footprint
 
 
 class Inspection(Record):

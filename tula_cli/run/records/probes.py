@@ -1,23 +1,67 @@
-"""Results of probes: measured, out of memory, or failed."""
+"""Results of probes (measured, out of memory, or failed), and the memory of a rank, measured or estimated."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, computed_field, field_validator, model_validator
 
 from tula_cli import words
-from tula_cli.run.records.base import (
-    Components,
-    Count,
-    NonNegative,
-    OutcomeClass,
-    PeakMemory,
-    Positive,
-    Record,
-    RecordedText,
-    Seconds,
-)
+from tula_cli.run.records.base import OutcomeClass, Positive, Record, RecordedText
 from tula_cli.run.records.failures import Failure, convert_old_failure
 from tula_cli.run.records.scripts import LearningRates
+
+Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""An integer that fits in 64 bits, as arrays need: a record with a larger one is damaged."""
+
+NonNegative = Annotated[float, Field(ge=0)]
+"""A duration in seconds that may be 0; a negative one results from a clock that was set back, and is an error."""
+
+Seconds = Annotated[float, Field(gt=0)]
+"""A duration in seconds that is never 0, such as that of a step."""
+
+
+class ModelStates(Record):
+    """The terms of Eq. 3 that do not depend on the batch: ZeRO's model states, and the factors of AGS. Bytes."""
+
+    parameters: Count  # including buffers
+    gradients: Count
+    optimizer: Count  # optimizer state
+    factors: Count  # AGS scaling factors, which Eq. 3 does not include
+
+    @property
+    def static_bytes(self) -> int:
+        """Sum of all terms."""
+        return self.parameters + self.gradients + self.optimizer + self.factors
+
+
+class Components(ModelStates):
+    """The terms of Eq. 3 on one rank at the peak of a step, and the memory of its allocator and libraries. Bytes."""
+
+    batch: Count  # inputs and targets of one micro-batch
+    activations: Count  # activations and workspaces: the peak minus all of the above
+    peak: Count  # largest memory in use at any time
+    reserved: Count  # held by the CUDA allocator for this peak if the GPU is not nearly full; on the CPU the peak
+    libraries: Count = 0
+    """Memory in addition to `reserved`: on a GPU the context, cuBLAS and NCCL; on the CPU the process before training, of
+    which a memory limit may count only a part."""
+
+
+class PeakMemory(Record):
+    """The peak memory of one rank if its components are unknown, as for a user's script. Bytes."""
+
+    states: ModelStates | None
+    """Sizes of the tensors that the optimizer holds; None if no optimizer was observed. How the rest of the peak divides
+    into activations, batch and workspaces (on the CPU also the process itself) is unknown."""
+    peak: Count  # largest memory in use at any time; on the CPU resident memory
+    reserved: Count  # as in Components
+    libraries: Count | None = None  # as in Components; None if not measured
+
+
+class Footprint(Record):
+    """The memory of one rank (Eq. 3) at one local batch, estimated without a GPU."""
+
+    local_batch: Count
+    memory: Components
+    room: Count = 0  # bytes: smallest sufficient size of the CUDA allocator's reserved memory; 0 if not simulated
 
 
 class GradientStats(Record):

@@ -180,6 +180,28 @@ class TrainResult(Record):
     scaled: ScalingSummary | None = None  # None unless a script's method scales gradients
 
 
+class Splits(Record):
+    """The numbers of parts into which micro-batches can be split at one batch, and why not into more."""
+
+    batch: int  # global
+    micro_batch: int  # samples per micro-batch on one GPU, before splitting
+    micro_batches: int  # micro-batches per step on one GPU, before splitting
+    into: tuple[int, ...]  # possible numbers of parts, 2 or more, ascending; empty if it cannot be split
+    limit: str  # reason why micro-batches cannot be split into more parts, for messages
+
+
+class MicroBatches(Record):
+    """The splits of every batch that a training may fall back to; written by rank 0, which knows the model."""
+
+    splits: tuple[Splits, ...]
+    normalised: int
+    """Micro-batches over which BatchNorm computes its statistics: 1, or several with SyncBatchNorm; 0 without either."""
+
+    def get_splits(self, batch: int) -> Splits | None:
+        """Return the splits of a batch, or None if it is not included."""
+        return next((splits for splits in self.splits if splits.batch == batch), None)
+
+
 class ScriptProgress(Record):
     """The newest checkpoint of a training by a script. Written by the leader of the supervisors."""
 

@@ -5,8 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, computed_field
 
-from tula_cli.run.records.base import Footprint, Record, RecordedText
+from tula_cli.run.records.base import Record, RecordedText
 from tula_cli.run.records.failures import Recovery
+from tula_cli.run.records.probes import Footprint
 from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.spec.load import StoredSpec
 from tula_cli.spec.scripts.script import Script

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tula_cli.models.allocator import AllocatorPeaks, compute_peak_without_allocator, replay_allocations
 from tula_cli.optim.gradient_stats import chunk_indices
 from tula_cli.plugins import is_import_string
-from tula_cli.run.records.base import Components
+from tula_cli.run.records.probes import Components
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.activation_checkpointing import apply_activation_checkpointing

@@ -25,8 +25,8 @@ from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host.machine import read_machine_memory, read_processor_name
 from tula_cli.models.self_tuning import find_most_expensive_job
 from tula_cli.plugins import is_import_string
-from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Components, Footprint
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import messages
 from tula_cli.worker.build import parameter_groups, zoo

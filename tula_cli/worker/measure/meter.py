@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tula_cli.optim.sharding import is_sharded
-from tula_cli.run.records.base import Components
+from tula_cli.run.records.probes import Components
 from tula_cli.worker.device import count_tensor_bytes, get_gpu_memory
 from tula_cli.worker.ranks import Ranks
 

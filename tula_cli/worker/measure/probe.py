@@ -25,8 +25,16 @@ from tula_cli.models.self_tuning import find_most_expensive_job
 from tula_cli.models.time.noise import compute_standard_error, compute_trimmed_mean
 from tula_cli.optim.ddp_hook import add_listener
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.base import Components
-from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads, RankStepTimes, Tokens
+from tula_cli.run.records.probes import (
+    Components,
+    GpuState,
+    GradientStats,
+    Measured,
+    OutOfMemory,
+    Overheads,
+    RankStepTimes,
+    Tokens,
+)
 from tula_cli.run.records.tasks import ProbeTask, make_probe_identity
 from tula_cli.spec.sections import MIN_TIMED_STEPS, Search
 from tula_cli.worker import device, environment

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from tula_cli.errors import SpecError
 from tula_cli.models.out_of_memory import list_splits
 from tula_cli.models.ramp import Ramp, build_ramp, list_stages_below_batch
-from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.recommendations import Stage
+from tula_cli.run.records.results import MicroBatches, Splits
 from tula_cli.run.records.tasks import LoopTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches import BatchSizes

@@ -33,13 +33,8 @@ from tula_cli.run.imports import (
 )
 from tula_cli.run.job_runs import make_runs
 from tula_cli.run.records.tasks import CodeSnapshot
-from tula_cli.run.script_files import (
-    CommandFileMissing,
-    list_module_names,
-    list_script_warnings,
-    select_script_files,
-    split_command,
-)
+from tula_cli.run.script_command import CommandFileMissing, list_module_names, split_command
+from tula_cli.run.script_files import list_script_warnings, select_script_files
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_program_name
 from tula_cli.spec.scripts.script import Script

@@ -18,7 +18,7 @@ from tula_cli.cluster.slurm.site import Site, TemplateLine
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.run.files import MODE_FOR_ALL, write_file_atomically
-from tula_cli.run.script_files import CommandFileMissing, find_program, split_command
+from tula_cli.run.script_command import CommandFileMissing, find_program, split_command
 from tula_cli.services import messages
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.launchers import KnownFacts

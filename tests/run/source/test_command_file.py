@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.run.script_files import find_program, split_command
+from tula_cli.run.script_command import find_program, split_command
 
 
 @pytest.fixture

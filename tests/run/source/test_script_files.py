@@ -13,7 +13,8 @@ from tula_cli.run import code_selection as git_files
 from tula_cli.run.code import make_runs_of_job
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot, select_script_files
+from tula_cli.run.script_command import list_snapshot_python_path, move_command_to_snapshot
+from tula_cli.run.script_files import select_script_files
 from tula_cli.run.secrets import may_be_secret, redact_secrets
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate_job

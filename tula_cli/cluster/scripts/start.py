@@ -24,7 +24,7 @@ from tula_cli.run.records.results import PlannedBranch
 from tula_cli.run.records.scripts import BranchPlan, ExpectedValues, KillPlan, ShimPlan
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot
+from tula_cli.run.script_command import list_snapshot_python_path, move_command_to_snapshot
 from tula_cli.spec.job import JobSpec, compute_lr_scale
 from tula_cli.spec.scripts.placeholders import fill_command, fill_text
 from tula_cli.spec.scripts.script import Script, count_script_samples, count_script_steps

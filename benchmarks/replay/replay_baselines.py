@@ -10,7 +10,8 @@ from replay_data import Where
 from scipy.optimize import minimize, nnls
 
 from tula_cli.models.time import job_fit
-from tula_cli.models.time.step_time import PRIORS, Estimate, Observation, Priors
+from tula_cli.models.time.step_model import PRIORS, Priors
+from tula_cli.models.time.step_time import Estimate, Observation
 
 Floats = NDArray[np.float64]
 Predictor = Callable[[Sequence[Where]], list[Estimate]]

@@ -2,7 +2,7 @@
 
     python benchmarks/replay/replay_priors.py TABLE.csv... [--json] [--turns 8]
 
-The priors of the step-time model come from measurements (`tula_cli.models.time.step_time.PRIORS`), so errors on the same measurements
+The priors of the step-time model come from measurements (`tula_cli.models.time.step_model.PRIORS`), so errors on the same measurements
 are too small. Here they are derived again by expectation maximisation (empirical Bayes) from a vague start and without using
 prediction errors: each set is fitted to all its measurements; the parameters of all sets give the new priors their means and spreads,
 and so on. Sets of one app are similar, so the spread for another app is derived from the differences of apps. (The parameters of the
@@ -25,7 +25,7 @@ from replay_data import MeasuredSet, load_sets
 from replay_score import score_set
 
 from tula_cli.models.time import step_time
-from tula_cli.models.time.step_time import PARAMETERS, PRIORS, Prior, Priors, SmoothResidual, StepModel
+from tula_cli.models.time.step_model import PARAMETERS, PRIORS, Prior, Priors, SmoothResidual, StepModel
 
 Floats = NDArray[np.float64]
 

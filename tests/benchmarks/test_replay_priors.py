@@ -10,7 +10,8 @@ import replay_priors
 from replay_data import MeasuredSet, Where, load_sets
 from replay_priors import Posterior, derive_priors, leave_one_out, mean_score, refine_priors, score_sets
 
-from tula_cli.models.time.step_time import PRIORS, Observation
+from tula_cli.models.time.step_model import PRIORS
+from tula_cli.models.time.step_time import Observation
 
 TABLE = Path(__file__).parents[1] / "fixtures" / "step_times.csv"
 

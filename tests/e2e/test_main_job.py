@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tula_cli
 from tula_cli.cluster import inspection
-from tula_cli.models.choice.objective import MAX_EQUAL_DIFFERENCE
+from tula_cli.models.choice.knee import MAX_EQUAL_DIFFERENCE
 from tula_cli.run.records.probes import Measured, OutOfMemory
 from tula_cli.spec.load import load_spec
 

@@ -16,7 +16,7 @@ from tula_cli.models import efficiency
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.time import changes
-from tula_cli.models.time.step_time import PARAMETERS, Priors
+from tula_cli.models.time.step_model import PARAMETERS, Priors
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.failures import Failure, Recovery, Requeue

@@ -1,6 +1,6 @@
 """Reports on observed jobs: the parts of a step, memory, and predictions for other numbers of GPUs.
 
-With a single configuration, predictions are mostly based on the priors of the step-time model (`step_time.PRIORS`);
+With a single configuration, predictions are mostly based on the priors of the step-time model (`step_model.PRIORS`);
 `benchmarks/observe` compares them with published measurements. Further jobs of the same script are fitted together.
 """
 

@@ -15,7 +15,8 @@ import numpy as np
 from tula_cli.models.choice.candidates import Floats
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.time.step_time import OverlapFit, StepModel, StepTimeFit
+from tula_cli.models.time.step_model import OverlapFit, StepModel
+from tula_cli.models.time.step_time import StepTimeFit
 from tula_cli.words import format_count
 
 if TYPE_CHECKING:

@@ -106,7 +106,7 @@ def choose_next_round(
     from tula_cli.models.estimator import Estimator  # imports numpy, which the other strategies do not need
     from tula_cli.models.observations import OtherGpuCountMeasurements
     from tula_cli.models.time.job_fit import choose_priors_of_job
-    from tula_cli.models.time.step_time import may_lack_overlap
+    from tula_cli.models.time.step_model import may_lack_overlap
 
     candidates = list_feasible_candidates(
         spec, dataset_size=inspection.dataset_size, max_local_batch=find_largest_local_batch(spec, inspection)

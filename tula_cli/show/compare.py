@@ -1,4 +1,4 @@
-"""Output of `tula compare`: its plan, the table of its result, and plan and result of a search for the learning rate."""
+"""Output of `tula compare`: plan and result, of a comparison of methods or of a search for the learning rate."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Where a curve over the batch bends (models/choice/objective.py)."""
+"""Where a curve over the batch bends (models/choice/knee.py)."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tula_cli.models.choice.objective import compute_knee_probabilities, find_knee, find_relative_extrema, run_kneedle
+from tula_cli.models.choice.knee import compute_knee_probabilities, find_knee, find_relative_extrema, run_kneedle
 
 BATCHES = [32, 64, 128, 256, 512, 1024, 2048]
 
@@ -63,7 +63,7 @@ import subprocess
 import sys
 
 import numpy as np
-from tula_cli.models.choice.objective import run_kneedle
+from tula_cli.models.choice.knee import run_kneedle
 random = np.random.default_rng(0)
 batches = [32 * 2**k for k in range(8)]
 curves = [np.cumprod(np.r_[1.0, random.uniform(0.5, 1.0, 7)]).tolist() for _ in range(50)]

@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 
 from tula_cli.models.time import step_time
-from tula_cli.models.time.step_time import (
-    PRIORS,
-    SHARDED_PRIORS,
-    Observation,
-    OverlapFit,
-    Priors,
-    StepTimeFit,
-    choose_priors,
-)
+from tula_cli.models.time.step_model import PRIORS, SHARDED_PRIORS, OverlapFit, Priors, choose_priors
+from tula_cli.models.time.step_time import Observation, StepTimeFit
 
 SWEEP = [*((1, b) for b in (16, 32, 64, 128, 256)), (2, 16), (4, 16), (8, 16), (8, 64), (8, 256)]
 UNSEEN = [(n, b) for n in (2, 4, 8) for b in (32, 64, 128, 256) if (n, b) not in SWEEP]

@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 from statsmodels.regression.linear_model import OLS
 
-from tula_cli.models.time import step_time
-from tula_cli.models.time import step_time as models_time_overlap
-from tula_cli.models.time.step_time import PRIORS, SHAPES, ConfigurationPoints, OverlapFit
+from tula_cli.models.time import step_model
+from tula_cli.models.time.step_model import PRIORS, SHAPES, ConfigurationPoints, OverlapFit
 
-Floats = step_time.Floats
+Floats = step_model.Floats
 BATCHES = (16, 32, 64, 128, 256)
 
 
@@ -31,8 +30,8 @@ def truth(at: ConfigurationPoints, *, hidden: float = 2 / 3, sync: float = 0.1) 
 def fit_timed(
     at: ConfigurationPoints, step: Floats, compute: Floats, spread: float = np.nan, collective: str = "ring"
 ) -> OverlapFit:
-    timed = models_time_overlap.TimedConfigurations(at, step=step, compute=compute, spread=np.full(len(at), spread))
-    return models_time_overlap.fit_overlap(timed, collective=collective, priors=PRIORS)
+    timed = step_model.TimedConfigurations(at, step=step, compute=compute, spread=np.full(len(at), spread))
+    return step_model.fit_overlap(timed, collective=collective, priors=PRIORS)
 
 
 def fitted(
@@ -58,15 +57,15 @@ def test_derivatives_are_those_of_the_model(gpus: Floats | None) -> None:
         is_within_node=np.array([False, True, False, False, False]),
         gpus=gpus,
     )
-    frame = step_time.ReferenceFrame.from_points(at_points, truth(at_points)[1], SHAPES["ring"], step_time.PRIORS)
+    frame = step_model.ReferenceFrame.from_points(at_points, truth(at_points)[1], SHAPES["ring"], step_model.PRIORS)
     at, rng, small = frame.compute_features(at_points), np.random.default_rng(3), 1e-6
     for _ in range(5):
         z = 0.7 * rng.standard_normal(frame.size)
-        result = step_time.evaluate_model(z, at)
+        result = step_model.evaluate_model(z, at)
         for index in range(frame.size):
             step = np.zeros(frame.size)
             step[index] = small
-            ahead, behind = step_time.evaluate_model(z + step, at), step_time.evaluate_model(z - step, at)
+            ahead, behind = step_model.evaluate_model(z + step, at), step_model.evaluate_model(z - step, at)
             by_step = (ahead.log_step - behind.log_step) / (2 * small)
             by_compute = (ahead.log_compute - behind.log_compute) / (2 * small)
             assert result.of_step[:, index] == pytest.approx(by_step, abs=2e-7)
@@ -77,21 +76,21 @@ def test_the_fit_is_the_most_probable_one() -> None:
     at_points = grid((1, 2, 8))
     rng = np.random.default_rng(0)
     step, compute = (part * np.exp(0.05 * rng.standard_normal(len(at_points))) for part in truth(at_points))
-    data = models_time_overlap._FitData(
-        step_time.ReferenceFrame.from_points(at_points, compute, SHAPES["ring"], step_time.PRIORS).compute_features(
+    data = step_model._FitData(
+        step_model.ReferenceFrame.from_points(at_points, compute, SHAPES["ring"], step_model.PRIORS).compute_features(
             at_points
         ),
         np.log(step),
         np.log(compute),
         np.zeros(len(at_points)),
     )
-    spread = data.compute_spread(step_time.evaluate_model(np.zeros(data.at.frame.size), data.at), 1.0)
-    best = models_time_overlap._maximize_posterior(np.zeros(data.at.frame.size), data, spread)
+    spread = data.compute_spread(step_model.evaluate_model(np.zeros(data.at.frame.size), data.at), 1.0)
+    best = step_model._maximize_posterior(np.zeros(data.at.frame.size), data, spread)
     for index in range(len(best.z)):
         for away in (-0.1, 0.1):
             z = best.z + away * np.eye(len(best.z))[index]
             assert (
-                models_time_overlap._LinearisedFit.from_coordinates(z, data, spread).minus_2_log_posterior
+                step_model._LinearisedFit.from_coordinates(z, data, spread).minus_2_log_posterior
                 > best.minus_2_log_posterior
             )
 

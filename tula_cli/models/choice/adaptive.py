@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.models.choice.candidates import Flags, Floats
-from tula_cli.models.choice.objective import MIN_BATCHES_FOR_KNEE
+from tula_cli.models.choice.knee import MIN_BATCHES_FOR_KNEE
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, StepTimeFit, draw_posterior_samples
 from tula_cli.words import describe_probe_configuration, format_percent, join_words

@@ -12,13 +12,8 @@ import numpy as np
 from tula_cli.models import efficiency
 from tula_cli.models.choice.candidates import Candidates, convert_to_columns
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import (
-    INTERVAL_WIDTH_SD,
-    MAX_EQUAL_DIFFERENCE,
-    MIN_SAVING_UP_TO_KNEE,
-    Choice,
-    describe_uncertain_alternative,
-)
+from tula_cli.models.choice.knee import MAX_EQUAL_DIFFERENCE, MIN_SAVING_UP_TO_KNEE
+from tula_cli.models.choice.objective import INTERVAL_WIDTH_SD, Choice, describe_uncertain_alternative
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import MAX_NOISE_SCALE

@@ -15,15 +15,8 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import messages
 from tula_cli.models.observations import convert_to_observation
 from tula_cli.models.time import step_time, stretches
-from tula_cli.models.time.step_time import (
-    PRIORS,
-    LocalResidual,
-    Observation,
-    Priors,
-    StepModel,
-    StepTimeFit,
-    choose_priors,
-)
+from tula_cli.models.time.step_model import PRIORS, LocalResidual, Priors, StepModel, choose_priors
+from tula_cli.models.time.step_time import Observation, StepTimeFit
 from tula_cli.run.records.probes import Components, Measured, RankStepTimes
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec

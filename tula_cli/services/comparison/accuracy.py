@@ -1,6 +1,5 @@
-"""The report of a comparison, and the evidence that it gives about accuracy.
-
-The report is the table of rows with their metrics, gaps to the small batch, and standard errors.
+"""The accuracy of the rows of a comparison: the table of their metrics and gaps to the small batch, the best row, and the
+evidence that the method of the job keeps the accuracy at a batch.
 """
 
 import dataclasses

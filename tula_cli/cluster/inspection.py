@@ -419,7 +419,7 @@ def list_unmeasured_settings(spec: JobSpec) -> Dependencies:
         "metrics": train.metrics,
         "schedule": [spec.schedule.kind, train.epochs] if is_import_string(spec.schedule.kind) else None,
         "ags": spec.ags.parameters if train.training_method.uses_section("ags") else None,  # patterns must match
-        "arms": spec.auto.model_dump(mode="json") if train.training_method.is_self_tuning else None,
+        "arms": spec.auto.model_dump(mode="json") if train.training_method.uses_section("auto") else None,
     }
 
 

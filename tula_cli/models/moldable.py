@@ -31,12 +31,12 @@ def require_moldable(spec: JobSpec) -> None:
     Raises:
         SpecError: they cannot, for the reason in the message.
     """
-    method, slurm = spec.train.training_method, spec.cluster.slurm or Slurm()
+    slurm = spec.cluster.slurm or Slurm()
     if spec.cluster.kind != "slurm":
         why = f"only SLURM grants a number of nodes within a range, and cluster.kind is {spec.cluster.kind}"
     elif list_nodes_named_by_stages(spec) or (spec.train.stages is not None and spec.train.ramp_nodes == "auto"):
         why = "the stages of train.ramp have their own numbers of nodes (train.ramp_nodes)"
-    elif method.is_self_tuning or method.single_gpu_conflict:
+    elif spec.train.training_method.weights_depend_on_ranks:
         why = f"train.method: {spec.train.method} gives different weights on a different number of GPUs"
     elif slurm.gpus == "gpus_per_task" and spec.cluster.device != "cpu":
         why = "cluster.slurm.gpus: gpus_per_task fixes the number of tasks"

@@ -295,7 +295,7 @@ def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage
 
     The batch is the reference batch x 2^k from where the schedule leaves 2^-k of the full learning rate (Meterez et al.
     2025, arXiv 2510.14717, Algorithm 1). In between the rate follows the schedule, so that rate and batch together are
-    equivalent to those at the reference batch at every point (`job._choose_noise_rule`).
+    equivalent to those at the reference batch at every point (`TrainingMethod.choose_rule_of_decay`).
 
     Args:
         spec: the job, with `ramp: decay`.

@@ -15,7 +15,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models import self_tuning
 from tula_cli.run.records.results import RateBranch
 from tula_cli.spec.job import JobSpec, compute_lr_scale
-from tula_cli.spec.methods import METHODS, LrRule, TrainingMethod
+from tula_cli.spec.methods import SEARCHABLE_METHODS, LrRule
 from tula_cli.spec.sections import NOISE_BATCHES
 
 LR_SCALING_RULES: tuple[LrRule, ...] = ("none", "sqrt", "linear")
@@ -96,11 +96,10 @@ def require_searchable(spec: JobSpec, batch: int) -> None:
             f"batch {batch} is not above {key} {reference}, whose learning rate is {rate}",
             f"give a larger batch with [[--batch]], or set {key} to the batch that {rate} was tuned for",
         )
-    if not _is_searchable(train.training_method):
-        searchable = ", ".join(name for name, method in METHODS.items() if _is_searchable(method))
+    if train.method not in SEARCHABLE_METHODS:
         raise SpecError(
             f"a learning rate cannot be searched for train.method {train.method}, which sets the learning rate by a rule",
-            f"use one of {searchable}, for example [[--set train.method=lrs]]",
+            f"use one of {', '.join(SEARCHABLE_METHODS)}, for example [[--set train.method=lrs]]",
         )
     if train.stages == "decay":
         raise SpecError(
@@ -114,14 +113,9 @@ def require_searchable(spec: JobSpec, batch: int) -> None:
         )
 
 
-def _is_searchable(method: TrainingMethod) -> bool:
-    return method.is_arm or bool(method.without_rule)
-
-
 def make_job_of_rule(spec: JobSpec, rule: LrRule) -> JobSpec:
     """Return the job with a rule of `train.lr_scaling`, and the method that has it."""
-    method = spec.train.training_method
-    name = (method.without_rule if rule == "none" else method.with_rule) or method.name
+    name = spec.train.training_method.get_name_with_rule(rule)
     train = spec.train.model_copy(update={"method": name, "lr_scaling": rule})
     return spec.model_copy(update={"train": train})
 

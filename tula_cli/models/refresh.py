@@ -39,9 +39,8 @@ def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, worl
     Args:
         available: samples of a rank's micro-batch.
     """
-    small = compute_small_batch_size(spec, batch)
-    by_norms = world > 1 and spec.ags.fill_from_preset().source == "local_norms"
-    if not spec.train.training_method.scales_gradients or by_norms or small >= batch or available < 1:
+    ags, small = spec.effective_ags, compute_small_batch_size(spec, batch)
+    if ags is None or (world > 1 and ags.source == "local_norms") or small >= batch or available < 1:
         return 1
     ranks = min(world, ceil(small / available))  # the same distribution as `count_samples_per_rank` of the optimizer
     return ceil(min(small, ranks * available) / ranks)

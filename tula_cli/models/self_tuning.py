@@ -54,11 +54,10 @@ def list_arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
 
     The defaults are the ramp (the favourite), the ramp with half the learning rate, and, if there is a weight decay,
     the ramp with four times the weight decay. At or below the reference batch the control is the only arm, since
-    nothing is lost there.
-
-    Args:
-        spec: a job with method auto.
+    nothing is lost there. A job with another method than auto has no arms.
     """
+    if not spec.train.training_method.is_self_tuning:
+        return ()
     control = Arm(name=CONTROL_ARM)
     given_arms = [Arm.model_validate(arm.model_dump()) for arm in spec.auto.arms if arm.name != CONTROL_ARM]
     if spec.auto.arms or batch <= spec.train.reference_batch:
@@ -74,10 +73,9 @@ def list_arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
 def make_job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
     """Return the job with the settings of an arm; its learning-rate factor is applied by `compute_lr_factor`.
 
-    The learning-rate scaling of a method is switched off, except for a ramp, whose learning rate follows the batch in
-    use: the arm sets the factor, and all arms start equal.
+    The arm sets the factor in place of a rule of the method (except for a ramp), and all arms start equal.
     """
-    scaling = spec.train.lr_scaling if METHODS[arm.method].grows_batch else "none"
+    scaling = METHODS[arm.method].choose_rule_of_arm(spec.train.lr_scaling)
     train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
     schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
     optimizer = _scale_weight_decay(spec.optimizer, arm.decay_factor)
@@ -105,9 +103,7 @@ def _scale_weight_decay(optimizer: Optimizer, factor: float) -> Optimizer:
 
 def list_jobs_of_training(spec: JobSpec, batch: int) -> list[JobSpec]:
     """Return the job itself, or if it tunes itself, the job with the settings of each arm at a batch."""
-    if not spec.train.training_method.is_self_tuning:
-        return [spec]
-    return [make_job_of_arm(spec, arm) for arm in list_arms_of_training(spec, batch)]
+    return [make_job_of_arm(spec, arm) for arm in list_arms_of_training(spec, batch)] or [spec]
 
 
 def find_most_expensive_job(spec: JobSpec) -> JobSpec:
@@ -116,12 +112,9 @@ def find_most_expensive_job(spec: JobSpec) -> JobSpec:
 
 
 def _make_expense_sort_key(spec: JobSpec) -> tuple[bool, ...]:
-    method = spec.train.training_method
-    return (
-        method.scales_gradients,
-        method.scales_gradients and spec.ags.fill_from_preset().granularity == "element",
-        method.file != "plain",
-    )
+    ags = spec.effective_ags
+    is_elementwise = ags is not None and ags.granularity == "element"
+    return ags is not None, is_elementwise, spec.train.training_method.file != "plain"
 
 
 def compute_lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
@@ -182,7 +175,7 @@ def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> N
     Raises:
         SpecError: the training set without the held-out samples is smaller than the batch.
     """
-    if not spec.train.training_method.is_self_tuning:
+    if not list_arms_of_training(spec, batch):
         return
     remaining = dataset_size - count_holdout_samples(dataset_size)
     if remaining < batch:
@@ -213,9 +206,8 @@ class TuningPlan:
 
 def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     """Count the branches and their samples; zeros if the method is not auto. The samples are a lower bound."""
-    if not spec.train.training_method.is_self_tuning:
+    if not (arms := list_arms_of_training(spec, batch)):
         return TuningPlan(0, 0, 0)
-    arms = list_arms_of_training(spec, batch)
     holdout = count_holdout_samples(dataset_size)
     if len(arms) == 1:
         return TuningPlan(0, 0, holdout)

@@ -372,8 +372,7 @@ def _list_warnings(
 def _warn_small_batch(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[Diagnostic]:
     """Warn if the configured `ags.b_small` is not below some of the batches, which are then not scaled."""
     small = spec.ags.b_small
-    batches = sorted({batch for job in jobs for batch in job.batches})
-    if small == "auto" or not spec.train.training_method.scales_gradients or not batches or small < batches[0]:
+    if small == "auto" or spec.effective_ags is None:
         return []
-    not_scaled = [batch for batch in batches if batch <= small]
-    return [messages.batch_not_scaled(b_small=small, batches=not_scaled, method=spec.train.method)]
+    batches = sorted({batch for job in jobs for batch in job.batches if batch <= small})
+    return [messages.batch_not_scaled(b_small=small, batches=batches, method=spec.train.method)] if batches else []

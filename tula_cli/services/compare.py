@@ -100,17 +100,14 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int | None = None) -> Job
     """
     variant = parse_row(method)
     content = spec.model_dump(mode="json", exclude_unset=True)
-    train = dict(content.get("train", {}))
-    if variant.method != spec.train.method or variant.method == REFERENCE_METHOD:
-        train.pop("lr_scaling", None)  # of the job's method; other methods have their own rule, and lbt has none
-    if not variant.training_method.grows_batch:
-        train.pop("ramp", None)  # methods without ramps train at one batch
+    replaced = variant.training_method.list_replaced_train_keys(spec.train.method)
+    train = {key: value for key, value in content.get("train", {}).items() if key not in replaced}
     seed = spec.train.seed if seed is None else seed
     content["train"] = {**train, "method": variant.method, "seed": seed, **variant.train}
     if spec.script is None:
         content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
         names_kind = any(setting.startswith("schedule.kind=") for setting in variant.settings)
-        if not variant.training_method.constant_schedule and not names_kind:
+        if not variant.training_method.describe_schedule_conflict(spec.schedule.kind) and not names_kind:
             # all rows use the job's schedule, not their method's default
             content["schedule"] = spec.schedule.model_dump(mode="json")
         if variant.schedule:
@@ -235,9 +232,7 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
             yield messages.batch_not_above_reference(batch=batch, reference=reference, key=key)
     if grid.nodes * spec.cluster.gpus_per_node == 1:
         yield from (
-            messages.method_needs_several_gpus(reason=method.single_gpu_conflict)
-            for method in methods
-            if method.single_gpu_conflict
+            messages.method_needs_several_gpus(reason=why) for method in methods if (why := method.single_gpu_conflict)
         )
     yield from warn_missing_controls(spec, controls=CONTROLS)
     for method in grid.methods:
@@ -444,7 +439,7 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
 
 def _list_candidate_rows(spec: JobSpec, nodes: int) -> tuple[str, ...]:
     if spec.script is not None:
-        scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.training_method.scales_gradients
+        scales = nodes * spec.cluster.gpus_per_node > 1 or spec.effective_ags is not None
         return tuple(method for method in METHODS_OF_SCRIPTS if scales or not _scales_gradients(method))
     name = spec.optimizer.name
     return ROWS_OF_SGD if name == "SGD" else ROWS_OF_ADAM if name in NORMALISING_OPTIMIZERS else ROWS_OF_OTHERS

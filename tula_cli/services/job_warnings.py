@@ -47,7 +47,7 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
 
 def _describe_scaling(spec: JobSpec) -> Iterator[str]:
     """Yield a line if gradient scaling is applied to the update rather than to the gradient."""
-    if spec.train.training_method.scales_gradients and spec.ags.fill_from_preset().apply_to == "update":
+    if spec.effective_ags is not None and spec.effective_ags.apply_to == "update":
         name = spec.optimizer.name
         why = f", because {name} normalises its gradients" if name in NORMALISING_OPTIMIZERS else ""
         yield f"train.method {spec.train.method} scales the updates of {name} instead of its gradients{why} (ags.apply_to: update)"
@@ -98,7 +98,7 @@ def warn_large_reference_batch(spec: JobSpec, dataset_size: int) -> list[Diagnos
 def warn_ags_on_one_rank(spec: JobSpec) -> list[Diagnostic]:
     """Return a warning if the search has runs of a script with one rank, whose gradients tula cannot scale."""
     single_rank_nodes = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
-    if spec.script is None or not spec.train.training_method.scales_gradients or not single_rank_nodes:
+    if spec.script is None or spec.effective_ags is None or not single_rank_nodes:
         return []
     return [
         messages.ags_on_one_rank(

@@ -351,7 +351,8 @@ def list_observations_from_trainings(run: Run, results: Sequence[Result]) -> Tra
         rows = run.get_training(name).read_sampled_metrics()
         if any(row["kind"] == "step" for row in rows):
             configurations += _list_trained_configurations(run, steps_here, until=rows[-1].get("time", 0.0))
-        if not _runs_same_steps_as_probes(steps_here[-1]):
+        train = steps_here[-1].spec.train
+        if not train.training_method.runs_steps_of_probes(train.diagnostics):
             continue
         training_observations = stretches.list_observations_from_training(
             steps_here,
@@ -398,16 +399,6 @@ def _describe_disagreement(steps: TrainedSteps, measured: Sequence[Measured]) ->
                     " probe, which is used instead"
                 )
     return ""
-
-
-def _runs_same_steps_as_probes(task: TrainTask) -> bool:
-    """Return whether a training of the probed job runs the same steps as its probes."""
-    method, train = task.spec.train.training_method, task.spec.train
-    return not (
-        method.is_self_tuning
-        or method.probes_overestimate
-        or ("gradient_norms" in train.diagnostics and not method.scales_gradients)
-    )
 
 
 def _trains_probed_job(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:

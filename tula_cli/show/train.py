@@ -83,9 +83,8 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
     from tula_cli.models import self_tuning
     from tula_cli.spec.ags import BRANCHING_EPOCH
 
-    if not task.spec.train.training_method.is_self_tuning:
+    if not (count := len(self_tuning.list_arms_of_training(task.spec, task.batch))):
         return
-    count = len(self_tuning.list_arms_of_training(task.spec, task.batch))
     if count == 1:
         reference = task.spec.train.reference_batch
         why = f"batch {task.batch} is not above train.reference_batch ({reference})"

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_v
 
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
-from tula_cli.spec.methods import METHODS, ArmMethod
+from tula_cli.spec.methods import SHARDABLE_METHODS, ArmMethod
 
 if TYPE_CHECKING:
     from tula_cli.spec.sections import Train
@@ -167,9 +167,8 @@ def adapt_to_sharded_model(ags: Ags, train: "Train") -> Ags:
 
 def _explain_sharding_conflict(train: "Train") -> str:
     """Return which setting needs the whole model on each GPU; empty if none does."""
-    if not train.training_method.supports_sharding:
-        can = ", ".join(name for name, method in METHODS.items() if method.supports_sharding)
-        return f"train.method {train.method} needs complete gradients or weights on each GPU; set train.method to one of {can}"
+    if train.method not in SHARDABLE_METHODS:
+        return f"train.method {train.method} needs complete gradients or weights on each GPU; set train.method to one of {', '.join(SHARDABLE_METHODS)}"
     if train.precision == "fp16":
         return "with train.precision: fp16, each GPU would choose its loss scale by its own part of the gradient; set train.precision: bf16"
     if train.compile:

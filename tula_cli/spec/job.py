@@ -16,10 +16,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.plugins import is_import_string
 from tula_cli.presets import NORMALISING_OPTIMIZERS
-from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, adapt_to_sharded_model
+from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, ResolvedAgs, adapt_to_sharded_model
 from tula_cli.spec.kinds import Nodes, Positive, Section, find_null_character
 from tula_cli.spec.merge import merge_mappings
-from tula_cli.spec.methods import DEFAULT_METHOD, DEFAULT_METHOD_REASON, LrRule
+from tula_cli.spec.methods import DEFAULT_METHOD, DEFAULT_METHOD_REASON, OPTIMIZERS_WITH_BETA2, LrRule
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.resources import UNPRICED_PRICING, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.schedules import (
@@ -47,16 +47,12 @@ from tula_cli.spec.workload import UserScript, Workload
 from tula_cli.words import format_count
 
 CROSS_ENTROPIES = ("cross_entropy", "CrossEntropyLoss")
-SGD_LIKE_OPTIMIZERS = ("SGD", "ASGD")
-"""Optimizers whose step is proportional to the gradient."""
 LATE_DECAY_SCHEDULE = {"kind": "linear", "decay_from": 0.7}
 """Schedule of method ramp with Adam-like optimizers, if the job gives no kind."""
 LARGE_BATCH_BETA1, LARGE_BATCH_RATIO = 0.8, 8
 """First beta of method ramp with Adam-like optimizers above this many reference batches, if none is given."""
 DEFAULT_BETA2 = 0.999
 """Second beta of Adam-like optimizers if the job gives no betas."""
-OPTIMIZERS_WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
-"""Optimizers of torch whose second beta averages squared gradients, or their largest magnitude."""
 SectionType = TypeVar("SectionType", bound=Section)
 
 
@@ -135,6 +131,11 @@ class JobSpec(Section):
         return max(self.search.nodes) * self.cluster.gpus_per_node
 
     @property
+    def effective_ags(self) -> ResolvedAgs | None:
+        """Section `ags` with every field filled; None if the method does not scale gradients."""
+        return self.ags.fill_from_preset() if self.train.training_method.scales_gradients else None
+
+    @property
     def requested_small_batch(self) -> int:
         """Samples of AGS's small batch (`ags.b_small`); a training with a smaller batch uses fewer."""
         return self.train.reference_batch if self.ags.b_small == "auto" else self.ags.b_small
@@ -192,7 +193,7 @@ class JobSpec(Section):
     def _set_update_scaling_by_default(self) -> "JobSpec":
         """Scale updates by default if the optimizer divides by the gradient's magnitude, cancelling its factors."""
         is_unset = self.ags.apply_to is None
-        if is_unset and self.train.training_method.scales_gradients and self.optimizer.name in NORMALISING_OPTIMIZERS:
+        if is_unset and self.effective_ags is not None and self.optimizer.name in NORMALISING_OPTIMIZERS:
             object.__setattr__(self, "ags", self.ags.model_copy(update={"apply_to": "update"}))  # the model is frozen
         return self
 
@@ -209,23 +210,20 @@ class JobSpec(Section):
 
         The fields still count as unset, so that another method can apply its own defaults.
         """
-        max_grad_norm = self.train.training_method.max_grad_norm
         if self.train.stages == "decay":
             return self
         if has_adam_defaults(self) and "kind" not in self.schedule.model_fields_set:
             # The model is frozen.
             object.__setattr__(self, "schedule", _set_defaults(self.schedule, LATE_DECAY_SCHEDULE))
-        is_clipped = self.optimizer.name in SGD_LIKE_OPTIMIZERS and self.loss.name in CROSS_ENTROPIES
-        if is_clipped and max_grad_norm is not None and "max_grad_norm" not in self.train.model_fields_set:
-            object.__setattr__(self, "train", _set_defaults(self.train, {"max_grad_norm": max_grad_norm}))
+        is_clipped = self.loss.name in CROSS_ENTROPIES and "max_grad_norm" not in self.train.model_fields_set
+        if is_clipped and (norm := self.train.training_method.get_max_grad_norm(self.optimizer.name)) is not None:
+            object.__setattr__(self, "train", _set_defaults(self.train, {"max_grad_norm": norm}))
         return self
 
     @model_validator(mode="after")
     def _check_schedule_fits_method(self) -> "JobSpec":
-        if self.train.training_method.constant_schedule and self.schedule.kind != "constant":
-            raise ValueError(
-                f"schedule.kind: must be constant with train.method: {self.train.method}, which averages weights instead of decreasing the learning rate, got {self.schedule.kind} (a warm-up is allowed)"
-            )
+        if why := self.train.training_method.describe_schedule_conflict(self.schedule.kind):
+            raise ValueError(why)
         return self
 
     @model_validator(mode="after")
@@ -236,7 +234,7 @@ class JobSpec(Section):
         if is_import_string(kind):
             raise ValueError(
                 f"train.ramp: decay needs a built-in schedule, because tula does not know where schedule.kind: {kind} halves the learning rate. Set the stages, for example train.ramp: [{{epochs: 30, batch: 128}}, {{epochs: 10, batch: 256}}], and"
-                f" train.lr_scaling: {_choose_noise_rule(self)}"
+                f" train.lr_scaling: {self.train.training_method.choose_rule_of_decay(self.optimizer.name)}"
             )
         if compute_max_decay_growth(self) < 2:
             fault = (
@@ -436,31 +434,14 @@ def find_effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
     )
 
 
-def _choose_noise_rule(spec: JobSpec) -> LrRule:
-    """Return how the learning rate follows a batch that grows as the schedule decays (`train.ramp: decay`).
-
-    If the schedule divides the rate by a, the batch is multiplied by a, and the rate by 1/a times this rule of a.
-
-    - SGD: "linear". A step is lr x gradient, whose noise per sample goes with lr / batch: dividing the rate by a equals
-      multiplying the batch by a at the same rate (Smith et al. 2018, arXiv 1711.00489; Theorem 1 of Meterez et al.
-      2025, arXiv 2510.14717: equal for equal products of both factors).
-    - Adam-like optimizers, LARS, LAMB, Muon: "sqrt". They divide by the gradient's magnitude, which falls with the
-      root of the batch while it is mostly noise, so that lr / sqrt(batch) determines the result: the rate is divided
-      by sqrt(a) (same paper, Algorithm 1). This is the largest rate that does not diverge there (its Lemma 4), so
-      unknown optimizers use it too.
-    """
-    is_sgd = spec.optimizer.name in SGD_LIKE_OPTIMIZERS and not spec.train.training_method.replaced_optimizers
-    return "linear" if is_sgd else "sqrt"
-
-
 def _choose_lr_rule(spec: JobSpec) -> LrRule:
     """Return the scaling rule of the learning rate: as set in the job, else that of the method.
 
-    By default `train.ramp: decay` uses `_choose_noise_rule`. Methods ramp and ortho scale by the root if the optimizer
+    By default `train.ramp: decay` has a rule of the optimizer. Methods ramp and ortho scale by the root if the optimizer
     divides by the gradient's magnitude, or is unknown because it is a script's (Malladi et al. 2022).
     """
     if spec.train.stages == "decay" and spec.train.lr_scaling == "auto":
-        return _choose_noise_rule(spec)
+        return spec.train.training_method.choose_rule_of_decay(spec.optimizer.name)
     # The optimizer of a script is unknown before it starts.
     is_adaptive = spec.script is not None or spec.optimizer.name in NORMALISING_OPTIMIZERS
     return spec.train.training_method.choose_lr_rule(spec.train.lr_scaling, is_adaptive=is_adaptive)
@@ -468,11 +449,7 @@ def _choose_lr_rule(spec: JobSpec) -> LrRule:
 
 def has_adam_defaults(spec: JobSpec) -> bool:
     """Return whether the job's method applies a late decay and a lower beta1 by default."""
-    return (
-        spec.train.training_method.late_decay
-        and spec.optimizer.name in OPTIMIZERS_WITH_BETA2
-        and spec.train.stages != "decay"
-    )
+    return spec.train.training_method.decays_late(spec.optimizer.name) and spec.train.stages != "decay"
 
 
 def get_default_beta1(spec: JobSpec, batch: int) -> float | None:
@@ -491,7 +468,7 @@ def set_beta1(optimizer: Optimizer, beta1: float) -> Optimizer:
 def get_beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
     """Return `optimizer.beta2_half_life`; methods ramp and ortho by default keep that of the reference batch."""
     given = spec.optimizer.beta2_half_life
-    keeps_half_life = spec.train.training_method.orthogonalises and spec.optimizer.name in OPTIMIZERS_WITH_BETA2
+    keeps_half_life = spec.train.training_method.keeps_beta2_half_life(spec.optimizer.name)
     return "auto" if given is None and keeps_half_life else given
 
 
@@ -548,6 +525,6 @@ def _describe_settings(spec: JobSpec) -> str:
         if get_default_beta1(spec, large_batch + 1) is not None:
             beta1 = f"is {LARGE_BATCH_BETA1:g} at batches above {large_batch} unless optimizer.args.betas is set"
         return f"With {name}, the learning-rate schedule is {schedule.kind}{decay_text}, and beta1 {beta1}"
-    if method.max_grad_norm is None or name not in SGD_LIKE_OPTIMIZERS or spec.train.max_grad_norm is None:
+    if method.get_max_grad_norm(name) is None or spec.train.max_grad_norm is None:
         return ""
     return f"Gradients are clipped to norm {spec.train.max_grad_norm:g} (train.max_grad_norm)"

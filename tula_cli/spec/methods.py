@@ -4,6 +4,7 @@ A user-defined method is named by an import string and not imported here: it has
 batch. What other methods have here is set in its job (`train.lr_scaling`, `schedule.warmup_epochs`) or by its object.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +14,12 @@ DEFAULT_METHOD_REASON = "tula's own loop can change the batch during training"
 
 LrRule = Literal["none", "linear", "sqrt"]
 """How the learning rate follows the batch."""
+MAX_WARMUP_SHARE = 0.05
+"""Maximum share of the epochs used for a warm-up that the job does not give."""
+SGD_LIKE_OPTIMIZERS = ("SGD", "ASGD")
+"""Optimizers whose step is proportional to the gradient."""
+OPTIMIZERS_WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
+"""Optimizers of torch whose second beta averages squared gradients, or their largest magnitude."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class TrainingMethod:
     late_decay: bool = False  # the default schedule with Adam-like optimizers decays late
     with_rule: str = ""  # name of the same method with a learning-rate rule; empty if there is no such name
     without_rule: str = ""  # name of the same method without a rule; if set, train.lr_scaling: none is an error
-    warmup_epochs: float = 0.0  # default warm-up; shorter in short trainings (`Workload.warmup_epochs`)
+    warmup_epochs: float = 0.0  # default warm-up; shorter in short trainings (`limit_warmup_epochs`)
     replaced_optimizers: tuple[str, ...] = ()
     """Optimizers that it replaces, with their settings; empty: any optimizer is kept."""
     orthogonalises: bool = False
@@ -53,6 +60,16 @@ class TrainingMethod:
         """Whether the method trains with those of its arms (worker/train/auto_tune.py)."""
         return self.section == "auto"
 
+    @property
+    def weights_depend_on_ranks(self) -> bool:
+        """Whether trainings at equal batches on different numbers of GPUs have different weights."""
+        return self.is_self_tuning or bool(self.single_gpu_conflict)
+
+    def runs_steps_of_probes(self, diagnostics: Sequence[str]) -> bool:
+        """Return whether a training with these `train.diagnostics` runs the same steps as the probes of its job."""
+        records_more_norms = "gradient_norms" in diagnostics and not self.scales_gradients
+        return not (self.is_self_tuning or self.probes_overestimate or records_more_norms)
+
     def uses_section(self, section: str) -> bool:
         """Return whether a section has an effect; ags has one on a self-tuning training too, whose arms may scale gradients."""
         return section not in ("ags", "auto") or self.section in (section, "auto")
@@ -69,9 +86,65 @@ class TrainingMethod:
             return requested
         return "sqrt" if self.orthogonalises and is_adaptive else self.lr_scaling
 
-    def describe_ramp_conflict(self, ramp: object, lr_scaling: str) -> str:
-        """Return why train.ramp is impossible with this method and train.lr_scaling; empty if it is possible."""
-        if self.is_self_tuning:
+    def choose_rule_of_decay(self, optimizer: str) -> LrRule:
+        """Return how the learning rate follows a batch that grows as the schedule decays (`train.ramp: decay`).
+
+        If the schedule divides the rate by a, the batch is multiplied by a, and the rate by 1/a times this rule of a.
+
+        - SGD: "linear". A step is lr x gradient, whose noise per sample goes with lr / batch: dividing the rate by a
+          equals multiplying the batch by a at the same rate (Smith et al. 2018, arXiv 1711.00489; Theorem 1 of Meterez
+          et al. 2025, arXiv 2510.14717: equal for equal products of both factors).
+        - Adam-like optimizers, LARS, LAMB, Muon: "sqrt". They divide by the gradient's magnitude, which falls with the
+          root of the batch while it is mostly noise, so that lr / sqrt(batch) determines the result: the rate is
+          divided by sqrt(a) (same paper, Algorithm 1). This is the largest rate that does not diverge there (its Lemma
+          4), so unknown optimizers use it too.
+        """
+        return "linear" if optimizer in SGD_LIKE_OPTIMIZERS and not self.replaced_optimizers else "sqrt"
+
+    def choose_rule_of_arm(self, requested: LrRule | Literal["auto"]) -> LrRule | Literal["auto"]:
+        """Return train.lr_scaling of an arm: none, except for a ramp, whose learning rate follows the batch in use."""
+        return requested if self.grows_batch else "none"
+
+    def get_name_with_rule(self, rule: LrRule) -> str:
+        """Return the name of the same method with or without a learning-rate rule."""
+        return (self.without_rule if rule == "none" else self.with_rule) or self.name
+
+    def limit_warmup_epochs(self, epochs: float) -> float:
+        """Return the default warm-up: at most 5 % of the training, so that a short training is not all warm-up."""
+        return min(self.warmup_epochs, MAX_WARMUP_SHARE * epochs)
+
+    def get_max_grad_norm(self, optimizer: str) -> float | None:
+        """Return the default of train.max_grad_norm for a cross-entropy loss; None: no clipping."""
+        return self.max_grad_norm if optimizer in SGD_LIKE_OPTIMIZERS else None
+
+    def keeps_beta2_half_life(self, optimizer: str) -> bool:
+        """Return whether beta2 follows the batch by default, with the half-life of the reference batch in samples."""
+        return self.orthogonalises and optimizer in OPTIMIZERS_WITH_BETA2
+
+    def decays_late(self, optimizer: str) -> bool:
+        """Return whether the default schedule decays late, and the first beta is lower at large batches."""
+        return self.late_decay and optimizer in OPTIMIZERS_WITH_BETA2
+
+    def list_replaced_train_keys(self, job_method: str) -> set[str]:
+        """Return the keys of section train that this method does not take from a job with another method or rule.
+
+        Other methods have their own rule of the learning rate, a name without a rule (lbt) has none, and a method
+        without a ramp trains at one batch.
+        """
+        has_other_rule = self.name != job_method or bool(self.with_rule)
+        return {*(["lr_scaling"] if has_other_rule else []), *([] if self.grows_batch else ["ramp"])}
+
+    def describe_schedule_conflict(self, kind: str) -> str:
+        """Return why schedule.kind is impossible with this method; empty if it is possible."""
+        if kind == "constant" or not self.constant_schedule:
+            return ""
+        return f"schedule.kind: must be constant with train.method: {self.name}, which averages weights instead of decreasing the learning rate, got {kind} (a warm-up is allowed)"
+
+    def describe_train_conflict(self, ramp: object, lr_scaling: str) -> str:
+        """Return why train.ramp or train.lr_scaling is impossible with this method; empty if both are possible."""
+        if lr_scaling == "none" and self.without_rule:
+            return f"lr_scaling: none contradicts train.method: {self.name}, which scales the learning rate; set train.method: {self.without_rule}"
+        if ramp is not None and self.is_self_tuning:
             return f"ramp: has no effect with train.method: {self.name}, which needs a constant batch; remove train.ramp, or set train.method: ramp"
         if ramp != "decay":
             return ""
@@ -235,6 +308,10 @@ def get_training_method(name: str) -> TrainingMethod:
 
 
 ARM_METHODS = tuple(name for name, method in METHODS.items() if method.is_arm)
+SCRIPT_METHODS = tuple(name for name, method in METHODS.items() if method.supports_scripts)
+SHARDABLE_METHODS = tuple(name for name, method in METHODS.items() if method.supports_sharding)
+SEARCHABLE_METHODS = tuple(name for name, method in METHODS.items() if method.is_arm or method.without_rule)
+"""Methods whose learning rate can be searched, because a branch can train without their rule."""
 
 if TYPE_CHECKING:
     ArmMethod = str

@@ -437,15 +437,6 @@ class Train(Section):
         """The import strings of the metrics."""
         return tuple(name for entry in self.metrics.values() if (name := parse_import_string(entry, "metrics")))
 
-    @model_validator(mode="after")
-    def _check_lr_scaling(self) -> "Train":
-        method = self.training_method
-        if self.lr_scaling == "none" and method.without_rule:
-            raise ValueError(
-                f"lr_scaling: none contradicts train.method: {method.name}, which scales the learning rate; set train.method: {method.without_rule}"
-            )
-        return self
-
     @model_validator(mode="before")
     @classmethod
     def _set_default_ramp_nodes(cls, content: Any) -> Any:
@@ -454,9 +445,7 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _check_ramp(self) -> "Train":
-        if self.ramp is None:
-            return self
-        if why := self.training_method.describe_ramp_conflict(self.ramp, self.lr_scaling):
+        if why := self.training_method.describe_train_conflict(self.ramp, self.lr_scaling):
             raise ValueError(why)
         named = self.ramp if isinstance(self.ramp, list) else []
         batches = [stage.batch for stage in named]

@@ -60,7 +60,7 @@ def _list_script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
     settings = script.model_dump(include={"command", "launch"})
     settings["probe"] = {"args": script.probe_args, **_REMOVED_KEY_VALUES["probe"]}
     parts = {"script": settings, "train": spec.train.model_dump(include={"accumulate", "workers"})}
-    return {**parts, "ags": _list_measured_ags_fields(spec)} if spec.train.training_method.scales_gradients else parts
+    return {**parts, "ags": _list_measured_ags_fields(spec)} if spec.effective_ags else parts
 
 
 def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, code: str = "") -> str:
@@ -98,7 +98,7 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
         metric = {} if stopping.target is None else {"metric": best.metric, "falls": best.is_lower_better}
         parts["train"]["early_stopping"] = stopping.model_dump() | metric
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
-    if spec.train.training_method.is_self_tuning:
+    if spec.train.training_method.uses_section("auto"):
         parts["auto"] = {"after": BRANCHING_EPOCH, **spec.auto.model_dump()}
     if code:
         parts["code"] = code
@@ -110,7 +110,7 @@ def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str,
     settings = script.model_dump(exclude={"probe_args", "metric", "save", "resume"})
     train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
     train["max_lr_factor"] = _get_lr_limit(spec, where["batch"])
-    ags = {"ags": spec.ags.model_dump()} if spec.train.training_method.scales_gradients else {}
+    ags = {"ags": spec.ags.model_dump()} if spec.effective_ags else {}
     return compute_digest(
         {"script": settings, "train": train, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where}
     )

@@ -10,9 +10,6 @@ from tula_cli.spec.scripts.script import Script, count_requested_samples, count_
 from tula_cli.spec.sections import Dataset, Model, Optimizer, Schedule, Train
 from tula_cli.words import format_count
 
-MAX_WARMUP_SHARE = 0.05
-"""Maximum share of the epochs used for a warm-up that the job does not give."""
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -66,10 +63,7 @@ class Workload:
 
     @property
     def warmup_epochs(self) -> float:
-        """Epochs of learning-rate warm-up that tula knows of: as given, otherwise as the method needs.
-
-        A warm-up of the method takes at most 5 % of the training, so that a short training is not all warm-up.
-        """
+        """Epochs of learning-rate warm-up that tula knows of: as given, otherwise as the method needs."""
         if self.schedule.kind == "one-cycle":  # one-cycle includes a warm-up
             return 0.0
         given = self.schedule.warmup_epochs
@@ -77,7 +71,7 @@ class Workload:
             return given
         if self.train.stages and self.train.stages != "decay":  # a growing batch replaces a warm-up
             return 0.0
-        return min(self.train.training_method.warmup_epochs, MAX_WARMUP_SHARE * self.train.epochs)
+        return self.train.training_method.limit_warmup_epochs(self.train.epochs)
 
     @property
     def short_epochs(self) -> int | None:

@@ -98,9 +98,9 @@ def make_ags_plan(
         JobFailed: factors are refreshed per epoch, and the number of steps per epoch is unknown.
     """
     spec = task.spec
-    if not spec.train.training_method.scales_gradients:
+    if (ags := spec.effective_ags) is None:
         return None
-    settings = spec.ags.fill_from_preset().model_dump()
+    settings = ags.model_dump()
     return AgsPlan(
         code=_copy_library(run),
         settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "parameters")},

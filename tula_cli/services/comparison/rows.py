@@ -121,10 +121,8 @@ VARIANTS: dict[str, Variant] = {
 def make_row_of_job(spec: JobSpec) -> str:
     """Return the row that trains the job unchanged: its method, and settings that other rows of the method drop."""
     train = spec.train
-    kept_settings = train.model_dump(mode="json", include={"ramp"}, exclude_none=True)
-    settings = {} if train.training_method.grows_batch else kept_settings
-    if train.method == REFERENCE_METHOD and train.lr_scaling != "auto":
-        settings = {"lr_scaling": train.lr_scaling, **settings}
+    replaced = train.training_method.list_replaced_train_keys(train.method)
+    settings = train.model_dump(mode="json", include=replaced, exclude_defaults=True)
     return ":".join([train.method, *(f"train.{name}={json.dumps(value)}" for name, value in settings.items())])
 
 

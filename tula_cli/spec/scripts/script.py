@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from tula_cli.spec.kinds import OneLineText, Positive, PositiveFloat, Section, require_shell_words
-from tula_cli.spec.methods import METHODS
+from tula_cli.spec.methods import METHODS, SCRIPT_METHODS
 from tula_cli.spec.old_keys import make_key_advice
 from tula_cli.spec.scripts.placeholders import (
     BATCH_PLACEHOLDERS,
@@ -239,9 +239,9 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         default, _ = get_default_train(_get_mapping_or_empty(content["script"]).get("command"))
         train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
     method = train["method"]
-    if method not in (supported := [name for name, known in METHODS.items() if known.supports_scripts]):
+    if method not in SCRIPT_METHODS:
         raise ValueError(
-            f"train.method: {method} needs tula's own training loop; for a script, set train.method to one of {', '.join(supported)}"
+            f"train.method: {method} needs tula's own training loop; for a script, set train.method to one of {', '.join(SCRIPT_METHODS)}"
         )
     reads_ags = METHODS[method].uses_section("ags")
     if not reads_ags and content.get("ags") is not None:

@@ -61,13 +61,8 @@ def _make_branch_context(task: RateSearchTask, plan: SearchPlan, ranks: Ranks, d
         beginning=plan.start,
         epoch=plan.start / len(split.train),
         preemption=None,
-        control=Arm(name="start", method=_get_arm_method(task.spec)),
+        control=Arm(name="start", method=task.spec.train.training_method.get_name_with_rule("none")),
     )
-
-
-def _get_arm_method(spec: JobSpec) -> str:
-    """Return the method that trains the branches: the job's, whose learning rate the arm sets."""
-    return spec.train.training_method.without_rule or spec.train.method
 
 
 def _make_training_task(task: RateSearchTask, plan: SearchPlan, size: int, spec: JobSpec, batch: int) -> TrainTask:
@@ -124,11 +119,10 @@ def _train_branch(
 ) -> RateBranch:
     """Train a branch; its learning rate rises to its own in the first quarter and falls in the second half."""
     spec = rate_search.make_job_of_rule(task.spec, arm.rule)
-    ramps = spec.train.training_method.grows_batch  # the learning rate rises with the batch
     trained = Arm(
         name=f"{arm.rule}-{arm.batch}",
-        method=_get_arm_method(task.spec),
-        lr_factor=1.0 if ramps else arm.factor,
+        method=task.spec.train.training_method.get_name_with_rule("none"),
+        lr_factor=arm.factor if spec.train.training_method.choose_rule_of_arm(arm.rule) == "none" else 1.0,
         warmup_epochs=plan.length / 4 / context.size,
     )
     branch = context.train_branch(

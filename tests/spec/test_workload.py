@@ -48,6 +48,7 @@ def test_a_script_takes_what_its_command_names(command: str, settings: set[str],
     )
     assert (
         value.warmup_epochs == 0.0
+        and value.optimizer_name is None
         and not value.takes_workers
         and "{micro_batch}" in value.describe_accumulation_conflict()
     )

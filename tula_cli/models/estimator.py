@@ -156,8 +156,8 @@ class Estimator:
             eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
             shutdown=compute_median_shutdown(attempts, measured),
             saving=None
-            if spec.script is None
-            else find_checkpoint_schedule(spec.script, saves, dataset_size=measured[0].dataset_size),
+            if spec.workload.resumes_reliably
+            else find_checkpoint_schedule(spec.get_script(), saves, dataset_size=measured[0].dataset_size),
             warnings=(
                 *list_measurement_warnings(measured),
                 *steps.warnings,

@@ -438,10 +438,10 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
 
 
 def _list_candidate_rows(spec: JobSpec, nodes: int) -> tuple[str, ...]:
-    if spec.script is not None:
+    name = spec.workload.optimizer_name
+    if name is None:
         scales = nodes * spec.cluster.gpus_per_node > 1 or spec.effective_ags is not None
         return tuple(method for method in METHODS_OF_SCRIPTS if scales or not _scales_gradients(method))
-    name = spec.optimizer.name
     return ROWS_OF_SGD if name == "SGD" else ROWS_OF_ADAM if name in NORMALISING_OPTIMIZERS else ROWS_OF_OTHERS
 
 

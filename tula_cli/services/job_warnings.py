@@ -21,9 +21,8 @@ def describe_loader_and_scaling(spec: JobSpec, inspection: Inspection | None) ->
     Args:
         inspection: inspection of its model and dataset; None if there is none yet.
     """
-    if spec.script is not None:  # the script decides how it computes, and without {workers} also its loader processes
-        return tuple(_describe_loader(spec, inspection)) if spec.workload.takes_workers else ()
-    return (*_describe_loader(spec, inspection), *_describe_scaling(spec))
+    loader_lines = _describe_loader(spec, inspection) if spec.workload.takes_workers else ()
+    return (*loader_lines, *_describe_scaling(spec))
 
 
 def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
@@ -47,8 +46,8 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
 
 def _describe_scaling(spec: JobSpec) -> Iterator[str]:
     """Yield a line if gradient scaling is applied to the update rather than to the gradient."""
-    if spec.effective_ags is not None and spec.effective_ags.apply_to == "update":
-        name = spec.optimizer.name
+    name = spec.workload.optimizer_name
+    if name is not None and spec.effective_ags is not None and spec.effective_ags.apply_to == "update":
         why = f", because {name} normalises its gradients" if name in NORMALISING_OPTIMIZERS else ""
         yield f"train.method {spec.train.method} scales the updates of {name} instead of its gradients{why} (ags.apply_to: update)"
 

@@ -209,7 +209,6 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
     length = spec.workload.describe_length()
     if objective != "accuracy-time" or same_progress is None:
         return f"all times are for {length} at every batch"
-    key = spec.workload.epochs_key
     description = (
         f"batch {chosen.batch} needs about {same_progress.epochs:.3g} epochs ({same_progress.epochs_low:.3g} to {same_progress.epochs_high:.3g}) for"
         f" the progress of {length} at batch {spec.train.reference_batch}; tula train runs {length}"
@@ -219,7 +218,7 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
         return description
     if spec.workload.max_epochs is None:
         return f"{description}, as set by script.length"
-    return f"{description}; to train to equal progress: --set {key}={needed}"
+    return f"{description}; to train to equal progress: --set {spec.workload.epochs_key}={needed}"
 
 
 def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:

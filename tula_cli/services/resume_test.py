@@ -290,7 +290,7 @@ class TrainingStart:
     def from_plan(cls, plan: TrainPlan, run: Run, runs: Sequence[Run], *, allow_resume_test: bool) -> "TrainingStart":
         """Return the start of a planned training in a run; `runs` are all runs of the job."""
         limit_text = ""
-        if not run.spec.workload.resumes_without_test:
+        if not run.spec.workload.resumes_reliably:
             limit_text = describe_resume_test_over_cap(runs, nodes=plan.task.resume_test_nodes)
         return cls(run, plan.task, plan.code, plan.prediction, allow_resume_test, limit_text)
 
@@ -306,7 +306,7 @@ class TrainingStart:
     @property
     def may_change_nodes(self) -> bool:
         """Whether the script may have to resume on another number of nodes, because jobs use the nodes that they are granted."""
-        return not self.run.spec.workload.resumes_without_test and len(self.task.sizes) > 1
+        return not self.run.spec.workload.resumes_reliably and len(self.task.sizes) > 1
 
     @property
     def is_test_due(self) -> bool:
@@ -430,11 +430,11 @@ def describe_interruption_cost(
         batch: global batch of the training; None if it is not chosen yet.
         step_time: seconds per step at that batch; None if it is not known.
     """
-    if (script := spec.script) is None:
+    if spec.workload.resumes_reliably:
         return ""
     measured_size, saves = (
         (None, ()) if run is None else (run.read_snapshot().measured_dataset_size, run.find_newest_script_saves())
     )
-    size = script.known_dataset_size or measured_size
-    schedule = find_checkpoint_schedule(script, saves, dataset_size=size)
+    size = spec.get_script().known_dataset_size or measured_size
+    schedule = find_checkpoint_schedule(spec.get_script(), saves, dataset_size=size)
     return schedule.describe_lost_work(step_time, epoch_steps=size // batch if size and batch else None)

@@ -136,7 +136,6 @@ def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
 
 def _render_training_plan(plan: "TrainPlan", *, is_running: bool) -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import describe_why_not_splittable
-    from tula_cli.spec.scripts.placeholders import find_program_name
 
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.training_nodes * task.spec.cluster.gpus_per_node)
@@ -148,7 +147,7 @@ def _render_training_plan(plan: "TrainPlan", *, is_running: bool) -> Iterator["R
         only = "the only usable number of nodes in the range, " * len(task.sizes)
         yield f"train on {describe_configuration(task.training_nodes, task.batch, local)}, {only}{plan.source}"
     length = task.spec.workload.describe_length()
-    started = "" if task.spec.script is None else f" of {find_program_name(task.spec.script.command)}"
+    started = "" if task.spec.script is None else f" of {task.spec.workload.description}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
     yield from _describe_planned_branches(task)
     yield from _describe_planned_stages(task, predicted)

@@ -19,7 +19,7 @@ from tula_cli.presets import NORMALISING_OPTIMIZERS
 from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, ResolvedAgs, adapt_to_sharded_model
 from tula_cli.spec.kinds import Nodes, Positive, Section, find_null_character
 from tula_cli.spec.merge import merge_mappings
-from tula_cli.spec.methods import DEFAULT_METHOD, DEFAULT_METHOD_REASON, OPTIMIZERS_WITH_BETA2, LrRule
+from tula_cli.spec.methods import OPTIMIZERS_WITH_BETA2, LrRule
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.resources import UNPRICED_PRICING, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.schedules import (
@@ -28,8 +28,7 @@ from tula_cli.spec.schedules import (
     compute_scheduled_lr,
     compute_warmup_factor,
 )
-from tula_cli.spec.scripts import script as script_section
-from tula_cli.spec.scripts.script import Script
+from tula_cli.spec.scripts.script import Script, fill_script_defaults, remove_script_defaults
 from tula_cli.spec.sections import (
     MIN_STAGE_SHARE,
     Dataset,
@@ -100,7 +99,7 @@ class JobSpec(Section):
             )
         if not isinstance(content, Mapping) or content.get("script") is None:
             return content
-        return script_section.fill_script_defaults(content)
+        return fill_script_defaults(content)
 
     @model_serializer(mode="wrap")
     def _serialize_job(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -110,7 +109,7 @@ class JobSpec(Section):
         if self.baseline == Baseline():
             content.pop("baseline", None)
         if self.script is not None:
-            return script_section.remove_script_defaults(content)
+            return remove_script_defaults(content)
         content.pop("script", None)
         return content
 
@@ -442,8 +441,8 @@ def _choose_lr_rule(spec: JobSpec) -> LrRule:
     """
     if spec.train.stages == "decay" and spec.train.lr_scaling == "auto":
         return spec.train.training_method.choose_rule_of_decay(spec.optimizer.name)
-    # The optimizer of a script is unknown before it starts.
-    is_adaptive = spec.script is not None or spec.optimizer.name in NORMALISING_OPTIMIZERS
+    name = spec.workload.optimizer_name
+    is_adaptive = name is None or name in NORMALISING_OPTIMIZERS
     return spec.train.training_method.choose_lr_rule(spec.train.lr_scaling, is_adaptive=is_adaptive)
 
 
@@ -504,13 +503,8 @@ def describe_method_conflict(spec: JobSpec) -> str:
 
 def describe_training_method(spec: JobSpec) -> str:
     """Describe the method of a job in one line, with the reason if it is the default."""
-    method, script = spec.train.training_method, spec.script
-    if script is None:
-        reason = DEFAULT_METHOD_REASON if method.name == DEFAULT_METHOD else ""
-        return method.describe(spec.optimizer.name, reason, _describe_settings(spec))
-    default, reason = script_section.get_default_train(script.command)
-    is_default = default == spec.train.model_dump(include=set(default))
-    return method.describe(None, reason if is_default else "")
+    method, workload = spec.train.training_method, spec.workload
+    return method.describe(workload.optimizer_name, workload.default_method_reason, _describe_settings(spec))
 
 
 def _describe_settings(spec: JobSpec) -> str:

@@ -5,8 +5,9 @@
 
 from dataclasses import dataclass
 
+from tula_cli.spec.methods import DEFAULT_METHOD, DEFAULT_METHOD_REASON
 from tula_cli.spec.scripts.placeholders import find_placeholders, find_program_name
-from tula_cli.spec.scripts.script import Script, count_requested_samples, count_script_samples
+from tula_cli.spec.scripts.script import Script, count_requested_samples, count_script_samples, get_default_train
 from tula_cli.spec.sections import Dataset, Model, Optimizer, Schedule, Train
 from tula_cli.words import format_count
 
@@ -25,16 +26,24 @@ class Workload:
     reference_key = "train.reference_batch"
     reference_lr_key = "optimizer.lr"
     less_memory_hint = "add larger numbers to search.nodes, lower search.min_batch, raise train.accumulate, or set train.activation_checkpointing: true or train.precision: bf16"
-    accuracy_unit = " %"
-    """Unit of an accuracy, as shown after its value; empty if unknown."""
     evaluates_held_out_data = True
-    """Whether tula evaluates it on samples that it does not train on, instead of reading metrics from its output."""
+    """Whether tula itself evaluates it on other samples, with accuracies in percent; a script's output has the metrics."""
     measures_step_parts = True
     """Whether the time of a step can be divided into computation, synchronisation, data and evaluation."""
-    resumes_without_test = True
-    """Whether it surely resumes from its checkpoints, also on other nodes."""
+    resumes_reliably = True
+    """Whether it saves before each exit and surely resumes from its checkpoints, also on other nodes."""
     restarts_for_branch = False
     """Whether each branch of a search for the learning rate is a new start of the ranks."""
+
+    @property
+    def optimizer_name(self) -> str | None:
+        """Name of the optimizer; None of a script, whose optimizer is unknown."""
+        return self.optimizer.name
+
+    @property
+    def default_method_reason(self) -> str:
+        """Why the method of the job is the default; empty if it is not."""
+        return DEFAULT_METHOD_REASON if self.train.method == DEFAULT_METHOD else ""
 
     @property
     def reference_lr(self) -> float | None:
@@ -116,11 +125,17 @@ class UserScript(Workload):
     reference_key = "script.reference.batch"
     reference_lr_key = "script.reference.lr"
     less_memory_hint = "add larger numbers to search.nodes, lower search.min_batch, or use more gradient accumulation, activation checkpointing or bf16 in the script"
-    accuracy_unit = ""  # a script may report fractions
+    optimizer_name = None
+    warmup_epochs = 0.0  # a script implements its own warm-up
     evaluates_held_out_data = False
     measures_step_parts = False
-    resumes_without_test = False
+    resumes_reliably = False
     restarts_for_branch = True
+
+    @property
+    def default_method_reason(self) -> str:
+        default, reason = get_default_train(self.script.command)
+        return reason if default == self.train.model_dump(include=set(default)) else ""
 
     @property
     def reference_lr(self) -> float | None:
@@ -141,10 +156,6 @@ class UserScript(Workload):
     @property
     def reported_metrics(self) -> tuple[str, ...]:
         return tuple(self.script.metric)
-
-    @property
-    def warmup_epochs(self) -> float:
-        return 0.0  # a script implements its own warm-up
 
     @property
     def short_epochs(self) -> int | None:

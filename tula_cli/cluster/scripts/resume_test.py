@@ -383,10 +383,7 @@ def _has_usable_checkpoint(begin: ObservedStart) -> bool:
 
 def _count_samples_of_length(task: ResumeTestTask, length: Length, size: int | None) -> int | None:
     script = task.spec.get_script().model_copy(update={"length": length})
-    requested = count_requested_samples(script)
-    if requested is not None:
-        return requested
-    return None if size is None else count_script_samples(script, size)
+    return count_requested_samples(script) if size is None else count_script_samples(script, size)
 
 
 def _make_outcome_fields(attempt: ScriptAttempt, failure: Failure | None, *, killed: bool) -> dict[str, Any]:

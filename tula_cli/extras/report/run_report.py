@@ -75,7 +75,7 @@ def _describe_answer(material: ReportData) -> Iterator[str]:
             "" if end.predicted_hours is None else f" (predicted: {format_duration(3600 * end.predicted_hours)})"
         )
         time = f"{format_duration(3600 * end.actual_hours)}{predicted}"
-        unit = training.task.spec.workload.accuracy_unit
+        unit = " %" if training.task.spec.workload.evaluates_held_out_data else ""  # a script may report fractions
         best = f", best top-1 {format_number(end.best_top1, 4)}{unit}" if "top1" in end.metrics else ""
         cost = f"{format_number(end.actual_cost)} {end.currency}"
         length = training.task.spec.workload.describe_length()

@@ -197,7 +197,7 @@ def _build_metric_figure(training: TrainingReportData, events: tuple[Annotation,
     if name == "eval_loss":
         return
     title, label = METRIC_TITLES.get(name, name), name
-    if name == "top1" and training.task.spec.workload.accuracy_unit:
+    if name == "top1" and training.task.spec.workload.evaluates_held_out_data:
         label = "top-1 (%)"
     # always 100 % with five classes
     has_top5 = name == "top1" and any(row.get("top5") not in (None, 100.0) for row in epochs)

@@ -121,7 +121,7 @@ def gather_measurements(
         results, pending_here = results_of[run.type], pending.get(run.type, 0)
         observations, sizes = trainings(run), read_measurements_of_other_sizes(run.runs_of_other_sizes, trainings)
         try:
-            estimator = _fit_estimator(run, observations, sizes, noise, stage_objective)
+            estimator = _fit_estimator(run, results, observations, sizes, noise, stage_objective)
             unknown = _list_unknown_configurations(estimator, query)
             _require_enough_configurations(estimator, unknown, pending=pending_here)
         except (Pending, BadMeasurements, Infeasible) as error:
@@ -237,29 +237,31 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "ti
     Raises:
         BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
-    trainings = CachedTrainings()
+    results, trainings = run.read_results(), CachedTrainings()
     sizes = read_measurements_of_other_sizes(run.runs_of_other_sizes, trainings)
-    noise = make_noise_path([run], run.spec, run.read_results())
-    return _fit_estimator(run, trainings(run), sizes, noise, stages_by)
+    noise = make_noise_path([run], run.spec, results)
+    return _fit_estimator(run, results, trainings(run), sizes, noise, stages_by)
 
 
 def _fit_estimator(
     run: Run,
+    results: Sequence[Result],
     observations: TrainingObservations,
     sizes: OtherGpuCountMeasurements,
     noise: NoisePath | None,
     stages_by: StageObjective,
 ) -> Estimator:
+    attempts = run.read_attempts()
     return Estimator.fit(
         run.spec,
-        run.read_results(),
-        attempts=run.read_attempts(),
+        results,
+        attempts=attempts,
         saves=run.find_newest_script_saves(),
         trained=observations.steps,
         trainings=observations.configurations,
         other_sizes=sizes,
         noise=noise,
-        queue=compute_median_queue_wait(run.read_jobs(), run.read_attempts()),
+        queue=compute_median_queue_wait(run.read_jobs(), attempts),
         stages_by=stages_by,
     )
 
@@ -316,20 +318,15 @@ MAX_RATIO_TO_PROBE = 2.0
 one of the two shared it with other programs, as a probe, which waits for the machine, rarely does."""
 
 
-def list_observations_from_trainings(run: Run, results: Sequence[Result]) -> TrainingObservations:
+def list_observations_from_trainings(run: Run) -> TrainingObservations:
     """Return the step times of a run's trainings, finished or not, and why some of them are left out.
 
-    Trainings with another method, model or code (as in `tula compare`) are not used.
-
-    Args:
-        run: the run; its job is used if no task records what the probes were made for.
-        results: results of the probes; without a measured one, no training is used.
+    Trainings with another method, model or code (as in `tula compare`) are not used, and none without a measured probe.
+    If no task records for which job the probes were made, that is the job of the run.
     """
-    measured = [result for result in results if isinstance(result, Measured)]
-    names = run.list_train_signatures()
-    if not measured or not names:
+    names, records = run.list_train_signatures(), run.read_snapshot()
+    if not names or not (measured := records.measured):
         return TrainingObservations()
-    records = run.read_snapshot()
     train_tasks = records.train_tasks
     probed_job = next((task.spec for task in records.probe_tasks), run.spec)
     from tula_cli.run.code import find_measured_snapshot  # imported here: only runs with trainings need it
@@ -437,7 +434,7 @@ class CachedTrainings:
 
     def __call__(self, run: Run) -> TrainingObservations:
         if run.path not in self._known:
-            self._known[run.path] = list_observations_from_trainings(run, run.read_results())
+            self._known[run.path] = list_observations_from_trainings(run)
         return self._known[run.path]
 
 

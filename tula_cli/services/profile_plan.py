@@ -110,7 +110,7 @@ def _choose_batches(
         results,
         inspection=inspection,
         attempts=run.read_attempts() if exists else (),
-        trained=list_observations_from_trainings(run, results).steps if exists else (),
+        trained=list_observations_from_trainings(run).steps if exists else (),
         others=read_measurements_of_other_sizes(run.runs_of_other_sizes, CachedTrainings()) if exists else None,
     )
     fresh = _limit_round_to_cap(spec, fresh, spent=node_hours_of_other_types + count_measured_node_hours(run))

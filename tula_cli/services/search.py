@@ -170,12 +170,11 @@ def _select_compared_configurations(estimator: "Estimator", fitting: Set[Config]
     These are the measured ones, and the fastest and the cheapest of each batch, up to `_MAX_COMPARED_CONFIGURATIONS`: the cost of the
     comparison grows with the square of their number.
     """
-    from tula_cli.models.choice.candidates import convert_to_configs
     from tula_cli.models.choice.objective import find_best_rows
     from tula_cli.query import QUANTITIES
 
     rows = estimator.predict_configurations(*estimator.find_known_configurations()).sort_by_time()
-    rows = rows.select_rows([config in fitting for config in convert_to_configs(rows["nodes"], rows["batch"])])
+    rows = rows.select_rows([config in fitting for config in rows.list_configurations()])
     is_candidate = rows["measured"].copy()
     for name in ("time", "cost"):
         is_candidate[find_best_rows(rows, QUANTITIES[name], max_rows=_MAX_COMPARED_CONFIGURATIONS)] = True

@@ -132,8 +132,10 @@ def fit_table_to_width(part: "Table", console: "Console") -> int:
     from rich.measure import Measurement
 
     unbound = console.options.update(max_width=10_000)
-    if Measurement.get(console, unbound, part).maximum > console.width:
-        part.padding = 0
+    needed = Measurement.get(console, unbound, part).maximum
+    if needed <= console.width:
+        return needed
+    part.padding = 0
     return Measurement.get(console, unbound, part).maximum
 
 

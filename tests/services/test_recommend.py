@@ -167,7 +167,8 @@ def test_an_answer_alone_writes_nothing(run: RunDir) -> None:
 def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(run: RunDir) -> None:
     def answer(objective: Any = "time", *, overrides: tuple[str, ...] = (), **limits: Any) -> Recommendation:
         query = Query(objective=objective, **limits)
-        return recommend_configuration(open_runs_of_job(run), query, overrides=overrides, now=1.0).recommendation
+        runs = open_runs_of_job(run, overrides)
+        return recommend_configuration(runs, query, overrides=overrides, now=1.0).recommendation
 
     assumed, limited = answer(overrides=("pricing.price=9",)), answer(max_nodes=2)
     assert (
@@ -182,6 +183,12 @@ def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(r
     )
     assert not any(should_replace_recommendation(result, answer()) for result in (answer("cost"), limited, assumed))
     assert limited.criteria == "time, --max-nodes 2" and assumed.criteria == "time, --set pricing.price=9"
+
+
+def test_overrides_that_change_nothing_are_not_assumed(run: RunDir) -> None:
+    runs = open_runs_of_job(run, ["search.max_batch=4096"])
+    answer = recommend_configuration(runs, Query(objective="time"), overrides=["search.max_batch=4096"], now=1.0)
+    assert answer.recommendation.overrides == ()
 
 
 def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:

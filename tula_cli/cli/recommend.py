@@ -74,10 +74,10 @@ def recommend(
         _show_campaign(screen, jobs, query, trainings, overrides=chosen.overrides, demo=demo, save=save)
         return
     runs = jobs[0]
-    if demo:
-        answer = service.recommend_configuration(runs, query, overrides=chosen.overrides, now=time.time())
-    else:
-        answer = service.answer_query(runs, query, overrides=chosen.overrides)
+    pending = {} if demo else service.count_pending_probes(runs)
+    answer = service.recommend_configuration(runs, query, overrides=chosen.overrides, pending=pending, now=time.time())
+    if not demo:
+        answer = service.add_start_estimate(answer)
     recommendation, saved = answer.recommendation, False
     warnings = [*answer.warnings]
     if not demo:

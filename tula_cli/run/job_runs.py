@@ -73,9 +73,11 @@ def open_runs_of_job(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, .
     """
     stored = [(sibling, sibling.read_variant() or Variant()) for sibling in list_runs_of_job(run)]
     node_types = {variant.node_type for _, variant in stored if variant.node_type}
-    return _link_runs_of_job(
-        [_open(sibling, variant, _select_overrides(overrides, variant, node_types)) for sibling, variant in stored]
-    )
+    runs = []
+    for sibling, variant in stored:
+        spec = load_with_overrides(sibling, _select_overrides(overrides, variant, node_types))
+        runs.append(Run(sibling.path, spec.with_fewer_gpus(variant.in_addition == "gpus"), variant))
+    return _link_runs_of_job(runs)
 
 
 def open_run(run: RunDir, overrides: Sequence[str] = ()) -> Run:
@@ -122,10 +124,6 @@ def _open_runs_with_overrides(runs: Sequence[RunDir], overrides: Sequence[str]) 
         if run.path not in opened:
             opened |= {sibling.path: sibling for sibling in open_runs_of_job(run, overrides)}
     return [opened[run.path] for run in runs]
-
-
-def _open(run: RunDir, variant: Variant, overrides: Sequence[str]) -> Run:
-    return Run(run.path, load_with_overrides(run, overrides).with_fewer_gpus(variant.in_addition == "gpus"), variant)
 
 
 def _select_overrides(overrides: Sequence[str], variant: Variant, node_types: Collection[str]) -> list[str]:

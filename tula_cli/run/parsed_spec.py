@@ -136,13 +136,14 @@ def find_spec_damage(run: Path) -> SpecDamage | None:
         return None
     try:
         content = files.read_content(path)
-        error = files.make_damaged_error(path, "it is truncated" if content else "it is empty")
     except FileNotFoundError:
         return None
     except BadMeasurements as read_error:
         content, error = b"", read_error
-    if _compute_digest(content) == stored.digest:
-        return None
+    else:
+        if _compute_digest(content) == stored.digest:
+            return None
+        error = files.make_damaged_error(path, "it is truncated" if content else "it is empty")
     from tula_cli.spec.load import dump_yaml, validate_job
     from tula_cli.spec.old_keys import drop_removed_values
 

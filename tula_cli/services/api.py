@@ -556,7 +556,11 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
     if arguments.observed is not None:
         run_work(add_observed_probes(resolved.runs, arguments.observed, resolved.file), issue_python_warning)
     resolved.require_measured()
-    answer = recommending.answer_query(resolved.runs, arguments, overrides=arguments.overrides)
+    pending = recommending.count_pending_probes(resolved.runs)
+    answer = recommending.recommend_configuration(
+        resolved.runs, arguments, overrides=arguments.overrides, pending=pending, now=time.time()
+    )
+    answer = recommending.add_start_estimate(answer)
     if arguments.save is not False:
         stored = recommendation_files.store_answer(
             resolved.runs,

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from tula_cli.query import QUANTITIES, Quantity, Query
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_file_atomically
 from tula_cli.run.owner import require_ownership
-from tula_cli.services.recommend import answer_query
+from tula_cli.services.recommend import count_pending_probes, recommend_configuration
 from tula_cli.words import format_count, format_duration, format_number, join_words
 
 MAX_TRAININGS = 500
@@ -91,7 +92,8 @@ def _find_usable_configurations(
 ) -> _JobCandidates:
     """Return the configurations of a job that are within the limits of one training."""
     query_of_training = replace(query, deadline_hours=None, budget=None)  # both limits apply to all trainings together
-    answer = answer_query(runs, query_of_training, overrides=overrides, estimates_start=False)
+    pending = count_pending_probes(runs)
+    answer = recommend_configuration(runs, query_of_training, overrides=overrides, pending=pending, now=time.time())
     candidates = answer.candidates
     max_batch = answer.recommendation.choice.batch if query.objective == "knee" else query.max_batch
     if query.objective == "accuracy-time":
@@ -130,7 +132,7 @@ def plan_campaign(
     Raises:
         SpecError: the trainings are too many, a run is given twice, or the jobs have different
             currencies or no node type in common.
-        Pending, BadMeasurements: as in `answer_query`.
+        Pending, BadMeasurements: as in `recommend_configuration`.
         Infeasible: no configuration or no plan is within the limits.
     """
     if sum(trainings) > MAX_TRAININGS:

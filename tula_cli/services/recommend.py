@@ -114,39 +114,15 @@ def _convert_row_to_json(row: Prediction, recommendation: Recommendation) -> str
     return f"{row.model_dump_json()[:-1]}, {json.dumps(recommendation.get_notes(row)._asdict())[1:]}"
 
 
-def answer_query(
-    runs: Sequence[Run], query: Query, *, overrides: Sequence[str] = (), estimates_start: bool = True
-) -> Answer:
-    """Choose a configuration from the current measurements; nothing is written.
-
-    Args:
-        runs: the runs of a job, with the results.
-        overrides: settings that override those of the job; the answer records them as assumptions.
-        estimates_start: on SLURM, whether to ask the scheduler when a training with the choice would start.
-
-    Raises:
-        Pending, BadMeasurements, Infeasible, SpecError: as in `recommend`.
-    """
-    now = time.time()
-    overrides = tuple(overrides) if overrides and any(run.exists and run.spec != run.read_job() for run in runs) else ()
-    pending = count_pending_probes(runs, _make_launcher)
-    answer = recommend_configuration(runs, query, overrides=overrides, pending=pending, now=now)
-    choice, run = answer.recommendation.choice, answer.chosen_run
-    if not estimates_start or run.spec.cluster.kind != "slurm":
-        return answer
-    from tula_cli.cluster.slurm.submit import estimate_job_start  # imported here: only SLURM jobs need it
-
-    estimate = estimate_job_start(run, nodes=choice.nodes, batch=choice.batch, now=now)
-    return replace(answer, recommendation=answer.recommendation.model_copy(update={"start_estimate": estimate}))
-
-
 def _make_launcher(spec: JobSpec) -> "Launcher":
     from tula_cli.cluster import launcher  # imported here: only needed while jobs of the run may be active
 
     return launcher.make_launcher(spec, submits=False)
 
 
-def count_pending_probes(runs: Sequence[Run], launcher_for: "Callable[[JobSpec], Launcher]") -> dict[str | None, int]:
+def count_pending_probes(
+    runs: Sequence[Run], launcher_for: "Callable[[JobSpec], Launcher]" = _make_launcher
+) -> dict[str | None, int]:
     """Return the number of probes of each node type that are queued or running."""
     return {run.type: _count_pending_probes_of_run(run, launcher_for) for run in select_runs(runs, None)}
 
@@ -176,7 +152,7 @@ def recommend_configuration(
 
     Args:
         runs: the runs of a job, with the results.
-        overrides: settings of the runs that override the job; for the record.
+        overrides: settings that override those of the job; if they change any, the answer records them as assumptions.
         pending: number of probes that are queued or running, by node type.
         now: Unix time.
 
@@ -187,6 +163,8 @@ def recommend_configuration(
             the closest configuration.
         SpecError: the job names no such node type.
     """
+    if overrides and not any(run.exists and run.spec != run.read_job() for run in runs):
+        overrides = ()
     runs = select_runs(runs, query.node_type)
     if any(run.spec.pricing.kind == "billing" for run in runs):
         from tula_cli.services.site_charges import add_site_billing_to_run  # imported here: runs SLURM commands
@@ -219,6 +197,18 @@ def recommend_configuration(
         all_measurements, candidates, forecasts, query, [*warnings, *no_gradients], noise, overrides=overrides, now=now
     )
     return replace(answer, by_type=by_type)
+
+
+def add_start_estimate(answer: Answer) -> Answer:
+    """Return the answer with the scheduler's estimate of when a training with the choice would start; only on SLURM."""
+    recommendation, run = answer.recommendation, answer.chosen_run
+    if run.spec.cluster.kind != "slurm":
+        return answer
+    from tula_cli.cluster.slurm.submit import estimate_job_start  # imported here: only SLURM jobs need it
+
+    choice, now = recommendation.choice, recommendation.created_at
+    estimate = estimate_job_start(run, nodes=choice.nodes, batch=choice.batch, now=now)
+    return replace(answer, recommendation=recommendation.model_copy(update={"start_estimate": estimate}))
 
 
 def _select_candidates_of_run(candidates: Candidates, measurements: TypeMeasurements) -> Candidates:

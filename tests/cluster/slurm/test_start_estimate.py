@@ -88,11 +88,10 @@ def test_a_plan_for_many_trainings_does_not_ask_for_the_start_of_a_single_one(sl
 
 def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it(slurm, run):
     slurm.fault(starts=format_time(NOW + 1800))
-    answer = services_recommend.answer_query(open_runs_of_job(run), Query(objective="time", max_nodes=2))
-    recommendation = answer.recommendation
-    plain = services_recommend.recommend_configuration(
+    answer = services_recommend.recommend_configuration(
         open_runs_of_job(run), Query(objective="time", max_nodes=2), now=NOW
-    ).recommendation
+    )
+    plain, recommendation = answer.recommendation, services_recommend.add_start_estimate(answer).recommendation
     assert plain.start_estimate is None and plain.choice == recommendation.choice
     assert (
         recommendation.start_estimate is not None and recommendation.start_estimate.nodes == recommendation.choice.nodes

@@ -385,7 +385,7 @@ def evaluate_model(z: Floats, at: FeaturePoints) -> ModelEvaluation:
     inside_share = np.exp(log_inside - np.where(sync > 0, log_sync, 0.0))
     by_inside, by_across = by_sync * inside_share, by_sync * (1 - inside_share)
 
-    of_compute = np.zeros((len(at.points), frame.size))
+    of_compute = np.zeros((len(log_compute), frame.size))
     of_compute[:, SLOPE] = 1.0
     of_compute[:, FLOOR] = floor_share
     of_compute[:, CROWDED] = floor_share * at.log_gpus

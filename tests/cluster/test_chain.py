@@ -10,7 +10,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import make_runs
 import pytest
@@ -40,7 +40,7 @@ from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
-from tula_cli.run.records.tasks import JobSize, ProbeTask, Rung, TrainTask
+from tula_cli.run.records.tasks import CheckTask, JobSize, ProbeTask, Rung, TrainTask
 from tula_cli.services import train
 from tula_cli.services.training_end import make_training_error
 from tula_cli.spec.ags import Arm
@@ -814,6 +814,19 @@ def test_an_exit_code_that_a_script_has_chosen_is_reported_with_its_own_last_lin
     exited = failures.RankExit(exit_code=7, oom_kill=False, words=log, rank=0)
     failure = failures.find_rank_failure(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert failure.message == "exited with code 7; last output: epoch 2 done"
+
+
+def test_the_exit_code_of_a_full_disk_is_known_from_tulas_worker_only(tmp_path: Path) -> None:
+    job = make_runs.script_spec(epochs=3)
+    run = RunDir.create(tmp_path, job)
+    fields: dict[str, Any] = {"job": "j", "spec": job, "workdir": "/", "nodes": 1}
+    check, probe = CheckTask(id="check-n001-1", **fields), ProbeTask(id="j", local_batches=(8,), **fields)
+    exited = failures.RankExit(exit_code=DiskFull.exit_code, oom_kill=False, words="", rank=0)
+    outcomes = [
+        failures.find_rank_failure(run, task, make_runs.attempt(task.id, start=1.0), exited).outcome
+        for task in (check, probe)
+    ]
+    assert outcomes == ["disk", "unknown"], "tula's worker also checks the nodes of a job with a script"
 
 
 def test_a_lost_rank_is_reported_in_short_by_those_that_noticed(chain: Chain, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def _make_failure(outcome: OutcomeClass, message: str, exited: RankExit, *, rank
 
 def _is_disk_full(run: RunDir, task: Task, exited: RankExit) -> bool:
     """Return whether ranks that wrote no failure record exited because the disk is full."""
-    exited_by_worker = task.spec.script is None and exited.exit_code == DiskFull.exit_code
+    exited_by_worker = task.script is None and exited.exit_code == DiskFull.exit_code
     return exited_by_worker or bool(find_full_disk_errno(run.path))
 
 

@@ -1573,7 +1573,7 @@ def test_no_command_imports_what_it_does_not_need(here, words, allowed):
     [
         ("recommend", set()),
         ("recommend --objective cost --json", set()),
-        ("recommend --explain", {"pandas", "statsmodels"}),
+        ("recommend --explain", {"statsmodels"}),
         ("status --json", set()),
         ("check job.yaml --offline", set()),
         ("profile job.yaml --set search.strategy=adaptive --dry-run", set()),
@@ -1582,13 +1582,13 @@ def test_no_command_imports_what_it_does_not_need(here, words, allowed):
         ("logs", set()),
     ],
 )
-def test_pandas_and_statsmodels_are_imported_to_explain_alone(here, words, imported):
+def test_statsmodels_is_imported_to_explain_alone(here, words, imported):
     run = RunDir.create(here / "tula-runs", make.spec())
     for result in make_probes(Truth(noise=0.01), {1: (16, 32, 64), 2: (16, 32, 64)}):
         run.write_result(result)
     code = (
         f"import sys; from tula_cli.cli import app; code = app.run({words.split()}); "
-        "print('exit', code, *sorted({'pandas', 'statsmodels', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+        "print('exit', code, *sorted({'statsmodels', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, env=environ)

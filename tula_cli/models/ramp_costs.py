@@ -14,15 +14,7 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
-from tula_cli.models.choice.candidates import (
-    NO_STAGES,
-    Flags,
-    Floats,
-    Ints,
-    StageTable,
-    convert_to_configs,
-    number_distinct_rows,
-)
+from tula_cli.models.choice.candidates import NO_STAGES, Flags, Floats, Ints, StageTable, convert_to_configs
 from tula_cli.models.choice.grid import Config, describe_nearest_multiples, list_candidates
 from tula_cli.models.cost import TrainingWork
 from tula_cli.models.out_of_memory import MIN_NORMALISED
@@ -218,9 +210,7 @@ class StageTimes:
     ) -> StageTable:
         """Return the table of stages with their step times, predicted once for each pair of nodes and batch."""
         cells = np.nonzero(batches[:, :-1])
-        pair_index = number_distinct_rows(nodes[cells], batches[cells])
-        _, first_cells = np.unique(pair_index, return_index=True)
-        pair_nodes, pair_batch = nodes[cells][first_cells], batches[cells][first_cells]
+        pair_index, pair_nodes, pair_batch = _find_distinct_pairs(nodes[cells], batches[cells])
         predicted, is_unknown = self.predict_steps(pair_nodes, pair_batch), self.find_unknown(pair_nodes, pair_batch)
 
         def spread_values(of_pairs: Floats, of_rows: Floats) -> Floats:
@@ -260,6 +250,17 @@ class StageTimes:
         starts = ((nodes[:, None] - ascending) * is_first).sum(axis=1) * self.startup(nodes, batch)
         seconds: Floats = steps + starts + table.count_changes() * nodes * self.queue
         return seconds / 3600
+
+
+def _find_distinct_pairs(nodes: Ints, batch: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return for each pair its index among the distinct pairs, and those: nodes and batches."""
+    import pandas as pd
+
+    node_index, distinct_nodes = pd.factorize(nodes)
+    batch_index, distinct_batches = pd.factorize(batch)
+    width = max(1, len(distinct_batches))
+    pair_index, pairs = pd.factorize(node_index.astype(np.int64) * width + batch_index)
+    return pair_index, distinct_nodes[pairs // width], distinct_batches[pairs % width]
 
 
 # --- Nodes

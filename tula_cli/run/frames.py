@@ -1,6 +1,6 @@
-"""Records as a table: its columns, and a pandas table for the Python API.
+"""Records as a pandas table, for the table of candidates, exports and the Python API.
 
-pandas is imported in the functions that make a table of it, so that commands start without it.
+pandas is imported in the functions that make or read a table, so that commands without one start without it.
 """
 
 import functools
@@ -56,8 +56,9 @@ class Column:
         holder = getattr(record, self.parent) if self.parent else record
         return None if holder is None else getattr(holder, self.field)
 
-    def convert_values(self, values: list[Any]) -> list[Any]:
-        """Return values of the column, nan for None, as they stand in records."""
+    def read_values(self, frame: "pd.DataFrame") -> list[Any]:
+        """Return the column's values as they stand in records."""
+        values: list[Any] = frame[self.name].tolist()
         if self.is_optional:
             values = [None if value != value else value for value in values]
         return [value if value is None else int(value) for value in values] if self.is_integer else values
@@ -116,13 +117,20 @@ def make_record_frame(records: Sequence[Record], kind: type[Record]) -> "pd.Data
     )
 
 
-def convert_columns_to_records(columns: Mapping[str, list[Any]], kind: type[RecordType]) -> tuple[RecordType, ...]:
+def make_column_frame(columns: Mapping[str, Any]) -> "pd.DataFrame":
+    """Return a table of arrays of equal length, by name."""
+    import pandas as pd
+
+    return pd.DataFrame(dict(columns), copy=False)
+
+
+def convert_frame_to_records(frame: "pd.DataFrame", kind: type[RecordType]) -> tuple[RecordType, ...]:
     """Return the rows of a table as records, in their order; a nested record without any known value is None."""
     values: dict[str, list[Any]] = {}
     nested: dict[str, dict[str, list[Any]]] = {}
     for column in list_columns(kind):
         holder = nested.setdefault(column.parent, {}) if column.parent else values
-        holder[column.field] = column.convert_values(columns[column.name])
+        holder[column.field] = column.read_values(frame)
     for parent, values_by_field in nested.items():
         record = _find_nested_record(get_args(kind.model_fields[parent].annotation))
         assert record is not None

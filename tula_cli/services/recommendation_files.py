@@ -1,21 +1,19 @@
 """The files of a recommendation: recommendation.json, which `tula train` reads, recommended.yaml and results.csv."""
 
-import csv
-import io
-import itertools
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotWrite, NotYours, OtherFormat
-from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.grid import Config
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.frames import list_columns
+from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import find_recommendation, find_settings_origin, mark_chosen_run, save_runs
 from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
@@ -60,23 +58,14 @@ def _render_recommended_yaml(run: Run, recommendation: Recommendation) -> str:
     )
 
 
-_STEP_COLUMNS = {
+_KEYS = ["type", "nodes", "batch"]
+"""Columns that identify a configuration."""
+_FORECAST_COLUMNS = {
     "step_time": "step_time_s",
     "step_low": "step_time_low_s",
     "step_high": "step_time_high_s",
     "trained": "training",
     "trained_hours": "trained_hours",
-}
-"""Columns of candidates on the time of a step, with their names in results.csv."""
-_MEASURED_COLUMNS = {
-    "sync_time": "sync_time_s",
-    "compute_time": "compute_time_s",
-    "data_wait": "data_wait_s",
-    "cached_time": "cached_time_s",
-    "loader_time": "loader_time_s",
-}
-"""Fields of a probe's result, with their names in results.csv."""
-_TRAINING_COLUMNS = {
     "hours": "training_hours",
     "hours_low": "training_hours_low",
     "hours_high": "training_hours_high",
@@ -95,76 +84,93 @@ _TRAINING_COLUMNS = {
     "peak_memory": "peak_memory_bytes",
     "headroom": "memory_headroom_share",
 }
-"""Columns of candidates on the whole training, and (`spot_`) of those on spot nodes, with their names in results.csv."""
+"""Columns of candidates on demand, and of those on spot nodes, with their names in results.csv."""
+_MEASURED_COLUMNS = {
+    "sync_time": "sync_time_s",
+    "compute_time": "compute_time_s",
+    "data_wait": "data_wait_s",
+    "cached_time": "cached_time_s",
+    "loader_time": "loader_time_s",
+}
+"""Fields of a probe's result, with their names in results.csv."""
 
 
 def _make_results_table(answer: Answer, *, every: bool) -> str:
     """Return configurations and every result as CSV, ordered by node type, nodes and batch."""
-    rows = (row for measurements in answer.all_measurements for row in _list_rows(measurements, answer, every=every))
-    text, first = io.StringIO(), next(rows)
-    writer = csv.DictWriter(text, list(first), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(itertools.chain([first], rows))
-    return text.getvalue()
+    recommendation = answer.recommendation
+    by_market = {market: frame.set_index(_KEYS) for market, frame in answer.forecasts.frame.groupby("market")}
+    on_demand, spot = by_market["on_demand"], by_market.get("spot")
+    on_demand = on_demand.assign(
+        **{f"spot_{name}": np.nan if spot is None else spot[name] for name in ("hours", "cost")}
+    )
+    known = set(on_demand.index)
+    rows = [
+        row
+        for measurements in answer.all_measurements
+        for row in _list_rows(measurements, recommendation, known, every=every)
+    ]
+    table = make_frame(rows).set_index(_KEYS).join(on_demand[list(_FORECAST_COLUMNS)])
+    is_on_front = answer.candidates.frame.groupby(_KEYS)["pareto"].any()
+    choice = recommendation.choice
+    table = table.assign(
+        chosen=table.index == (choice.type, choice.nodes, choice.batch),
+        within_limits=table.index.isin(is_on_front.index),
+        pareto=table.index.isin(is_on_front[is_on_front].index),
+        peak_memory=table["peak_memory"].astype("Int64"),
+    )
+    names = {old: new.format(currency=recommendation.currency) for old, new in _FORECAST_COLUMNS.items()}
+    table = table.reset_index().rename(columns={"type": "node_type", **names, **_MEASURED_COLUMNS})
+    for name in ("node_type", "training", "note"):
+        table[name] = table[name].map(escape_spreadsheet_cell)
+    step, training = list(names.values())[:5], list(names.values())[5:]
+    head = [
+        "node_type",
+        "nodes",
+        "gpus_per_node",
+        "batch",
+        "local_batch",
+        "outcome",
+        "chosen",
+        "within_limits",
+        "pareto",
+    ]
+    columns = [*head, *step, *_MEASURED_COLUMNS.values(), *training, "note"]
+    return str(table[columns].to_csv(index=False, lineterminator="\n"))
 
 
-def _list_rows(measurements: TypeMeasurements, answer: Answer, *, every: bool) -> Iterator[dict[str, Any]]:
-    """Yield the configurations of a node type that results.csv lists, with their forecasts and measurements.
+def _list_rows(
+    measurements: TypeMeasurements,
+    recommendation: Recommendation,
+    known: Collection[tuple[str, int, int]],
+    *,
+    every: bool,
+) -> Iterator[dict[str, Any]]:
+    """Yield the configurations of a node type that results.csv lists, with what their probes measured.
 
-    These are the probes and the listed configurations, and all candidates if there are few or `every` is set.
+    These are the probes and the listed configurations, and all candidates if there are few or `every` is set. `known` has
+    the configurations with a forecast (node type, nodes and batch).
     """
-    recommendation, node_type = answer.recommendation, measurements.type
-    choice, currency = recommendation.choice, recommendation.currency
     gpus, estimator = measurements.run.spec.cluster.gpus_per_node, measurements.estimator
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
-    listed = [Config(row.nodes, row.batch) for row in recommendation.rows if row.type == node_type]
+    listed = [Config(row.nodes, row.batch) for row in recommendation.rows if row.type == measurements.type]
     many = estimator.list_configurations() if every or estimator.configuration_count <= MAX_ROWS_LISTED else ()
-    configs = sorted({*probes, *listed, *many})
-    on_demand = _read_forecasts(answer.forecasts.select_matching_rows(type=node_type, market="on_demand"), configs)
-    spot = _read_forecasts(answer.forecasts.select_matching_rows(type=node_type, market="spot"), configs)
-    candidates = answer.candidates.select_matching_rows(type=node_type)
-    within_limits, front = (
-        set(rows.list_configurations()) for rows in (candidates, candidates.select_rows(candidates["pareto"]))
-    )
-    for config in configs:
-        result, is_predicted = probes.get(config), config in on_demand
+    for config in sorted({*probes, *listed, *many}):
+        result, is_predicted = probes.get(config), (measurements.type, config.nodes, config.batch) in known
         note = ""
         if isinstance(result, OutOfMemory | Failed):
             note = result.message
         elif not is_predicted:
             note = estimator.describe_why_not_startable(config) or estimator.describe_why_unknown(config)
-        forecast = on_demand.get(config, {}) | {f"spot_{name}": value for name, value in spot.get(config, {}).items()}
         yield {
-            "node_type": escape_spreadsheet_cell(node_type),
+            "type": measurements.type,
             "nodes": config.nodes,
-            "gpus_per_node": gpus,
             "batch": config.batch,
+            "gpus_per_node": gpus,
             "local_batch": config.compute_local_batch(gpus),
             "outcome": _describe_outcome(result, predicted=is_predicted),
-            "chosen": (node_type, *config) == (choice.type, choice.nodes, choice.batch),
-            "within_limits": config in within_limits,
-            "pareto": config in front,
-            **{name: escape_spreadsheet_cell(forecast.get(column)) for column, name in _STEP_COLUMNS.items()},
-            **{name: getattr(result, field, None) for field, name in _MEASURED_COLUMNS.items()},
-            **{name.format(currency=currency): forecast.get(column) for column, name in _TRAINING_COLUMNS.items()},
-            "note": escape_spreadsheet_cell(note),
+            "note": note,
+            **{field: getattr(result, field, None) for field in _MEASURED_COLUMNS},
         }
-
-
-def _read_forecasts(table: Candidates, configs: Sequence[Config]) -> dict[Config, dict[str, Any]]:
-    """Return the known values of configurations in a table of one node type and market, by configuration and column."""
-    row_by_config = {config: row for row, config in enumerate(table.list_configurations())}
-    known_configs = [config for config in configs if config in row_by_config]
-    rows = table.select_rows([row_by_config[config] for config in known_configs])
-    columns = {
-        column.name: column.convert_values(rows[column.name].tolist())
-        for column in list_columns(Prediction)
-        if column.name in _STEP_COLUMNS or column.name in _TRAINING_COLUMNS
-    }
-    return {
-        config: {name: value for name, value in zip(columns, values, strict=True) if value == value}  # nan is unknown
-        for config, values in zip(known_configs, zip(*columns.values(), strict=True), strict=True)
-    }
 
 
 def _describe_outcome(result: Result | None, *, predicted: bool) -> str:

@@ -44,7 +44,7 @@ def growing() -> tuple[Candidates, list[Prediction]]:
         record.model_copy(update={"stages": tuple(map(stage, batches))})
         for record, batches in zip(records, ((32, 64), (32,)), strict=True)
     ]
-    return Candidates(Candidates.from_predictions(records).columns, stages), with_stages
+    return Candidates(Candidates.from_predictions(records).frame, stages), with_stages
 
 
 def test_rows_of_the_table_are_the_records_that_it_was_made_of() -> None:
@@ -55,9 +55,9 @@ def test_rows_of_the_table_are_the_records_that_it_was_made_of() -> None:
 
 def test_every_column_is_described_and_its_values_are_those_of_the_records() -> None:
     table, columns = Candidates.from_predictions(rows()), list_columns(Prediction)
-    assert set(table.columns) == {column.name for column in columns}
+    assert set(table.frame.columns) == {column.name for column in columns}
     assert all(column.description for column in columns)
-    assert {"parts_data", "same_progress_epochs", "step_time"} <= set(table.columns)
+    assert {"parts_data", "same_progress_epochs", "step_time"} <= set(table.frame.columns)
     assert table["same_progress_epochs"][0] == 4.0 and np.isnan(table["same_progress_epochs"][1])
 
 

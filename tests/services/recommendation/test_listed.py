@@ -16,7 +16,7 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.frames import convert_columns_to_records
+from tula_cli.run.frames import convert_frame_to_records
 from tula_cli.run.job_runs import open_runs_of_job
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
@@ -82,8 +82,8 @@ def test_a_record_is_made_only_of_what_is_listed(run: RunDir, monkeypatch: pytes
     made = []
     monkeypatch.setattr(
         candidates,
-        "convert_columns_to_records",
-        lambda columns, kind: made.extend(columns["nodes"]) or convert_columns_to_records(columns, kind),
+        "convert_frame_to_records",
+        lambda frame, kind: made.extend(frame.index) or convert_frame_to_records(frame, kind),
     )
     answer = ask(run)
     save_answer(open_runs_of_job(run), answer)

@@ -4,16 +4,18 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tula_cli.models.choice.grid import Config
 from tula_cli.query import Query
-from tula_cli.run.frames import convert_columns_to_records, list_columns
+from tula_cli.run.frames import convert_frame_to_records, list_columns, make_column_frame
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 
+if TYPE_CHECKING:
+    import pandas as pd
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -58,15 +60,6 @@ def apply_to_distinct_values(function: Callable[[int], float], values: Ints | in
     distinct, where = np.unique(values, return_inverse=True)
     values_by_position: NDArray[Any] = np.array([function(value) for value in distinct.tolist()])[where]
     return values_by_position
-
-
-def number_distinct_rows(*columns: NDArray[Any]) -> Ints:
-    """Return for each row of columns of equal length its number among the distinct rows, in ascending order, from 0."""
-    numbers = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        values, ranks = np.unique(column, return_inverse=True)
-        _, numbers = np.unique(numbers * len(values) + ranks, return_inverse=True)
-    return numbers
 
 
 @dataclass(frozen=True)
@@ -141,16 +134,16 @@ NO_STAGES = _make_rows_without_stages(0)
 
 
 class Candidates:
-    """Configurations, each on a market, with the forecast of a training: a row each of a table.
+    """Configurations, each on a market, with the forecast of a training: a row each of one DataFrame.
 
-    The columns, arrays of shape (n,), are the fields of `Prediction`, which describes them with their units; those of its nested records have
+    The columns are the fields of `Prediction`, which describes them with their units; those of its nested records have
     the record's name before theirs (`parts_steps`, `same_progress_hours`). nan stands for None. Objectives, limits and
     the Pareto front work on columns; records are only made of rows that are shown, because 100,000 take seconds. Column
     `stages` is the row of each configuration in the attribute `stages`.
     """
 
-    def __init__(self, columns: Mapping[str, NDArray[Any]], stages: StageTable = NO_STAGES) -> None:
-        self.columns, self.stages = columns, stages
+    def __init__(self, frame: "pd.DataFrame", stages: StageTable = NO_STAGES) -> None:
+        self.frame, self.stages = frame, stages
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any], stages: StageTable = NO_STAGES) -> "Candidates":
@@ -161,8 +154,7 @@ class Candidates:
             for column in list_columns(Prediction)
             if column.dtype in ("float64", "bool")
         }
-        known = {name: np.asarray(column) for name, column in columns.items()}
-        return cls({**empty, **known, "stages": np.arange(count)}, stages)
+        return cls(make_column_frame({**empty, **columns, "stages": np.arange(count)}), stages)
 
     @classmethod
     def from_predictions(cls, rows: Sequence[Prediction]) -> "Candidates":
@@ -175,12 +167,14 @@ class Candidates:
     @classmethod
     def concatenate(cls, tables: Sequence["Candidates"]) -> "Candidates":
         """Return the rows of several tables, one after the other."""
+        import pandas as pd
+
         stages = tables[0].stages
-        columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0].columns}
+        frame = pd.concat([table.frame for table in tables], ignore_index=True)
         if any(table.stages is not stages for table in tables):
             stages = StageTable.concatenate([table._select_stages() for table in tables])
-            columns["stages"] = np.arange(len(columns["stages"]))
-        return cls(columns, stages)
+            frame = frame.assign(stages=np.arange(len(frame)))
+        return cls(frame, stages)
 
     def _select_stages(self) -> StageTable:
         """Return the stages with a row for each configuration, also for those whose batch is constant."""
@@ -189,21 +183,21 @@ class Candidates:
         return self.stages.select_rows(self["stages"])
 
     def __len__(self) -> int:
-        return len(self["nodes"])
+        return len(self.frame)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return self.columns[name]
+        """Return a column as an array, shape (n,)."""
+        return self.frame[name].to_numpy()
 
     def select_rows(self, rows: Flags | Ints | NDArray[np.intp] | Sequence[int]) -> "Candidates":
         """Return the flagged rows, or those with the given indices, in their order."""
         indices = np.asarray(rows)
         indices = np.flatnonzero(indices) if indices.dtype == bool else indices.astype(np.intp)
-        return Candidates({name: column[indices] for name, column in self.columns.items()}, self.stages)
+        return Candidates(self.frame.take(indices).reset_index(drop=True), self.stages)
 
     def with_columns(self, columns: Mapping[str, Any]) -> "Candidates":
         """Return the table with other values in some columns; a single value stands for every row."""
-        changed = {name: np.broadcast_to(column, len(self)) for name, column in columns.items()}
-        return Candidates({**self.columns, **changed}, self.stages)
+        return Candidates(self.frame.assign(**columns), self.stages)
 
     def sort_by_time(self) -> "Candidates":
         """Return the rows fastest first; ties by fewer nodes, then by the smaller batch."""
@@ -215,7 +209,7 @@ class Candidates:
 
     def number_configurations(self) -> Ints:
         """Return for each row the number of its configuration, from 0, which is the same on both markets."""
-        return number_distinct_rows(self["type"], self["nodes"], self["batch"])
+        return np.asarray(self.frame.groupby(["type", "nodes", "batch"]).ngroup(), dtype=np.int64)
 
     def select_matching_rows(self, **values: Any) -> "Candidates":
         """Return the rows with the given values: `select(type="a100", market="spot")`."""
@@ -237,9 +231,8 @@ class Candidates:
 
     def make_predictions(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
-        columns: dict[str, list[Any]] = {name: column.tolist() for name, column in self.columns.items()}
-        columns["stages"] = [self.stages.build_records(row) for row in columns["stages"]]
-        return convert_columns_to_records(columns, Prediction)
+        stages: Any = [self.stages.build_records(row) for row in self["stages"].tolist()]
+        return convert_frame_to_records(self.frame.assign(stages=stages), Prediction)
 
     def with_pareto_front(self) -> "Candidates":
         """Mark the rows of the Pareto front of time, cost and, if all rows have it, energy."""

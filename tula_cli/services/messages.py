@@ -645,7 +645,7 @@ def script_in_one_process() -> str:
 
 @diagnostic
 def command_file_missing(*, problem: str, advice: str) -> str:
-    return f"{capitalize_first_letter(problem)}. {capitalize_first_letter(advice)}."
+    return f"{problem}. {capitalize_first_letter(advice)}."
 
 
 @diagnostic

@@ -4,9 +4,8 @@ import contextlib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,10 +115,11 @@ def gather_measurements(
     results_of = {run.type: run.read_results() for run in runs}
     all_results = [result for results in results_of.values() for result in results]
     noise = make_noise_path(runs, runs[0].spec, all_results)
-    trainings, stage_objective = CachedTrainings(), choose_stage_objective(query.quantity)
+    read_trainings = functools.cache(list_observations_from_trainings)  # a run is also one of its siblings' other sizes
+    stage_objective = choose_stage_objective(query.quantity)
     for run in runs:
         results, pending_here = results_of[run.type], pending.get(run.type, 0)
-        observations, sizes = trainings(run), read_measurements_of_other_sizes(run.runs_of_other_sizes, trainings)
+        observations, sizes = read_trainings(run), read_measurements_of_other_sizes(run, read_trainings)
         try:
             estimator = _fit_estimator(run, results, observations, sizes, noise, stage_objective)
             unknown = _list_unknown_configurations(estimator, query)
@@ -237,10 +237,9 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "ti
     Raises:
         BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
-    results, trainings = run.read_results(), CachedTrainings()
-    sizes = read_measurements_of_other_sizes(run.runs_of_other_sizes, trainings)
+    results, sizes = run.read_results(), read_measurements_of_other_sizes(run)
     noise = make_noise_path([run], run.spec, results)
-    return _fit_estimator(run, results, trainings(run), sizes, noise, stages_by)
+    return _fit_estimator(run, results, list_observations_from_trainings(run), sizes, noise, stages_by)
 
 
 def _fit_estimator(
@@ -426,22 +425,15 @@ def _describe_why_not_comparable(
 # --- Other numbers of GPUs per node
 
 
-class CachedTrainings:
-    """Observations from the trainings of runs; each run is read once."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, TrainingObservations] = {}
-
-    def __call__(self, run: Run) -> TrainingObservations:
-        if run.path not in self._known:
-            self._known[run.path] = list_observations_from_trainings(run)
-        return self._known[run.path]
-
-
-def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrainings) -> OtherGpuCountMeasurements:
-    """Return the measurements with other numbers of GPUs on the same nodes, for the sizes of `Run.runs_of_other_sizes`."""
-    probes = [probe for run in sizes for probe in run.read_measurements()]
-    return OtherGpuCountMeasurements(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).steps))
+def read_measurements_of_other_sizes(
+    run: Run, read_trainings: Callable[[Run], TrainingObservations] = list_observations_from_trainings
+) -> OtherGpuCountMeasurements:
+    """Return the measurements with other numbers of GPUs on the nodes of a run."""
+    sizes = run.runs_of_other_sizes
+    probes = [probe for other in sizes for probe in other.read_measurements()]
+    return OtherGpuCountMeasurements(
+        tuple(probes), tuple(steps for other in sizes for steps in read_trainings(other).steps)
+    )
 
 
 # --- Gradient noise

@@ -99,7 +99,6 @@ def _choose_batches(
     if open_ - failed:
         return group_probes_by_nodes(settled | open_), Round({}, (), "")
     from tula_cli.services.measurements import (  # numpy, which the other strategies do not need
-        CachedTrainings,
         list_observations_from_trainings,
         read_measurements_of_other_sizes,
     )
@@ -111,7 +110,7 @@ def _choose_batches(
         inspection=inspection,
         attempts=run.read_attempts() if exists else (),
         trained=list_observations_from_trainings(run).steps if exists else (),
-        others=read_measurements_of_other_sizes(run.runs_of_other_sizes, CachedTrainings()) if exists else None,
+        others=read_measurements_of_other_sizes(run) if exists else None,
     )
     fresh = _limit_round_to_cap(spec, fresh, spent=node_hours_of_other_types + count_measured_node_hours(run))
     picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}

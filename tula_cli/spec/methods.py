@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 DEFAULT_METHOD = "ramp"
-DEFAULT_METHOD_REASON = "tula's own loop can change the batch during training"
-"""Why `DEFAULT_METHOD` is the default of tula's loop; for scripts see `spec.scripts.script.get_default_train`."""
+"""The default of tula's loop; for scripts see `spec.scripts.script.get_default_train`."""
 
 LrRule = Literal["none", "linear", "sqrt"]
 """How the learning rate follows the batch."""
@@ -52,6 +51,7 @@ class TrainingMethod:
     single_gpu_conflict: str = ""  # why it cannot be evaluated on one GPU; empty if it can
     supports_scripts: bool = False  # supports the user's script, through its command line or around its optimizer
     supports_sharding: bool = False  # supports a model that is sharded over the ranks (train.parallel: fsdp)
+    default_reason: str = ""  # why it is the default of tula's loop; empty if it is not
     summary: str = "a method of your own"  # effect on the large batch, and cost, without results
     probes_overestimate: bool = False  # on several GPUs, later steps are faster than those that probes measure
 
@@ -280,6 +280,7 @@ _METHODS = (
         is_arm=True,
         grows_batch=True,
         supports_sharding=True,
+        default_reason="tula's own loop can change the batch during training",
         summary="batch and learning rate grow over the first epochs, with orthogonalised updates; the small batches at the start take more time",
     ),
     TrainingMethod(

@@ -5,7 +5,6 @@
 
 from dataclasses import dataclass
 
-from tula_cli.spec.methods import DEFAULT_METHOD, DEFAULT_METHOD_REASON
 from tula_cli.spec.scripts.placeholders import find_placeholders, find_program_name
 from tula_cli.spec.scripts.script import Script, count_requested_samples, count_script_samples, get_default_train
 from tula_cli.spec.sections import Dataset, Model, Optimizer, Schedule, Train
@@ -43,7 +42,7 @@ class Workload:
     @property
     def default_method_reason(self) -> str:
         """Why the method of the job is the default; empty if it is not."""
-        return DEFAULT_METHOD_REASON if self.train.method == DEFAULT_METHOD else ""
+        return self.train.training_method.default_reason
 
     @property
     def reference_lr(self) -> float | None:

@@ -112,9 +112,9 @@ def test_check_builds_the_metrics() -> None:
 def test_check_tells_which_metrics_send_their_batches() -> None:
     metrics = {**OWN, "merges": "worker_jobs:MergedErrors", "own": f"{HERE}:WithBatch"}
     several = inspect_job(make_spec(train={"metrics": metrics}, search={"nodes": [2], "min_batch": 16}))
-    assert [(note.split()[0], "(and inputs)" in note) for note in several.notes] == [
-        ("train.metrics.gathers", False),
-        ("train.metrics.own", True),
+    assert [(note.values["metric"], note.values["with_inputs"]) for note in several.notes] == [
+        ("gathers", False),
+        ("own", True),
     ]
     assert inspect_job(make_spec(train={"metrics": metrics})).notes == ()
 

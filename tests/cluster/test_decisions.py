@@ -123,7 +123,7 @@ TRAININGS: list[Row] = [
     ("user", AFTER_STEP, training(), f("user"), history(progress=128), Relaunch(after_progress=True)),
     ("diverged", "the learning rate of the growing batch can be lowered", training(), f("diverged"), history(lr_factor=8.0),
      Relaunch(max_lr_factor=4.0)),
-    ("device_fault", "attempts remain, and there is no scheduler", training("local"), f("device_fault"), history(), Relaunch()),
+    ("device_fault", "attempts remain, and there is no scheduler", training("local"), f("device_fault"), history(allocation=""), Relaunch()),
     ("device_fault", "attempts remain", training(), f("device_fault"), history(), Requeue(first="exclude")),
     ("device_error", "attempts remain", training(), f("device_error"), history(), Relaunch()),
     ("disk", "always", training(), f("disk"), history(), Requeue(first="hold")),
@@ -176,7 +176,7 @@ PROBES: list[Row] = [
     ("any", "a new start would fail too", probe(), PERMANENT, history(), Stop()),
     ("device_oom", "the search for the largest batch continues", probe(), f("device_oom"), history(next_trial=4), Relaunch(skip=8)),
     ("device_oom", "always", probe(), f("device_oom"), history(), RECORDED),
-    ("device_fault", "attempts remain, and there is no scheduler", probe("local"), f("device_fault"), history(), Relaunch()),
+    ("device_fault", "attempts remain, and there is no scheduler", probe("local"), f("device_fault"), history(allocation=""), Relaunch()),
     *((outcome, "attempts remain", probe(), f(outcome), history(earlier=lost(1)), Relaunch())
       for outcome in ("device_error", "hung", "port", "unknown", "signal", "peer")),
     *((outcome, "attempts remain", probe(), f(outcome), history(), Relaunch(pause=True)) for outcome in ("storage", "host_limit")),
@@ -209,7 +209,7 @@ EVALUATIONS: list[Row] = [
     ("none", "always", evaluation(), None, history(), Stop()),
     ("any", "the allocation has ended", evaluation(), f("signal"), ENDED, Stop()),
     ("any", "a new start would fail too", evaluation(), PERMANENT, history(), Stop()),
-    ("device_fault", "attempts remain, and there is no scheduler", evaluation("local"), f("device_fault"), history(), Relaunch()),
+    ("device_fault", "attempts remain, and there is no scheduler", evaluation("local"), f("device_fault"), history(allocation=""), Relaunch()),
     *((outcome, "attempts remain", evaluation(), f(outcome), history(earlier=lost(1)), Relaunch())
       for outcome in ("device_error", "hung", "port", "unknown", "signal", "peer")),
     *((outcome, "attempts remain", evaluation(), f(outcome), history(), Relaunch(pause=True))
@@ -301,16 +301,16 @@ def test_loader_processes_are_halved_once_or_down_from_auto(workers: Any, config
 
 
 @pytest.mark.parametrize(
-    ("last_attempt", "kind", "elsewhere"),
+    ("last_attempt", "elsewhere"),
     [
-        (attempt("signal", decision=Requeue()), "slurm", True),
-        (attempt("time_limit", decision=Stop(why="nothing_saved")), "slurm", False),
-        (attempt("storage", decision=Relaunch(pause=True)), "slurm", False),
-        (attempt("preempted"), "slurm", True),  # its supervisor was killed before it could decide
-        (attempt("device_fault"), "slurm", True),
-        (attempt("device_fault"), "local", False),
-        (attempt("user"), "slurm", False),
+        (attempt("signal", decision=Requeue()), True),
+        (attempt("time_limit", decision=Stop(why="nothing_saved")), False),
+        (attempt("storage", decision=Relaunch(pause=True)), False),
+        (attempt("preempted"), True),  # its supervisor was killed before it could decide
+        (attempt("device_fault"), True),
+        (attempt("device_fault", allocation=""), False),  # on this machine
+        (attempt("user"), False),
     ],
 )
-def test_whether_the_next_job_goes_on(last_attempt: Attempt, kind: str, elsewhere: bool) -> None:
-    assert is_resumed_by_next_job(last_attempt, spec_of(kind).cluster) == elsewhere
+def test_whether_the_next_job_goes_on(last_attempt: Attempt, elsewhere: bool) -> None:
+    assert is_resumed_by_next_job(last_attempt) == elsewhere

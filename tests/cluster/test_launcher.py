@@ -20,7 +20,7 @@ from make_results import make_inspection
 
 from tula_cli.cli import app
 from tula_cli.cluster import attempt as cluster_attempt
-from tula_cli.cluster import chains, inspection
+from tula_cli.cluster import chains, inspection, job_main
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster import local as cluster_local
 from tula_cli.cluster.rank_processes import RankLaunchPlan
@@ -413,6 +413,16 @@ def test_nothing_of_an_outer_job_reaches_sbatch(slurm, run, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID")
     submitted(run, probes(run, nodes=1))
     assert slurm.calls("sbatch")[1].environ["CUDA_VISIBLE_DEVICES"] == "0", "the user's own"
+
+
+def test_nothing_of_an_outer_job_reaches_a_local_job(tmp_path, monkeypatch):
+    outer = {"SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm", "TULA_WRAPPER": "numactl"}
+    for name, value in {**outer, "MINE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    environments = []
+    monkeypatch.setattr(job_main, "supervise", lambda *_, environ, **__: environments.append(environ))
+    job_main.main("local", str(tmp_path), "t-1")
+    assert environments[0]["MINE"] == "1" and not environments[0].keys() & outer.keys()
 
 
 def test_every_command_of_slurm_is_called_with_the_same_environment(slurm, run, monkeypatch):

@@ -263,9 +263,11 @@ def test_an_attempt_that_its_killed_supervisor_left_open_counts_until_it_last_wr
 
 @pytest.mark.parametrize(("kind", "state"), [("local", "failed"), ("slurm", "queued")])
 def test_after_a_faulty_device_only_a_chain_goes_on(tmp_path, kind, state):
+    allocation = "" if kind == "local" else "1.0"
     run = RunDir.create(tmp_path / kind, make.spec(cluster={"kind": kind}))
     name = make.add_training(run)
-    run.write_attempt(make.attempt(f"{name}-1", end=START + 10, outcome="device_fault", message="ECC"))
+    attempt = make.attempt(f"{name}-1", end=START + 10, outcome="device_fault", message="ECC", allocation=allocation)
+    run.write_attempt(attempt)
     assert only_job(run, make.FakeLauncher({name: "unknown"})).state == state
 
 

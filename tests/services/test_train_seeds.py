@@ -129,7 +129,7 @@ def test_on_a_cluster_each_waits_for_the_trainings_whose_nodes_it_takes_over(run
 
 
 def test_a_plan_that_an_earlier_version_has_stored_is_used(run: RunDir) -> None:
-    save_campaign([run], plan_campaign([[Run(run.path, run.read_spec())]], Query(), [2], one_at_a_time=True))
+    save_campaign([run], plan_campaign([[Run(run.path, run.read_spec())]], Query(), [2], for_seeds=True))
     path = run.path / PLAN_FILE
     stored = json.loads(path.read_text())
     for name in ("node_type", "jobs", "lower_bound", "is_optimal"):
@@ -154,7 +154,7 @@ def test_another_number_of_trainings_than_in_the_stored_plan_is_warned_of(run: R
 
 
 def test_the_budget_is_that_of_all_trainings(run: RunDir) -> None:
-    plan = plan_campaign([[Run(run.path, run.read_spec())]], Query(), [2], one_at_a_time=True)
+    plan = plan_campaign([[Run(run.path, run.read_spec())]], Query(), [2], for_seeds=True)
     save_campaign([run], dataclasses.replace(plan, budget=1.05 * plan.cost))
     report, _ = train(run, Trains(fails=(1,)), 2)
     assert report.cost == 1.0, "more than planned for one"

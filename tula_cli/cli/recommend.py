@@ -119,8 +119,8 @@ def _show_campaign(
 
     plan = service.plan_trainings(jobs, query, trainings, overrides=overrides, save=save)
     if save:
-        has_queue = jobs[0][0].spec.cluster.backend.has_queue
-        one_by_one = "" if has_queue else "; on this machine, this command runs one training after the other"
+        backend = jobs[0][0].spec.cluster.backend
+        one_by_one = "" if backend.has_queue else "; on this machine, this command runs one training after the other"
         screen.print_note(f"The plan is stored for tula train --seeds {plan.trainings}{one_by_one}.")
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     data = {**vars(plan), **({"demo": show_recommend.DEMO_CITATION} if demo else {})}

@@ -116,26 +116,21 @@ class Allocation:
 
     @property
     def id(self) -> str:
-        return "" if self.is_local else f"{self.job_id}.{self.restarts}"
+        return f"{self.job_id}.{self.restarts}" if self.job_id else ""
 
     def list_ranks(self, task: Task) -> list[RankPosition]:
         """Return the ranks that this supervisor starts: one, those of its node, or all on this machine."""
-        gpus = task.spec.cluster.gpus_per_node
-        if self.is_local:  # one supervisor starts the ranks of all emulated nodes
-            return [RankPosition(rank, rank, rank // gpus) for rank in range(task.ranks)]
-        if task.spec.starts_one_task_per_node:
-            return [RankPosition(self.index * gpus + local_rank, local_rank, self.index) for local_rank in range(gpus)]
-        return [RankPosition(self.index, self.local_index, self.index // gpus)]
+        gpus, count = task.spec.cluster.gpus_per_node, task.ranks_per_supervisor
+        first, local_first = self.index * count, self.local_index if count == 1 else 0
+        return [RankPosition(first + i, local_first + i, (first + i) // gpus) for i in range(count)]
 
     def count_cores_per_rank(self, task: Task) -> int | None:
         """Return the cores that the scheduler allocates per rank; None if unknown, and on this machine, which is shared."""
-        if self.is_local or self.cpus is None:
-            return None
-        return max(1, self.cpus // (task.spec.cluster.gpus_per_node if task.spec.starts_one_task_per_node else 1))
+        return None if self.cpus is None else max(1, self.cpus // task.ranks_per_supervisor)
 
     def list_wrapper_arguments(self, spec: JobSpec) -> list[str]:
-        """Return the configured words before the command of a rank; none on this machine."""
-        return [] if self.is_local else sbatch.get_wrapper_arguments(spec, environ=self.environ)
+        """Return the configured words before the command of a rank."""
+        return sbatch.get_wrapper_arguments(spec, environ=self.environ)
 
     def has_enough_nodes(self, nodes: int) -> bool:
         """Return whether the allocation has at least `nodes` nodes; always true on this machine."""

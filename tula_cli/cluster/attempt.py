@@ -19,7 +19,6 @@ from tula_cli.cluster.rank_processes import (
     RankCommand,
     RankGroup,
     RankSpawner,
-    count_ranks_of_supervisor,
     get_first_rank,
     list_visible_gpus,
 )
@@ -238,7 +237,7 @@ class RunningAttempt:
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE_SECONDS:
                 return self._end_waiting_ranks(group)
-            if is_due and not self.allocation.is_local and self.run.is_superseded(self.task):
+            if is_due and self.run.is_superseded(self.task):
                 group.kill()  # this node was considered lost: two allocations would write to one run
                 return Failure(outcome="node_failure", message="another allocation has taken over this job")
             self.change_watcher.pause(self._monitor.get_poll_interval(self.allocation))
@@ -340,7 +339,7 @@ class RunningAttempt:
         A rank that lost its peer reports so at once. Under torchrun its supervisor reports only when torchrun has
         exited, so reports of lost peers alone do not name the cause yet.
         """
-        deadline, ranks_each = time.monotonic() + PEER_GRACE_SECONDS, count_ranks_of_supervisor(self.task)
+        deadline, ranks_each = time.monotonic() + PEER_GRACE_SECONDS, self.task.ranks_per_supervisor
         supervisors = set(range(0, self.command.ranks, ranks_each))
         while time.monotonic() < deadline:
             failed = self.run.list_failed_ranks(self.task.id, self.attempt.number)

@@ -62,7 +62,8 @@ class BatchLauncher:
             read_change_time(Path(job.script)) for job in queued.values() if job.script
         ]  # just before submission
         submitted_at = min((when or time.time() for when in written_at), default=time.time())
-        files.create_polled_folders(run.path, *task.folders)
+        folders = [f"train/{task.trained_signature}/checkpoints"] if task.has_checkpoints else []
+        files.create_polled_folders(run.path, *folders)
         # Jobs before the last queued one have run, or must not run.
         submitted = max((names.index(name) + 1 for name in queued), default=0)
         new = list(zip(list_chain_tasks(task), names, strict=True))[submitted:]

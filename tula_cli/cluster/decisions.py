@@ -14,7 +14,6 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
-from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import MIN_AUTO_WORKERS
 
 MAX_STARTUP_SECONDS = 30.0
@@ -278,11 +277,11 @@ def attribute_failure(task: Task, failure: Failure | None, history: History) -> 
     )
 
 
-def is_resumed_by_next_job(attempt: Attempt, cluster: Cluster) -> bool:
+def is_resumed_by_next_job(attempt: Attempt) -> bool:
     """Return whether the next job of the chain resumes a training, instead of the job whose attempt has ended."""
     if attempt.decision is not None:
         return isinstance(attempt.decision, Requeue)
-    return attempt.outcome in ALLOCATION_LOST or (attempt.outcome == "device_fault" and cluster.backend.has_queue)
+    return attempt.outcome in ALLOCATION_LOST or (attempt.outcome == "device_fault" and bool(attempt.allocation))
 
 
 # --- Situations
@@ -403,9 +402,7 @@ _SITUATIONS: dict[Situation, Callable[[_FailureContext], bool]] = {
     "the number of loader processes can be lowered": lambda case: case.compute_fewer_workers() is not None,
     "the learning rate of the growing batch can be lowered": lambda case: case.compute_lower_lr_limit() is not None,
     "attempts remain": _FailureContext.has_attempts_left,
-    "attempts remain, and there is no scheduler": lambda case: (
-        not case.task.spec.cluster.backend.has_queue and case.has_attempts_left()
-    ),
+    "attempts remain, and there is no scheduler": lambda case: not case.history.allocation and case.has_attempts_left(),
     "a later job waits": lambda case: case.history.later_jobs > 0,
     _AFTER_STEP_AND_WAITS: lambda case: case.is_first_failure_after_step() and case.history.later_jobs > 0,
     _AFTER_STEP: _FailureContext.is_first_failure_after_step,

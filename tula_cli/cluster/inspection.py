@@ -221,7 +221,7 @@ def inspect(spec: JobSpec) -> Inspection:
     except subprocess.TimeoutExpired:
         message = f"building the model and the dataset took more than {INSPECTION_TIMEOUT:g} s"
         raise JobFailed(message, "prepare the data beforehand") from None
-    on_node_hint = INSPECT_ON_NODE_HINT if spec.cluster.kind == "slurm" else ""
+    on_node_hint = INSPECT_ON_NODE_HINT if spec.cluster.backend.inspects_on_node else ""
     try:
         if not completed.stdout.strip():
             raise make_interpreter_error(python, completed.stderr, on_node_hint=on_node_hint)

@@ -12,7 +12,7 @@ from tula_cli.cluster.scheduler import load_scheduler
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import TulaError
 
-_ENCLOSING_JOB_PREFIXES = ("SLURM_", "SUBMITIT_")
+_ENCLOSING_JOB_PREFIXES = ("SLURM_", "SUBMITIT_", "TULA_WRAPPER")
 """Prefixes of variables by which an enclosing job, in which tula was started, would be mistaken for this local job."""
 
 

@@ -171,12 +171,7 @@ class ForkServer:
 
 def get_first_rank(allocation: Allocation, task: Task) -> int:
     """Return the lowest rank that a supervisor starts."""
-    return allocation.index * count_ranks_of_supervisor(task)
-
-
-def count_ranks_of_supervisor(task: Task) -> int:
-    """Return how many ranks a supervisor started by a scheduler has: one, or all of its node."""
-    return task.spec.cluster.gpus_per_node if task.spec.starts_one_task_per_node else 1
+    return allocation.index * task.ranks_per_supervisor
 
 
 def find_rendezvous_address(task: Task) -> str:
@@ -192,8 +187,8 @@ def find_rendezvous_address(task: Task) -> str:
 
 def uses_torchrun(task: Task) -> bool:
     """Return whether torchrun starts the ranks of a node; otherwise supervisors start them directly."""
-    cluster = task.spec.cluster
-    return cluster.kind == "slurm" and cluster.slurm is not None and cluster.slurm.launcher == "torchrun"
+    slurm = task.spec.cluster.slurm
+    return slurm is not None and slurm.launcher == "torchrun"
 
 
 def list_visible_gpus(starts: Sequence[RankCommand]) -> list[str]:

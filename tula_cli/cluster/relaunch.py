@@ -173,11 +173,11 @@ def apply_decision(
     match task:
         case ProbeTask():
             return _apply_probe_decision(run, task, failure, decision)
-        case TrainTask() if failure is None:
-            write_summary(run, task)
-            return None
-        case TrainTask() if not isinstance(decision, Stop):
-            assert failure is not None
+        case TrainTask():
+            if failure is None:
+                write_summary(run, task)
+            if failure is None or isinstance(decision, Stop):
+                return None
             relaunch = make_next_attempt(task, failure, decision)
             relaunch = relaunch if granted is None else relaunch.with_granted_nodes(granted)
             run.write_task(relaunch)
@@ -187,9 +187,8 @@ def apply_decision(
 
 def make_next_attempt(task: TrainTask, failure: Failure, decision: Relaunch | Requeue) -> TrainTask:
     """Return the next attempt of a training, with its cause and the settings that change."""
-    number = task.attempt + 1
     recovery = Recovery(failure=failure.model_copy(update={"detail": ""}), decision=decision)
-    update: dict[str, object] = {"id": f"{task.job}-{number}", "attempt": number, "recovery": recovery}
+    update: dict[str, object] = {"id": task.next_attempt_id, "attempt": task.attempt + 1, "recovery": recovery}
     if isinstance(decision, Relaunch):
         changes = {name: getattr(decision, name) for name in ("nodes", "workers", "max_lr_factor")}
         update |= {name: value for name, value in changes.items() if value is not None}
@@ -205,9 +204,8 @@ def resize_task_to_allocation(run: RunDir, task: TrainTask, granted: int) -> Tra
     resized = task.with_granted_nodes(granted)
     if resized.nodes == task.nodes:
         return task
-    number = task.attempt + 1
     resize = Resize(nodes=resized.nodes, nodes_before=task.nodes, granted=granted)
-    update = {"id": f"{task.job}-{number}", "attempt": number, "recovery": Recovery(decision=resize)}
+    update = {"id": task.next_attempt_id, "attempt": task.attempt + 1, "recovery": Recovery(decision=resize)}
     resized = resized.model_copy(update=update)
     run.write_task(resized)
     return resized
@@ -249,9 +247,9 @@ def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: st
 # --- The summary of a training
 
 
-def write_summary(run: RunDir, task: TrainTask) -> None:
+def write_summary(run: RunDir, task: Task) -> None:
     """Record predicted and actual duration and cost; actual includes the wall-clock time of failed attempts."""
-    training = run.get_training(task.signature)
+    training = run.get_training(task.trained_signature)
     result, tasks, attempts = training.read_result(), training.read_tasks(), training.read_attempts()
     assert result is not None
     assert tasks
@@ -262,7 +260,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     newest = tasks[-1].prediction  # for the final batch and nodes, like result.step_time
     run.write_summary(
         Summary(
-            signature=task.signature,
+            signature=task.trained_signature,
             nodes=task.nodes,
             start_batch=tasks[0].batch,
             batch=result.batch,

@@ -74,7 +74,7 @@ def require_current_format(run: Path, allocation: Allocation) -> None:
     try:
         run_format.require_current_format(run)
     except OtherFormat:
-        waiting = _list_later_jobs(run, allocation.job_id) if allocation.is_leader and not allocation.is_local else ()
+        waiting = _list_later_jobs(run, allocation.job_id) if allocation.is_leader else ()
         if waiting:  # each would exit like this one, and the chain would be used up in a minute
             scheduler = allocation.scheduler
             error_message = scheduler.hold(waiting)
@@ -242,7 +242,7 @@ class Supervisor:
         ):
             task = resize_task_to_allocation(self.run, task, self.allocation.nodes)
         while task is not None and not is_finished_or_cancelled(self.run, task):
-            if isinstance(task, TrainTask) and task.stages and not self.allocation.has_enough_nodes(task.nodes):
+            if task.ramp_stages and not self.allocation.has_enough_nodes(task.nodes):
                 self._cancel_jobs_with_too_few_nodes(task)
                 return  # the next job with enough nodes resumes
             shortages.create_reserve_file(self.run.path)
@@ -387,9 +387,9 @@ class Supervisor:
 
     def _finish_job(self, task: Task) -> None:
         """Write a summary that is still missing, and cancel the jobs of the chain that are not needed."""
-        if not isinstance(task, TrainTask):
+        training = self.run.find_training(task)
+        if training is None:
             return
-        training = self.run.get_training(task.signature)
         if training.read_result() and not training.read_summary():
             write_summary(self.run, task)
         job = self._find_job(task)
@@ -464,7 +464,7 @@ class Supervisor:
     def _resume_from_earlier_jobs(self, task: Task) -> Task | None:
         """Return the task with which to resume after earlier jobs of the chain; None if it must not resume."""
         self._close_lost_attempts(task)
-        if not isinstance(task, TrainTask):
+        if not task.has_checkpoints:
             return task
         job = self._find_job(task)
         if job is not None and self._is_predecessor_cancelled(job, task):
@@ -473,7 +473,7 @@ class Supervisor:
         if not earlier or earlier[-1].task != task.id:
             return task  # first job of the submission, or the relaunch is already recorded
         last_attempt = self._correct_exit_reason(earlier[-1])
-        if last_attempt.outcome == "cancelled" and not self.allocation.is_local:
+        if last_attempt.outcome == "cancelled":
             self.run.mark_job_cancelled(task.job, by=self.allocation.scheduler.cancel_command)
         if last_attempt.failure is None or isinstance(last_attempt.decision, Stop):
             return None
@@ -512,12 +512,14 @@ class Supervisor:
 
     def _list_attempts_of_submission(self, task: Task) -> list[Attempt]:
         """Return the attempts of a task in this submission; attempts of earlier submissions do not count."""
-        attempts = self.run.read_attempts_of_task(task)
-        if self.allocation.is_local:
-            return [attempt for attempt in attempts if attempt.started_at >= self.since]
         job = self._find_job(task)
         chain_jobs = job.links if job is not None else (self.allocation.job_id,)
-        return [attempt for attempt in attempts if attempt.scheduler_id in chain_jobs]
+        return [
+            attempt
+            for attempt in self.run.read_attempts_of_task(task)
+            if attempt.scheduler_id in chain_jobs  # on this machine, the id of all submissions is empty
+            and (attempt.scheduler_id or attempt.started_at >= self.since)
+        ]
 
     def _list_attempts_without_progress(self, task: Task) -> list[Attempt]:
         """Return the attempts of this job so far; of a training, those without a newer checkpoint since."""

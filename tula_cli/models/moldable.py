@@ -17,7 +17,6 @@ from tula_cli.run.records.base import Market
 from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
 from tula_cli.run.records.tasks import JobSize, Rung
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import join_words
 
 MIN_NODES_SHARE = 1 / 8
@@ -31,8 +30,8 @@ def require_moldable(spec: JobSpec) -> None:
     Raises:
         SpecError: they cannot, for the reason in the message.
     """
-    slurm = spec.cluster.slurm or Slurm()
-    if spec.cluster.kind != "slurm":
+    slurm = spec.cluster.slurm_options
+    if slurm is None:
         why = f"only SLURM grants a number of nodes within a range, and cluster.kind is {spec.cluster.kind}"
     elif list_nodes_named_by_stages(spec) or (spec.train.stages is not None and spec.train.ramp_nodes == "auto"):
         why = "the stages of train.ramp have their own numbers of nodes (train.ramp_nodes)"

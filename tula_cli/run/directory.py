@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tula_cli.errors import BadMeasurements, SpecError, UnreadableFile
 from tula_cli.run.files import (
+    RecordReader,
     is_listed,
     list_files,
     list_names,
@@ -45,6 +46,7 @@ from tula_cli.run.records.results import (
     Tuning,
     Variant,
 )
+from tula_cli.run.records.scripts import ResumeTestResult
 from tula_cli.run.records.tasks import (
     TASK,
     CheckTask,
@@ -55,10 +57,8 @@ from tula_cli.run.records.tasks import (
     RateSearchTask,
     ResumeTestTask,
     Task,
-    TrainTask,
     make_probe_id,
 )
-from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.run.snapshot import Snapshot, is_of_another_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
@@ -257,7 +257,7 @@ class RunDir:
 
     def is_superseded(self, task: Task) -> bool:
         """Return whether a later attempt of a training exists, so that the job running this one has to stop."""
-        return isinstance(task, TrainTask) and is_listed(self.path / f"tasks/{task.job}-{task.attempt + 1}.json")
+        return bool(task.next_attempt_id) and is_listed(self.path / f"tasks/{task.next_attempt_id}.json")
 
     def write_job(self, job: Job) -> None:
         write_record(self.path / f"jobs/{job.id}.json", job)
@@ -281,14 +281,13 @@ class RunDir:
         """Return the attempts of one task, or the readable ones of all, oldest first."""
         if task_id is None:
             return self.read_snapshot().attempts
-        return self._read_matching_attempts(f"{task_id}.*.json")
+        attempts = read_records(self.path / "attempts", Attempt, f"{task_id}.*.json")
+        return sorted(attempts, key=lambda attempt: attempt.sort_key)
 
     def read_attempts_of_task(self, task: Task) -> list[Attempt]:
         """Return the attempts of a task, oldest first; of a training, those of all its relaunches."""
-        return self._read_matching_attempts(task.attempt_file_pattern)
-
-    def _read_matching_attempts(self, pattern: str) -> list[Attempt]:
-        return sorted(read_records(self.path / "attempts", Attempt, pattern), key=lambda attempt: attempt.sort_key)
+        training = self.find_training(task)
+        return self.read_attempts(task.id) if training is None else training.read_attempts()
 
     def write_failure(self, failure: Failure) -> None:
         assert failure.rank is not None, "the failure of a rank"
@@ -374,23 +373,21 @@ class RunDir:
                 return local_batch
         return None
 
-    def is_finished(self, task: Task) -> bool:
-        """Return whether a task has all its results, i.e. valid result files."""
+    def is_finished(self, task: Task, *, read: RecordReader = read_record) -> bool:
+        """Return whether a task has all its results, i.e. valid result files; `read` reads those of all but probes."""
         match task:
-            case TrainTask():
-                return self.get_training(task.signature).read_result() is not None
             case ProbeTask():
                 return self.find_current_probe(task) is None
             case ResumeTestTask():
-                resume_test = ResumeTestRecords(self.path).read_result(task.id)
+                resume_test = read(self.path / f"script/{task.id}.json", ResumeTestResult)
                 return resume_test is not None and resume_test.over_at is not None
             case EvaluateTask():
-                return self.get_training(task.signature).read_evaluation(task.key) is not None
+                return TrainingRun(self.path, task.signature, read=read).read_evaluation(task.key) is not None
             case RateSearchTask():
-                search = self.read_rate_search(task.key)
+                search = read(self.path / f"rates/{task.key}.json", RateSearch)
                 return search is not None and search.finished
-            case CheckTask():
-                return self.checks.read_report(task.id) is not None
+        training = self.find_training(task)
+        return (self.checks.read_report(task.id) if training is None else training.read_result()) is not None
 
     def write_recommendation(self, recommendation: Recommendation) -> None:
         write_record(self.path / "recommendation.json", recommendation)
@@ -415,7 +412,7 @@ class RunDir:
 
     def find_training(self, task: Task) -> TrainingRun | None:
         """Return the training that a task starts or resumes; None for another task."""
-        return self.get_training(task.signature) if isinstance(task, TrainTask) else None
+        return self.get_training(task.trained_signature) if task.trained_signature else None
 
     def list_train_signatures(self) -> list[str]:
         """Return the signatures of existing trainings, most recently changed first."""

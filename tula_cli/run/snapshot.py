@@ -73,7 +73,7 @@ class Snapshot:
 
     @cached_property
     def _all_tasks(self) -> list[Task]:
-        return read_records(self.path / "tasks", TASK, read=self._read_record)
+        return read_records(self.path / "tasks", TASK, read=self.read_record)
 
     @cached_property
     def tasks(self) -> list[JobTask]:
@@ -157,7 +157,7 @@ class Snapshot:
     @cached_property
     def attempts(self) -> list[Attempt]:
         """The attempts of all tasks, oldest first."""
-        attempts = read_records(self.path / "attempts", Attempt, read=self._read_record)
+        attempts = read_records(self.path / "attempts", Attempt, read=self.read_record)
         return sorted(attempts, key=lambda attempt: attempt.sort_key)
 
     @cached_property
@@ -235,20 +235,20 @@ class Snapshot:
     @cached_property
     def job_file(self) -> JobFile | None:
         """The job file and the overrides (--set) from which the run was made; None if not recorded."""
-        return self._read_record(self.path / "job_file.json", JobFile)
+        return self.read_record(self.path / "job_file.json", JobFile)
 
     @cached_property
     def variant(self) -> Variant | None:
         """The node type and number of GPUs per node that the run measures; None if its job has only one of each."""
-        return self._read_record(self.path / "variant.json", Variant)
+        return self.read_record(self.path / "variant.json", Variant)
 
     @cached_property
     def recommendation(self) -> Recommendation | None:
-        return self._read_record(self.path / "recommendation.json", Recommendation)
+        return self.read_record(self.path / "recommendation.json", Recommendation)
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        return self._read_record(self.path / "comparison.json", Comparison)
+        return self.read_record(self.path / "comparison.json", Comparison)
 
     @cached_property
     def cell_descriptions(self) -> dict[str, str]:
@@ -263,16 +263,16 @@ class Snapshot:
     @cached_property
     def resume_test_results(self) -> list[ResumeTestResult]:
         """Results of resume tests, oldest first."""
-        records = read_records(self.path / "script", ResumeTestResult, "rehearse-*.json", read=self._read_record)
+        records = read_records(self.path / "script", ResumeTestResult, "rehearse-*.json", read=self.read_record)
         return sorted(records, key=lambda record: record.began_at)
 
     def get_training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; its records are read through this snapshot, once each."""
-        return TrainingRun(self.path, train_signature, read=self._read_record)
+        return TrainingRun(self.path, train_signature, read=self.read_record)
 
     def read_rate_search(self, key: str) -> RateSearch | None:
         """Return the state of a search for a learning rate; None before its first measurement."""
-        return self._read_record(self.path / f"rates/{key}.json", RateSearch)
+        return self.read_record(self.path / f"rates/{key}.json", RateSearch)
 
     @cached_property
     def record_warnings(self) -> list[Diagnostic]:
@@ -336,14 +336,15 @@ class Snapshot:
 
     # --- Reading
 
-    def _list_record_errors(self, folder: str) -> list[BadMeasurements]:
-        return [error for path, error in self._errors.items() if path.parent == self.path / folder]
-
-    def _read_record(self, path: Path, kind: type[T] | TypeAdapter[T]) -> T | None:
+    def read_record(self, path: Path, kind: type[T] | TypeAdapter[T]) -> T | None:
+        """Return a record, read at most once; None if it is missing, or damaged and the snapshot is not strict."""
         record = self._read_if_readable(path, kind)
         if path in self._errors and self.strict:
             raise self._errors[path]
         return record
+
+    def _list_record_errors(self, folder: str) -> list[BadMeasurements]:
+        return [error for path, error in self._errors.items() if path.parent == self.path / folder]
 
     def _read_if_readable(self, path: Path, kind: type[T] | TypeAdapter[T]) -> T | None:
         """Return a record, or None if it is missing or damaged; the error of a damaged one is kept."""

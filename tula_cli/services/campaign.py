@@ -70,8 +70,7 @@ def plan_trainings(
             "a plan for several jobs cannot be stored, because tula train --seeds submits the trainings of one job only",
             "plan each job separately to store its plan, or start the trainings yourself as this plan shows",
         )
-    one_at_a_time = save and not jobs[0][0].spec.cluster.backend.has_queue
-    plan = plan_campaign(jobs, query, trainings, overrides=overrides, one_at_a_time=one_at_a_time)
+    plan = plan_campaign(jobs, query, trainings, overrides=overrides, for_seeds=save)
     if save:
         save_campaign(jobs[0], plan)
     return plan
@@ -113,7 +112,7 @@ def plan_campaign(
     trainings: Sequence[int],
     *,
     overrides: Sequence[str] = (),
-    one_at_a_time: bool = False,
+    for_seeds: bool = False,
 ) -> Campaign:
     """Plan many trainings of one job or of several; nothing is written.
 
@@ -127,7 +126,7 @@ def plan_campaign(
             `deadline_hours` and `budget` are those of all trainings together.
         trainings: the number of trainings of each job, at least 1.
         overrides: settings that override those of each job.
-        one_at_a_time: whether no two trainings may run side by side, as on this machine; for one job.
+        for_seeds: whether `tula train --seeds` will run the plan, on this machine one training after the other; for one job.
 
     Raises:
         SpecError: the trainings are too many, a run is given twice, or the jobs have different
@@ -139,7 +138,7 @@ def plan_campaign(
         raise SpecError(
             f"[[--trainings]] {sum(trainings)}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once"
         )
-    names = _list_job_names(jobs)
+    names, one_at_a_time = _list_job_names(jobs), for_seeds and not jobs[0][0].spec.cluster.backend.has_queue
     nodes = query.max_nodes or max(nodes for runs in jobs for run in runs for nodes in run.spec.search.nodes)
     considered = [_find_usable_configurations(runs, query, nodes, overrides) for runs in jobs]
     currency = _require_common_currency(considered)

@@ -222,8 +222,7 @@ def check_job(
         SpecError: the job cannot be built, or a file that its jobs need cannot be read.
         JobFailed: the user's code fails.
     """
-    if spec.cluster.kind == "slurm":
-        check_setup_files(spec.cluster, Path.cwd())
+    check_setup_files(spec.cluster, Path.cwd())
     answer = inspect_job_if_possible(spec, inspector or inspect) if online else None
     inspection = answer if isinstance(answer, Inspection) else None
     upper_bound_plan = plan_upper_bound(spec, why=answer) if isinstance(answer, NotInspectable) else None
@@ -357,8 +356,8 @@ def _list_warnings(
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy in STRATEGIES_ON_ALL_NODES and not spec.is_supplement_with_fewer_gpus:
         warnings.append(messages.nodes_without_batch(nodes=left_out))
-    ranks = spec.max_ranks
-    if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:
+    ranks, shares_cores = spec.max_ranks, not spec.cluster.backend.core_assigner
+    if inspection and shares_cores and inspection.device == "cpu" and ranks > inspection.cpus:
         warnings.append(messages.ranks_share_cores(ranks=ranks, cores=inspection.cpus))
     if spec.search.strategy == "adaptive" and jobs:
         warnings.append(

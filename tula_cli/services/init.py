@@ -165,10 +165,9 @@ def make_job_from_command(
         SpecError: the command cannot be used.
         TulaError: the installation lacks its templates.
     """
-    gpus_available = gpus if kind == "local" else _get_gpus_per_node(cluster_site)
-    recognised = add_answered_epochs(
-        recognise_line(line, KnownFacts(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
-    )
+    gpus_here = gpus if kind == "local" else 0
+    facts = KnownFacts(answers or {}, gpus=gpus_here or _get_gpus_per_node(cluster_site))
+    recognised = add_answered_epochs(recognise_line(line, facts, keeps_setup=kind == "slurm"), answers)
     one_process = recognised.gpus_per_node is None and _trains_in_one_process(recognised.script["command"])
     text = make_job_text(line, recognised, kind)
     if kind == "local":
@@ -189,7 +188,7 @@ def make_job_from_command(
     text = set_batch_range(text, recognised)
     warnings = (
         *warn_other_programs(recognised),
-        *_list_machine_warnings(recognised, cluster_site, gpus=gpus if kind == "local" else 0),
+        *_list_machine_warnings(recognised, cluster_site, gpus=gpus_here),
         *([messages.script_in_one_process()] if one_process else ()),
     )
     return JobFileProposal(text, recognised, tuple(list_missing_keys(recognised)), warnings)

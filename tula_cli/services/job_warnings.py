@@ -27,16 +27,15 @@ def describe_loader_and_scaling(spec: JobSpec, inspection: Inspection | None) ->
 
 def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
     """Yield the number of data-loader processes that `train.workers: auto` resolves to."""
-    cluster = spec.cluster
-    if spec.train.workers != "auto" or (cluster.kind == "local" and inspection is None):
+    cluster, assigner = spec.cluster, spec.cluster.backend.core_assigner
+    if spec.train.workers != "auto" or not (assigner or inspection):
         return
     ranks = [nodes * cluster.gpus_per_node for nodes in spec.search.nodes]
     fewest, _ = count_loader_processes(spec, inspection, ranks=max(ranks))
     _, most = count_loader_processes(spec, inspection, ranks=min(ranks))
     cpus = cluster.slurm.cpus_per_task if cluster.slurm is not None else None
-    if cluster.kind != "local":
-        who = "SLURM" if cluster.kind == "slurm" else "the scheduler"
-        why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else f"from the cores that {who} assigns"
+    if assigner:
+        why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else f"from the cores that {assigner} assigns"
     else:
         assert inspection is not None
         why = f"from the rank's share of {format_count(inspection.cpus, 'core')}"
@@ -57,7 +56,7 @@ def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, rank
     train, slurm = spec.train, spec.cluster.slurm
     if train.workers != "auto":
         return train.workers, train.workers
-    if spec.cluster.kind == "local":
+    if not spec.cluster.backend.core_assigner:
         cores = inspection.cpus / ranks if inspection else None
     else:
         cores = slurm.cpus_per_task if slurm else None
@@ -81,7 +80,7 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
         return warnings
     warnings += warn_large_reference_batch(spec, inspection.dataset_size)
     processes = 0 if workers == "auto" else workers * spec.cluster.gpus_per_node
-    if workers != "auto" and spec.cluster.kind == "local" and processes > 2 * inspection.cpus:
+    if workers != "auto" and not spec.cluster.backend.core_assigner and processes > 2 * inspection.cpus:
         warnings.append(messages.too_many_loader_processes(workers=workers, processes=processes, cores=inspection.cpus))
     return warnings
 

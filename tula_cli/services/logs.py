@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.rank_processes import count_ranks_of_supervisor
 from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.host.failures import find_root_failure
 from tula_cli.plugins import suggest_nearest
@@ -211,7 +210,7 @@ class _LogReader:
         task = self._read_task(logs[0])
         if task is None:
             return list(logs)
-        ranks_each = count_ranks_of_supervisor(task)
+        ranks_each = task.ranks_per_supervisor
         has_one_rank = task.spec.cluster.backend.has_queue and ranks_each == 1
         tagged = task.script is None or has_one_rank
         return [replace(log, first=log.first * ranks_each, tagged=tagged) for log in logs]

@@ -119,7 +119,8 @@ def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[Diagn
             first_host = report.nodes[0].host
             yield messages.clock_offset(host=node.host, seconds=node.clock_offset, first_host=first_host)
     cluster = task.spec.cluster
-    if cluster.device == "auto" and cluster.kind != "local" and not any(node.gpus for node in report.nodes):
+    may_have_gpu = cluster.device == "auto" and cluster.backend.may_have_gpu("auto", here=None)
+    if may_have_gpu and not any(node.gpus for node in report.nodes):
         yield messages.jobs_run_on_cpu()
     if _needs_download(task) and any(node.dataset is False for node in report.nodes):
         yield messages.dataset_not_downloaded(folder=str(_get_dataset_folder(task)))
@@ -240,9 +241,8 @@ def choose_node_count(spec: JobSpec, requested: int | None) -> int:
 
 def _find_max_nodes(spec: JobSpec) -> tuple[int | None, str]:
     """Return the maximum number of nodes of a job (None if it is not reported) and a description of the partition."""
-    if spec.cluster.kind == "slurm":
-        name = spec.cluster.slurm.partition if spec.cluster.slurm else None
-        partition = Site(site.list_partitions(), ()).find_partition(name or "")
+    if (slurm := spec.cluster.slurm_options) is not None:
+        partition = Site(site.list_partitions(), ()).find_partition(slurm.partition or "")
         return (None, "") if partition is None else (partition.usable, site.describe_partition(partition))
     offered = make_scheduler(spec.cluster).list_partitions()
     chosen = [partition for partition in offered if partition.default] or (offered if len(offered) == 1 else [])

@@ -151,7 +151,7 @@ def check_balance(
     max_hours: float | None = None,
     site_billing: SiteBilling | None = None,
 ) -> BalanceCheck | None:
-    """Return whether the balance covers a training; None if the price is of another kind, or the job not for SLURM.
+    """Return whether the balance covers a training; None if the price is of another kind.
 
     Args:
         spec: the job, with its billing filled in.
@@ -163,7 +163,7 @@ def check_balance(
         SpecError: the package is not installed.
     """
     billing = spec.pricing.slurm_billing
-    if billing is None or spec.cluster.kind != "slurm":
+    if billing is None:
         return None
     package = site_billing or _load_site_billing()
     return package.check_balance(spec, billing, nodes=nodes, hours=hours, max_hours=max_hours)

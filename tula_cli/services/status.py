@@ -20,7 +20,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Result
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.scripts import ResumeTestResult
-from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RateSearchTask, TrainTask, make_probe_id
+from tula_cli.run.records.tasks import JobTask, ProbeTask, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.training_status import TrainingStatus, read_training_status
 from tula_cli.spec.backend import get_backend
@@ -154,26 +154,21 @@ def make_job_status(
         node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,
         links=_list_chain_job_statuses(job, newest),
         hopeless=state == "queued" and scheduler.hopeless,
-        compared=snapshot.cell_descriptions.get(newest.signature, "") if isinstance(newest, TrainTask) else "",
+        compared=snapshot.cell_descriptions.get(newest.trained_signature, ""),
     )
 
 
 def _list_chain_job_statuses(job: Job, task: JobTask) -> tuple[ChainJobStatus, ...]:
     """Return the scheduler jobs of a chain, with the batches of the stages that each one runs."""
-    if not job.link_nodes or not isinstance(task, TrainTask):
-        return ()
-    batches = {nodes: tuple(s.batch for s in task.stages if s.nodes == nodes) for nodes in job.link_nodes}
     return tuple(
-        ChainJobStatus(chain_job, nodes, batches[nodes])
+        ChainJobStatus(chain_job, nodes, tuple(stage.batch for stage in task.ramp_stages if stage.nodes == nodes))
         for chain_job, nodes in zip(job.links, job.link_nodes, strict=False)
     )
 
 
-def _list_planned_probes(tasks: Iterable[JobTask]) -> dict[str, ProbeConfiguration]:
+def _list_planned_probes(tasks: Iterable[ProbeTask]) -> dict[str, ProbeConfiguration]:
     """Return the probes of a job by their ids, in the order in which it runs them."""
-    ranks = {
-        (task.nodes, local): task.ranks for task in tasks if isinstance(task, ProbeTask) for local in task.local_batches
-    }
+    ranks = {(task.nodes, local): task.ranks for task in tasks for local in task.local_batches}
     return {
         make_probe_id(nodes, local): ProbeConfiguration(nodes, local, local * ranks[nodes, local])
         for nodes, local in sorted(ranks)
@@ -182,9 +177,10 @@ def _list_planned_probes(tasks: Iterable[JobTask]) -> dict[str, ProbeConfigurati
 
 def read_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Mapping[str, Result]) -> _JobProgress:
     newest = tasks[-1]
-    if not isinstance(newest, ProbeTask):
+    probe_tasks = [task for task in snapshot.probe_tasks if task.job == newest.job]
+    if not probe_tasks:
         return _JobProgress(total=1, done=int(_has_result(snapshot, newest)), now=None)
-    probes = _list_planned_probes(tasks)
+    probes = _list_planned_probes(probe_tasks)
     results_here = {id_: results[id_] for id_ in probes if id_ in results}
     failed = {id_: result.message for id_, result in results_here.items() if isinstance(result, Failed)}
     undone = [probe for id_, probe in probes.items() if id_ not in results_here or id_ in failed]
@@ -194,20 +190,14 @@ def read_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Mapping
         now=undone[0] if undone else None,
         measured_at=max((r.measured_at for r in results_here.values() if isinstance(r, Measured)), default=None),
         failed=tuple(failed.values()),
-        may_grow=newest.bounds is not None,
+        may_grow=probe_tasks[-1].bounds is not None,
     )
 
 
 def _has_result(snapshot: Snapshot, task: JobTask) -> bool:
-    match task:
-        case TrainTask():
-            return snapshot.get_training(task.signature).read_summary() is not None
-        case EvaluateTask():
-            return snapshot.get_training(task.signature).read_evaluation(task.key) is not None
-        case RateSearchTask():
-            search = snapshot.read_rate_search(task.key)
-            return search is not None and search.finished
-    return any(test.task == task.id and test.over_at is not None for test in snapshot.resume_test_results)
+    if task.trained_signature:
+        return snapshot.get_training(task.trained_signature).read_summary() is not None
+    return RunDir(snapshot.path).is_finished(task, read=snapshot.read_record)
 
 
 def _determine_job_state(
@@ -252,7 +242,7 @@ def _determine_state_from_attempts(
     """
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is not None and last_attempt.ended_at is not None:
-        if scheduler.state == "unknown" and is_resumed_by_next_job(last_attempt, spec.cluster):
+        if scheduler.state == "unknown" and is_resumed_by_next_job(last_attempt):
             return "queued", scheduler.reason  # the next job of the chain resumes it
         measured = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
         if measured and abs(now - last_attempt.ended_at) < grace:
@@ -408,7 +398,7 @@ def read_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[st
 
 def _list_evaluations(snapshot: Snapshot, tasks: Iterable[JobTask]) -> tuple[EvaluationRecord, ...]:
     """Return the evaluations of the weights of these trainings, oldest first."""
-    signatures = dict.fromkeys(task.signature for task in tasks if isinstance(task, TrainTask))
+    signatures = dict.fromkeys(task.trained_signature for task in tasks if task.trained_signature)
     evaluations = [record for name in signatures for record in snapshot.get_training(name).read_evaluations()]
     return tuple(sorted(evaluations, key=lambda record: record.evaluated_at))
 

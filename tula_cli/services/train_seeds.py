@@ -190,7 +190,7 @@ def prepare_seed_trainings(runs: Sequence[Run], request: TrainRequest, inspect: 
     if plan is None or plan.trainings != request.seeds:
         if plan is not None:
             yield WarningEvent(messages.stored_plan_not_used(trainings=plan.trainings))
-        plan = plan_campaign([runs], Query(), [request.seeds], one_at_a_time=not spec.cluster.backend.has_queue)
+        plan = plan_campaign([runs], Query(), [request.seeds], for_seeds=True)
     run = select_runs(runs, plan.waves[0].node_type or None)[0]
     require_current_format(run.path)
     run = add_site_billing_to_run(run)
@@ -256,10 +256,10 @@ def run_seed_trainings(prepared: PreparedSeeds, submission: Submission) -> Work[
     submission.save_runs([run])
     save_campaign(prepared.runs, prepared.plan)
     with explain_interruption([run]):
-        if run.spec.cluster.backend.has_queue:
-            yield from _submit_missing_trainings(prepared, launcher, submission, under_way)
-        else:
+        if submission.starts_one_by_one(run.spec):
             yield from _run_trainings_one_by_one(prepared, launcher, submission)
+        else:
+            yield from _submit_missing_trainings(prepared, launcher, submission, under_way)
     return prepared.make_report()
 
 

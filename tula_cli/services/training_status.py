@@ -172,7 +172,7 @@ def _compute_spent_and_remaining_cost(
     Args:
         until: time to which a running attempt is counted; None if the job does not run.
     """
-    tasks = {task.id: task for task in snapshot.list_tasks_of_job(newest.job) if isinstance(task, TrainTask)}
+    tasks = {task.id: task for task in snapshot.train_tasks if task.job == newest.job}
     attempts = [
         attempt
         for attempt in snapshot.adjust_starts_to_file_clock(snapshot.list_attempts_of_job(newest.job))
@@ -232,7 +232,8 @@ def _find_stage_status(
 
 
 def _find_newest_train_task(snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
-    all_trainings = [task for task in tasks if isinstance(task, TrainTask)]
+    jobs = {task.job for task in tasks}
+    all_trainings = [task for task in snapshot.train_tasks if task.job in jobs]
     comparison = snapshot.comparison
     compared = frozenset[str]() if comparison is None else comparison.signatures
     trainings = [task for task in all_trainings if task.signature not in compared] or all_trainings

@@ -44,13 +44,17 @@ class Submission:
         """Return whether to wait for jobs of this cluster."""
         return not spec.cluster.backend.has_queue if self.wait is None else self.wait
 
+    def starts_one_by_one(self, spec: JobSpec) -> bool:
+        """Return whether a command that starts several trainings does so one after the other, as on this machine."""
+        return not spec.cluster.backend.has_queue
+
     def require_waiting(self, spec: JobSpec) -> None:
-        """Reject --no-wait on this machine for a command that starts several trainings, one after the other.
+        """Reject --no-wait for a command that starts several trainings one after the other.
 
         Raises:
             SpecError: the command is not to wait.
         """
-        if not spec.cluster.backend.has_queue and self.wait is False:
+        if self.starts_one_by_one(spec) and self.wait is False:
             raise SpecError(
                 "[[--no-wait]] is not possible: on this machine trainings run one after the other, and this command starts each of them",
                 "remove [[--no-wait]]; if you interrupt the command, finished trainings are kept",

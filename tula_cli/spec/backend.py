@@ -18,6 +18,10 @@ class Backend:
     # seconds between two queries for the states of jobs: the first interval, and the longest that it grows to
     poll: tuple[float, float] = (10.0, 60.0)
     has_queue: bool = True  # jobs wait for nodes, cost node-hours, and are chained
+    inspects_on_node: bool = False  # whether a first job can build model and dataset if this machine cannot
+    has_one_supervisor: bool = False  # whether one process starts all ranks of a job, instead of one per rank or node
+    unused_settings: tuple[str, ...] = ()  # keys of section cluster without effect
+    core_assigner: str = "the scheduler"  # assigns cores to each rank, in messages; empty if ranks share this machine's
     default_interface: str | None = None  # network interface of the ranks if the job names none; None: detected
     scheduler: str = ""  # module and class of the `Scheduler`; empty: `cluster.kind` names the user's
 
@@ -61,12 +65,17 @@ BACKENDS: dict[str, Backend] = {
         file_lag=2.0,
         poll=(0.5, 2.0),
         has_queue=False,
+        has_one_supervisor=True,
+        core_assigner="",
+        unused_settings=("minutes", "python", "setup"),
         default_interface="lo",
         scheduler="tula_cli.cluster.scheduler:LocalScheduler",
     ),
     "slurm": Backend(
         "SLURM",
         "cluster.slurm.memory",
+        inspects_on_node=True,
+        core_assigner="SLURM",
         scheduler="tula_cli.cluster.slurm.scheduler:SlurmScheduler",
     ),
 }

@@ -288,7 +288,7 @@ class JobSpec(Section):
         """Whether the scheduler starts one process per node, which starts the ranks, instead of one process per GPU."""
         slurm = self.cluster.slurm
         by_command = self.script is not None and self.script.launch == "node"
-        return self.cluster.kind != "local" and (by_command or (slurm is not None and slurm.launcher == "torchrun"))
+        return by_command or (slurm is not None and slurm.launcher == "torchrun")
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -66,8 +66,8 @@ class Cluster(Section):
                 f"options: has no effect with cluster.kind: {self.kind}, only with your own scheduler (cluster.kind: package.module:attribute); remove the key"
             )
         defaults = type(self).model_fields
-        given = [name for name in ("minutes", "python", "setup") if getattr(self, name) != defaults[name].default]
-        if given and not self.backend.has_queue:
+        given = [name for name in self.backend.unused_settings if getattr(self, name) != defaults[name].default]
+        if given:
             raise ValueError(
                 f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect with cluster.kind: {self.kind}, which submits no jobs; remove {'this key' if len(given) == 1 else 'these keys'}"
             )
@@ -80,6 +80,11 @@ class Cluster(Section):
     @property
     def backend(self) -> Backend:
         return get_backend(self.kind)
+
+    @property
+    def slurm_options(self) -> Slurm | None:
+        """Section slurm, or its defaults if it is left out; None if the jobs do not run on SLURM."""
+        return Slurm() if self.kind == "slurm" and self.slurm is None else self.slurm
 
     @property
     def is_included(self) -> bool:

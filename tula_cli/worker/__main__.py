@@ -34,7 +34,6 @@ from tula_cli.run.records.tasks import (
     EvaluateTask,
     ProbeTask,
     RateSearchTask,
-    ResumeTestTask,
     Task,
     TrainTask,
 )
@@ -206,15 +205,8 @@ def _find_local_device_type(task: Task) -> str:
 
 def _find_current_local_batch(task: Task, run: RunDir) -> int | None:
     """Return the local batch that was running; for a probe task, the first one without a result."""
-    if isinstance(task, CheckTask | ResumeTestTask):
-        return None  # no task, or a script's
-    if isinstance(task, TrainTask):
-        return task.batch // task.ranks
-    if isinstance(task, EvaluateTask):
-        return task.local_batch
-    if isinstance(task, RateSearchTask):
-        return task.batches[0] // task.ranks
-    return run.find_current_probe(task) or task.local_batches[-1]
+    current = run.find_current_probe(task) if isinstance(task, ProbeTask) else None
+    return current or task.samples_per_rank
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def start(
     run = RunDir(folder / "run")
     world = 2 * spec.cluster.gpus_per_node
     environ = {"PATH": "/bin", "PYTHONPATH": "/mine", "MASTER_PORT": "1", "RANK": "9"}
-    allocation = Allocation(
-        max(index, 0), world, local_index=index % 2, job_id="7" if index >= 0 else "", environ=environ, cpus=6
-    )
+    allocation = Allocation(0, 1, environ=environ)
+    if index >= 0:
+        allocation = Allocation(index, world, local_index=index % 2, job_id="7", environ=environ, cpus=6)
     meeting = "10.0.0.1:4711"
     command = LeaderCommand(task=task.id, attempt=1, ranks=world, meeting=meeting, batch=batch, checkpoint=checkpoint)
     script = ScriptTraining(run, task) if isinstance(task, TrainTask) else ScriptProbe(run, task)

@@ -236,15 +236,13 @@ def _is_oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int)
 
 # --- The program
 
-MAX_RESULT_DELAY_SECONDS = 30.0
-"""Maximum seconds until a file written by a rank on another node becomes visible (NFS)."""
 POLL_SECONDS = 0.5  # seconds
 
 
-def _read_rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
-    """Return the results of the ranks; if `patient` and any is there, wait up to MAX_RESULT_DELAY_SECONDS for the rest."""
-    deadline = time.monotonic() + MAX_RESULT_DELAY_SECONDS
-    while len(results := attempt.read_results()) < ranks and results and patient and time.monotonic() < deadline:
+def _read_rank_results(attempt: ScriptAttempt, ranks: int, *, max_seconds: float) -> list[RankResult]:
+    """Return the results of the ranks; if any is there, wait up to `max_seconds` for the rest."""
+    deadline = time.monotonic() + max_seconds
+    while len(results := attempt.read_results()) < ranks and results and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     return results
 
@@ -274,8 +272,8 @@ class ScriptProbe(ScriptProgram):
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Write the result of the measured batch."""
-        attempt, may_lag = self.get_attempt(command), self.task.spec.cluster.backend.has_queue
-        ranks = _read_rank_results(attempt, command.ranks, patient=failure is None and may_lag)
+        attempt, file_lag = self.get_attempt(command), self.task.spec.cluster.backend.file_lag
+        ranks = _read_rank_results(attempt, command.ranks, max_seconds=file_lag if failure is None else 0.0)
         stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
         if failure is not None and not stopped:
             return failure

@@ -281,17 +281,15 @@ class ScriptStart(AttemptContext):
 
     def list_processes(self) -> list[ScriptProcess]:
         """Return the processes of this supervisor: a rank, all ranks of a node or machine, or a command per node."""
-        task, allocation = self.task, self.allocation
+        task, positions = self.task, self.allocation.list_ranks(self.task)
         address, _, port = self.command.meeting.rpartition(":")
 
         def make_process(node: int, rank: int | None = None, local_rank: int | None = None) -> ScriptProcess:
             return ScriptProcess(task.nodes, node, address.strip("[]"), int(port), rank, local_rank)
 
         if self.program.script.launch == "node":
-            return [make_process(node) for node in (range(task.nodes) if allocation.is_local else [allocation.index])]
-        return [
-            make_process(position.node, position.rank, position.local_rank) for position in allocation.list_ranks(task)
-        ]
+            return [make_process(node) for node in dict.fromkeys(position.node for position in positions)]
+        return [make_process(position.node, position.rank, position.local_rank) for position in positions]
 
     def make_plan(self) -> ShimPlan:
         spec, script, attempt, program = self.task.spec, self.program.script, self.attempt, self.program
@@ -364,7 +362,7 @@ class ScriptStart(AttemptContext):
         variables |= self.program.extra_probe_variables
         if spec.cluster.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        elif process.rank is None and allocation.is_local and process.nodes > 1 and has_gpu():
+        elif process.rank is None and len(self.list_processes()) > 1 and has_gpu():  # the nodes share this machine
             variables["CUDA_VISIBLE_DEVICES"] = self._list_gpus_of_node(process.node_rank)
         if process.rank is None:
             return {**network, **inherited, **variables}

@@ -96,12 +96,12 @@ def inspect_job_if_possible(spec: JobSpec, inspect: Inspect) -> Inspection | Not
     Raises:
         SpecError: they cannot be built.
         JobFailed: the user's code fails.
-        NotInspectable: they cannot be inspected here, and the job does not run on SLURM.
+        NotInspectable: they cannot be inspected here, and no job can do so on a node.
     """
     try:
         return inspect(spec)
     except NotInspectable as error:
-        if spec.cluster.kind != "slurm":
+        if not spec.cluster.backend.inspects_on_node:
             raise
         return error
 

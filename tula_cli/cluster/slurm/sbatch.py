@@ -13,7 +13,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.run import package
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import CheckTask, Task
+from tula_cli.run.records.tasks import Task
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import MIN_AUTO_WORKERS
@@ -106,12 +106,12 @@ def get_wrapper_arguments(spec: JobSpec, *, environ: Mapping[str, str]) -> list[
 
 def warn_too_few_cpus(spec: JobSpec) -> list[Diagnostic]:
     """Return a warning if the CPUs per task are too few for a rank and its data-loader processes, or are not set."""
-    slurm = _get_slurm_section(spec)
+    slurm = spec.cluster.slurm_options
     if not spec.workload.takes_workers:
         return []  # a script chooses its loader processes itself
     workers = MIN_AUTO_WORKERS if spec.train.workers == "auto" else spec.train.workers
     needed = workers + 1
-    if spec.cluster.kind != "slurm" or (slurm.cpus_per_task or 0) >= needed or needed == 1:
+    if slurm is None or (slurm.cpus_per_task or 0) >= needed or needed == 1:
         return []
     if slurm.cpus_per_task is not None:
         return [messages.too_few_cpus_per_task(cpus_per_task=slurm.cpus_per_task, workers=workers)]
@@ -202,11 +202,8 @@ def _list_srun_options(task: Task, slurm: Slurm) -> list[str]:
 
 
 def _make_single_log_options(run: RunDir, task: Task) -> list[str]:
-    """Return srun options that send the output of all supervisors to two files, not two per supervisor as in submitit.
-
-    A check keeps separate files, which show which nodes see the run directory.
-    """
-    if isinstance(task, CheckTask):
+    """Return srun options that send the output of all supervisors to two files, not two per supervisor as in submitit."""
+    if task.has_log_per_supervisor:
         return []
     folder = run.submitit_dir.absolute()
     return [f"--output={folder}/%j_0_log.out", f"--error={folder}/%j_0_log.err"]
@@ -265,13 +262,14 @@ def _read_wrapper_lines(slurm: Slurm, workdir: Path) -> list[str]:
 
 
 def check_setup_files(cluster: Cluster, workdir: Path) -> None:
-    """Check that the files of `cluster.setup` and `cluster.slurm.wrapper` can be read, before a job is submitted.
+    """Check that the files of `cluster.setup` and `cluster.slurm.wrapper` can be read, before a job is submitted to SLURM.
 
     Raises:
         SpecError: a file cannot be read.
     """
-    read_setup_lines(cluster, workdir)
-    _read_wrapper_lines(cluster.slurm or Slurm(), workdir)
+    if cluster.slurm_options is not None:
+        read_setup_lines(cluster, workdir)
+        _read_wrapper_lines(cluster.slurm_options, workdir)
 
 
 def _make_wrapper_lines(lines: Sequence[str]) -> list[str]:
@@ -303,9 +301,9 @@ def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: 
 
 def fill_environment_defaults(spec: JobSpec) -> JobSpec:
     """Return a job with its unset options filled from sbatch's environment variables (e.g. SBATCH_ACCOUNT)."""
-    if spec.cluster.kind != "slurm":
+    slurm = spec.cluster.slurm_options
+    if slurm is None:
         return spec
-    slurm = spec.cluster.slurm or Slurm()
     values = {
         name: value
         for name in _DEFAULTED_OPTIONS

@@ -246,9 +246,7 @@ def _may_continue(snapshot: Snapshot, tasks: Sequence[TrainTask]) -> bool:
         return True
     last_attempt = attempts[-1]
     undecided = last_attempt.decision is None and last_attempt.outcome in ("signal", "disk")
-    return (
-        undecided or is_resumed_by_next_job(last_attempt, newest.spec.cluster)
-    ) and not snapshot.read_cancel_command(newest.job)
+    return (undecided or is_resumed_by_next_job(last_attempt)) and not snapshot.read_cancel_command(newest.job)
 
 
 # --- Export of all runs to all trackers

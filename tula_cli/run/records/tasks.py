@@ -52,6 +52,11 @@ class JobSize(Record):
 class BaseTask(Record):
     """The fields of every task, and properties with the values of most tasks, which some classes override."""
 
+    has_checkpoints: ClassVar[bool] = False
+    """Whether it resumes from checkpoints, so that a relaunch may succeed after any failure of the allocation."""
+    is_timed: ClassVar[bool] = False  # whether step times are measured, which other programs would distort
+    has_log_per_supervisor: ClassVar[bool] = False  # whether SLURM writes the output of each supervisor to its own log
+
     id: str
     job: str
     spec: StoredSpec
@@ -64,14 +69,36 @@ class BaseTask(Record):
         return self.nodes * self.spec.cluster.gpus_per_node
 
     @property
+    def ranks_per_supervisor(self) -> int:
+        """Number of ranks that one supervisor starts: one, those of its node, or all of a job on this machine."""
+        if self.spec.cluster.backend.has_one_supervisor:
+            return self.ranks
+        return self.spec.cluster.gpus_per_node if self.spec.starts_one_task_per_node else 1
+
+    @property
     def node_counts(self) -> tuple[int, ...]:
         """Possible numbers of nodes of the job, ascending; one, unless the job uses the nodes that the scheduler grants."""
         return (self.nodes,)
 
     @property
-    def attempt_file_pattern(self) -> str:
-        """Pattern of the file names of the attempts; of a training, those of all relaunches."""
-        return f"{self.id}.*.json"
+    def trained_signature(self) -> str:
+        """Signature of the training that it starts or resumes; empty of another task."""
+        return ""
+
+    @property
+    def samples_per_rank(self) -> int | None:
+        """Samples of a batch on one GPU, of a probe its last batch; None if it has no batch, or a script's resume test."""
+        return None
+
+    @property
+    def next_attempt_id(self) -> str:
+        """Id of the task of a training's next attempt; empty of another task, whose attempts all have its own id."""
+        return ""
+
+    @property
+    def ramp_stages(self) -> tuple[Stage, ...]:
+        """Stages of a training whose batch grows; empty of another task."""
+        return ()
 
     @property
     def resume_test_job_id(self) -> str:
@@ -89,19 +116,9 @@ class BaseTask(Record):
         return self.nodes
 
     @property
-    def folders(self) -> tuple[str, ...]:
-        """The folders that only it needs, relative to the run directory."""
-        return ()
-
-    @property
     def cause(self) -> str:
         """The reason for this relaunch in one sentence; empty if it is none."""
         return ""
-
-    @property
-    def has_checkpoints(self) -> bool:
-        """Whether it resumes from checkpoints, so that a relaunch may succeed after any failure of the allocation."""
-        return False
 
     @property
     def max_attempts(self) -> int:
@@ -112,11 +129,6 @@ class BaseTask(Record):
     def micro_batch_splits(self) -> int:
         """Parts in which each micro-batch is computed."""
         return 1
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether step times are measured, which other programs on the machine would distort."""
-        return False
 
     @property
     def script(self) -> Script | None:
@@ -172,6 +184,8 @@ class BatchBounds(Record):
 class ProbeTask(MeasuringTask):
     """A job that measures local batches, ascending, on one number of nodes; or one that searches for the largest."""
 
+    is_timed = True
+
     kind: Literal["probe"] = "probe"
     local_batches: tuple[int, ...]
     skip: tuple[int, ...] = ()  # local batches that already failed in this job and are left out
@@ -180,8 +194,8 @@ class ProbeTask(MeasuringTask):
     the given batches are measured."""
 
     @property
-    def is_timed(self) -> bool:
-        return True
+    def samples_per_rank(self) -> int:
+        return self.local_batches[-1]
 
 
 def make_probe_id(nodes: int, local_batch: int) -> str:
@@ -203,6 +217,8 @@ class TrainTask(BaseTask):
 
     Its id is train-<signature>-<attempt>, its job train-<signature>; `nodes` are those of this attempt.
     """
+
+    has_checkpoints = True
 
     kind: Literal["train"] = "train"
     signature: str
@@ -233,8 +249,20 @@ class TrainTask(BaseTask):
         return self.ladder[0].batch
 
     @property
-    def attempt_file_pattern(self) -> str:
-        return f"{self.job}-*.json"
+    def samples_per_rank(self) -> int:
+        return self.batch // self.ranks
+
+    @property
+    def trained_signature(self) -> str:
+        return self.signature
+
+    @property
+    def next_attempt_id(self) -> str:
+        return f"{self.job}-{self.attempt + 1}"
+
+    @property
+    def ramp_stages(self) -> tuple[Stage, ...]:
+        return self.stages
 
     @property
     def resume_test_job_id(self) -> str:
@@ -247,14 +275,6 @@ class TrainTask(BaseTask):
     @property
     def requested_nodes(self) -> int:
         return self.training_nodes if self.sizes else self.nodes
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        return (f"train/{self.signature}/checkpoints",)
-
-    @property
-    def has_checkpoints(self) -> bool:
-        return True
 
     @property
     def max_attempts(self) -> int:
@@ -372,6 +392,10 @@ class EvaluateTask(BaseTask):
     samples: int | None  # samples that the weights were trained on; None for the user's own file
     local_batch: int  # samples per batch on one GPU
 
+    @property
+    def samples_per_rank(self) -> int:
+        return self.local_batch
+
 
 class RateSearchTask(BaseTask):
     """A job that trains short branches from one checkpoint with several learning rates: `tula compare --learning-rates`.
@@ -385,11 +409,16 @@ class RateSearchTask(BaseTask):
     dataset_size: int | None = None  # samples per epoch of a script; None for tula's worker, which reads the dataset
     save_every: int = 0  # samples between two checkpoints of a script; 0 if it saves on request
 
+    @property
+    def samples_per_rank(self) -> int:
+        return self.batches[0] // self.ranks
+
 
 class CheckTask(BaseTask):
     """A short job that examines the nodes of a site: `tula check --on-cluster`."""
 
     MINUTES: ClassVar[float] = 3.0  # time limit in minutes
+    has_log_per_supervisor = True  # they show which nodes see the run directory
 
     kind: Literal["check"] = "check"
 

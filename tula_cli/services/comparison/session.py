@@ -169,7 +169,7 @@ def run_comparison(prepared: PreparedComparison, submission: Submission) -> Work
 def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, submission: Submission) -> Work[None]:
     """Run the missing trainings: one after another on this machine, in parallel on a cluster."""
     try:
-        if not run.spec.cluster.backend.has_queue:
+        if submission.starts_one_by_one(run.spec):
             one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=submission.inspect)
             yield from export_while_waiting(run, None, one_by_one)
             return

@@ -283,12 +283,12 @@ def _check_optimizer(spec: JobSpec) -> None:
 
 def _get_local_device(spec: JobSpec) -> str:
     """Return the device that the ranks of a local run use on this machine."""
-    has_gpu = count_gpus() > 0
-    if spec.cluster.device == "cuda" and spec.cluster.kind == "local" and not has_gpu:
+    here = "cuda" if count_gpus() > 0 else "cpu"
+    if spec.cluster.device == "cuda" and not spec.cluster.backend.may_have_gpu("cuda", here=here):
         raise SpecError(
             "cluster.device: cuda, but torch sees no GPU on this machine", "set cluster.device: cpu or auto"
         )
-    return "cuda" if has_gpu and spec.cluster.device != "cpu" else "cpu"
+    return "cpu" if spec.cluster.device == "cpu" else here
 
 
 def _needs_gpu_memory_estimate(spec: JobSpec, device: str) -> bool:

@@ -28,11 +28,8 @@ def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size:
     spec = task.spec
     splits = task.micro_batch_splits
     _check_batch(spec, batch, world=world, splits=splits, dataset_size=dataset_size)
-    ramp = None
-    largest = batch
-    if isinstance(task, TrainTask):
-        largest = max((stage.batch for stage in task.stages if stage.nodes == task.nodes), default=batch)
-        ramp = build_ramp_from_stages(task, task.stages, world, dataset_size)
+    largest = max((stage.batch for stage in task.ramp_stages if stage.nodes == task.nodes), default=batch)
+    ramp = build_ramp_from_stages(task, task.stages, world, dataset_size) if isinstance(task, TrainTask) else None
     stages = {stage.batch: 1 for stage in ramp.stages} if ramp else {}
     if splits > 1:
         stages = {stage: _choose_splits_for_stage(spec, stage, batch, world=world, splits=splits) for stage in stages}

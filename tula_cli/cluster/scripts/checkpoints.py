@@ -1,4 +1,4 @@
-"""The checkpoints that a script writes: where they are, whether they are complete, and how the shim waits for one."""
+"""The checkpoints that a script writes: where, when, whether they are complete, and how the shim waits for one."""
 
 import glob
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tula_cli.run.files import is_regular_file, read_change_time
 from tula_cli.run.records.scripts import KillPlan
+from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.scripts.placeholders import fill_text
 from tula_cli.spec.scripts.script import Resume, Script
 
@@ -55,17 +56,17 @@ def find_newest_checkpoint(
 
 def _is_missing_files_of_older_folder(path: Path, older: Iterable[Path]) -> bool:
     """Return whether a folder lacks files of the next older folder with the same name, ignoring numbers in names."""
-    older_folder = next((folder for folder in older if mask_numbers(folder.name) == mask_numbers(path.name)), None)
+    older_folder = next((folder for folder in older if _mask_numbers(folder.name) == _mask_numbers(path.name)), None)
     if older_folder is None or not (path.is_dir() and older_folder.is_dir()):
         return False
     return bool(_list_names_without_numbers(older_folder) - _list_names_without_numbers(path))
 
 
 def _list_names_without_numbers(folder: Path) -> set[str]:
-    return {mask_numbers(str(file.relative_to(folder))) for file in _list_files(folder)}
+    return {_mask_numbers(str(file.relative_to(folder))) for file in _list_files(folder)}
 
 
-def mask_numbers(name: str) -> str:
+def _mask_numbers(name: str) -> str:
     """Return a name with its numbers (step, rank) masked, so that files of fewer ranks do not count as missing."""
     return _NUMBER_PATTERN.sub("#", name)
 
@@ -127,3 +128,49 @@ def _is_complete_file(file: Path) -> bool:
         return zipfile.is_zipfile(file) if first_bytes == b"PK\x03\x04" else first_bytes != b"\0\0\0\0"
     except OSError:
         return False
+
+
+def find_position_at_time(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
+    """Return the steps, and the samples of rank 0, that were complete when a checkpoint was written (Unix time).
+
+    A row of a save, or of an evaluation or new epoch at that time, records the step in which the checkpoint was written.
+    Without one, the last row or heartbeat before it is used, which gives rather too few steps than too many.
+    """
+    rows = attempt.read_rows(0)
+    gaps = [row for row in rows if row["kind"] == "gap" and row["time"] >= when]
+    after = [row for row in gaps if "save" in row["causes"] or row["time"] - row["seconds"] <= when]
+    if after:
+        return after[0]["step"] - 1, after[0].get("before")  # "samples" may include prefetched ones
+    stood = [(row["step"], row["samples"]) for row in rows if "step" in row and row["time"] <= when]
+    heartbeat = attempt.read_heartbeat(0)
+    if heartbeat is not None and heartbeat.stepped_at <= when:
+        stood.append((heartbeat.step, heartbeat.samples))
+    return max(stood, key=lambda stand: stand[0], default=(0, None))
+
+
+def list_earlier_saves(
+    attempt: ScriptAttempt, checkpoint: Path, saved_at: float
+) -> list[tuple[float, int, float | None]]:
+    """Return when an attempt saved checkpoints like one of `saved_at`, with the steps and samples as of rank 0.
+
+    These are the calls of torch.save with its path, except for numbers in it and an ending such as .tmp. If there are
+    none, they are those with a name that the step of the checkpoint saved and that has since been renamed. No row has
+    the files saved after the last step, so those of the newest row are used. Other files that the same step saved, such
+    as best weights, and checkpoints saved in another way do not count.
+    """
+    rows = [row for row in attempt.read_rows(0) if row["kind"] == "gap" and row.get("saved")]
+    names = [*next((row["saved"] for row in rows if row["time"] >= saved_at), rows[-1]["saved"] if rows else ())]
+    paths = [_mask_numbers(str(checkpoint))]
+    if not any(_is_path_or_part(name, paths) for name in names):
+        paths = [_mask_numbers(name) for name in names if not Path(name).exists()]
+    return [
+        (max(times), row["step"] - 1, row["before"])
+        for row in rows
+        if (times := [when for name, when in row["saved"].items() if _is_path_or_part(name, paths)])
+    ]
+
+
+def _is_path_or_part(name: str, paths: Iterable[str]) -> bool:
+    """Return whether a saved file is one of `paths`, in one that is a folder, or one with an ending such as .tmp."""
+    name = _mask_numbers(name)
+    return any(name.startswith(path) and name[len(path) :][:1] in ("", "/", ".", "~") for path in paths)

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +18,9 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts.checkpoints import (
     UNCHANGED_SECONDS,
     find_newest_checkpoint,
+    find_position_at_time,
     is_settled_since,
-    mask_numbers,
+    list_earlier_saves,
     read_checkpoint_change_time,
 )
 from tula_cli.cluster.scripts.methods import NEVER_REFRESH_STEPS, summarize_scaling
@@ -417,7 +418,7 @@ class ScriptTraining(ScriptProgram):
         newest = max(loads, key=lambda row: float(row["written"]))
         path, written = Path(newest["path"]), float(newest["written"])
         writer = max((other for other in earlier if other.started_at <= written), key=lambda other: other.started_at)
-        steps, counted = _find_position_at_time(ScriptAttempt(self.run.path, writer.task, writer.number), written)
+        steps, counted = find_position_at_time(ScriptAttempt(self.run.path, writer.task, writer.number), written)
         batch = self.task.batch
         samples = steps * batch if counted is None else round(counted * self.task.ranks)
         self.training.write_script_progress(
@@ -591,11 +592,11 @@ class ScriptTraining(ScriptProgram):
         previous_save = next((save.saved_at for save in saves.saves[-1:] if save.saved_at > began), None)
         samples, steps = self.find_start_position(command)
         if previous_save is not None:
-            samples, steps = self._find_reached_position(command, *_find_position_at_time(attempt, previous_save))
-        end = self._find_reached_position(command, *_find_position_at_time(attempt, saved_at))
+            samples, steps = self._find_reached_position(command, *find_position_at_time(attempt, previous_save))
+        end = self._find_reached_position(command, *find_position_at_time(attempt, saved_at))
         earlier = [
             (when, *self._find_reached_position(command, step, samples_here))
-            for when, step, samples_here in _list_earlier_saves(attempt, checkpoint, saved_at)
+            for when, step, samples_here in list_earlier_saves(attempt, checkpoint, saved_at)
         ]
         new_saves: list[ScriptCheckpointSave] = []
         for when, samples_then, steps_then in [*(save for save in earlier if save[2] < end[1]), (saved_at, *end)]:
@@ -737,7 +738,7 @@ class ScriptTraining(ScriptProgram):
         saved_at = read_checkpoint_change_time(checkpoint)
         if str(checkpoint) == command.checkpoint and saved_at < read_change_time(attempt.plan_path):
             return
-        samples, steps = self._find_reached_position(command, *_find_position_at_time(attempt, saved_at))
+        samples, steps = self._find_reached_position(command, *find_position_at_time(attempt, saved_at))
         progress = ScriptProgress(
             samples=samples, steps=steps, batch=self.task.batch, checkpoint=str(checkpoint), saved_at=saved_at
         )
@@ -815,49 +816,3 @@ class ScriptTraining(ScriptProgram):
             splits=splits,
             normalised=micro_batches_per_statistic[0] if micro_batches_per_statistic and batch_norms else 0,
         )
-
-
-def _find_position_at_time(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
-    """Return the steps, and the samples of rank 0, that were complete when a checkpoint was written (Unix time).
-
-    A row of a save, or of an evaluation or new epoch at that time, records the step in which the checkpoint was written.
-    Without one, the last row or heartbeat before it is used, which gives rather too few steps than too many.
-    """
-    rows = attempt.read_rows(0)
-    gaps = [row for row in rows if row["kind"] == "gap" and row["time"] >= when]
-    after = [row for row in gaps if "save" in row["causes"] or row["time"] - row["seconds"] <= when]
-    if after:
-        return after[0]["step"] - 1, after[0].get("before")  # "samples" may include prefetched ones
-    stood = [(row["step"], row["samples"]) for row in rows if "step" in row and row["time"] <= when]
-    heartbeat = attempt.read_heartbeat(0)
-    if heartbeat is not None and heartbeat.stepped_at <= when:
-        stood.append((heartbeat.step, heartbeat.samples))
-    return max(stood, key=lambda stand: stand[0], default=(0, None))
-
-
-def _list_earlier_saves(
-    attempt: ScriptAttempt, checkpoint: Path, saved_at: float
-) -> list[tuple[float, int, float | None]]:
-    """Return when an attempt saved checkpoints like one of `saved_at`, with the steps and samples as of rank 0.
-
-    These are the calls of torch.save with its path, except for numbers in it and an ending such as .tmp. If there are
-    none, they are those with a name that the step of the checkpoint saved and that has since been renamed. No row has
-    the files saved after the last step, so those of the newest row are used. Other files that the same step saved, such
-    as best weights, and checkpoints saved in another way do not count.
-    """
-    rows = [row for row in attempt.read_rows(0) if row["kind"] == "gap" and row.get("saved")]
-    names = [*next((row["saved"] for row in rows if row["time"] >= saved_at), rows[-1]["saved"] if rows else ())]
-    paths = [mask_numbers(str(checkpoint))]
-    if not any(_is_path_or_part(name, paths) for name in names):
-        paths = [mask_numbers(name) for name in names if not Path(name).exists()]
-    return [
-        (max(times), row["step"] - 1, row["before"])
-        for row in rows
-        if (times := [when for name, when in row["saved"].items() if _is_path_or_part(name, paths)])
-    ]
-
-
-def _is_path_or_part(name: str, paths: Iterable[str]) -> bool:
-    """Return whether a saved file is one of `paths`, in one that is a folder, or one with an ending such as .tmp."""
-    name = mask_numbers(name)
-    return any(name.startswith(path) and name[len(path) :][:1] in ("", "/", ".", "~") for path in paths)

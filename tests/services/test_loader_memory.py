@@ -9,9 +9,9 @@ from read_diagnostics import codes
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask
-from tula_cli.services import job_warnings, messages
-from tula_cli.services.check import check_job
-from tula_cli.services.job_warnings import check_shared_memory, find_free_shared_memory
+from tula_cli.services import check, messages
+from tula_cli.services.check import check_job, find_free_shared_memory
+from tula_cli.services.job_warnings import check_shared_memory
 
 MB, GB = 2**20, 2**30
 SAMPLE = {"sample_bytes": MB, "cpus": 8}
@@ -58,7 +58,7 @@ def test_of_a_script_nothing_is_known() -> None:
 
 
 def test_check_refuses_a_search_of_which_no_batch_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_warnings, "read_shared_memory", lambda: MB)
+    monkeypatch.setattr(check, "read_shared_memory", lambda: MB)
     report = check_job(job(), inspector=lambda _: make_inspection(**SAMPLE))
     assert "shared-memory-too-small" in codes(report.problems)
 

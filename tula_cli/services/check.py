@@ -10,6 +10,7 @@ from tula_cli.cluster.slurm.first_job import inspect_job_if_possible, reuse_stor
 from tula_cli.cluster.slurm.sbatch import check_setup_files, warn_too_few_cpus
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
+from tula_cli.host.machine import read_shared_memory
 from tula_cli.models.choice.grid import LimitByNodes, find_highest_limit
 from tula_cli.models.cost import MaxCost, compute_max_cost
 from tula_cli.run.directory import Run, RunDir
@@ -20,7 +21,6 @@ from tula_cli.services import messages
 from tula_cli.services.job_warnings import (
     check_shared_memory,
     describe_loader_and_scaling,
-    find_free_shared_memory,
     warn_ags_on_one_rank,
     warn_unlikely_settings,
 )
@@ -320,6 +320,16 @@ def _check_ramp_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[li
     from tula_cli.models.ramp_costs import list_stage_diagnostics
 
     return list_stage_diagnostics(spec, dataset_size=inspection.dataset_size if inspection else None)
+
+
+def find_free_shared_memory(spec: JobSpec, run: RunDir | None) -> int | None:
+    """Return the free bytes of /dev/shm: on this machine, or the fewest in the newest check of nodes; None if unknown."""
+    if spec.cluster.kind == "local":
+        return read_shared_memory()
+    if run is None:
+        return None
+    reports = [report for task in run.read_check_tasks() if (report := run.checks.read_report(task.id)) is not None]
+    return min((node.shared for node in reports[-1].nodes if node.shared), default=None) if reports else None
 
 
 def _check_gpu_count(spec: JobSpec, inspection: Inspection | None) -> tuple[Diagnostic, ...]:

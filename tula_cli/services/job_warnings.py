@@ -3,9 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.host.machine import read_shared_memory
 from tula_cli.presets import NORMALISING_OPTIMIZERS
-from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
@@ -131,13 +129,3 @@ def check_shared_memory(
     if needed <= free:
         return ()
     return (messages.shared_memory_too_small(free_bytes=free, ranks=ranks, needed_bytes=needed, local_batch=size),)
-
-
-def find_free_shared_memory(spec: JobSpec, run: RunDir | None) -> int | None:
-    """Return the free bytes of /dev/shm: on this machine, or the fewest in the newest check of nodes; None if unknown."""
-    if spec.cluster.kind == "local":
-        return read_shared_memory()
-    if run is None:
-        return None
-    reports = [report for task in run.read_check_tasks() if (report := run.checks.read_report(task.id)) is not None]
-    return min((node.shared for node in reports[-1].nodes if node.shared), default=None) if reports else None

@@ -28,6 +28,7 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, Result
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
@@ -49,7 +50,7 @@ class TypeMeasurements:
     """The measurements of one node type, and the models fitted to them."""
 
     run: Run
-    results: Sequence[Result]
+    snapshot: Snapshot  # its records
     estimator: Estimator
     unknown: tuple[UnknownConfigurations, ...]
     pending: int
@@ -112,16 +113,16 @@ def gather_measurements(
         Pending, BadMeasurements, Infeasible: no node type is left.
     """
     all_measurements, errors = [], []
-    results_of = {run.type: run.read_results() for run in runs}
-    all_results = [result for results in results_of.values() for result in results]
+    snapshots = {run.type: run.read_snapshot() for run in runs}
+    all_results = [result for snapshot in snapshots.values() for result in snapshot.results]
     noise = make_noise_path(runs, runs[0].spec, all_results)
     read_trainings = functools.cache(list_observations_from_trainings)  # a run is also one of its siblings' other sizes
     stage_objective = choose_stage_objective(query.quantity)
     for run in runs:
-        results, pending_here = results_of[run.type], pending.get(run.type, 0)
+        snapshot, pending_here = snapshots[run.type], pending.get(run.type, 0)
         observations, sizes = read_trainings(run), read_measurements_of_other_sizes(run, read_trainings)
         try:
-            estimator = _fit_estimator(run, results, observations, sizes, noise, stage_objective)
+            estimator = _fit_estimator(run, snapshot, observations, sizes, noise, stage_objective)
             unknown = _list_unknown_configurations(estimator, query)
             _require_enough_configurations(estimator, unknown, pending=pending_here)
         except (Pending, BadMeasurements, Infeasible) as error:
@@ -129,7 +130,7 @@ def gather_measurements(
             errors.append((run, _make_pending_error(pending_here, error.message) if is_early else error))
         else:
             all_measurements.append(
-                TypeMeasurements(run, results, estimator, unknown, pending_here, observations.left_out, sizes)
+                TypeMeasurements(run, snapshot, estimator, unknown, pending_here, observations.left_out, sizes)
             )
     if not all_measurements:
         raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
@@ -148,9 +149,7 @@ def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, 
         Pending, BadMeasurements: the noise is needed, and pending probes may still measure it, or no probe has measured
             it.
     """
-    probes = [
-        result for measurements in all_measurements for result in measurements.results if isinstance(result, Measured)
-    ]
+    probes = [probe for measurements in all_measurements for probe in measurements.snapshot.measured]
     gradient_stats = [probe.gradients for probe in probes if probe.gradients is not None]
     runs = [measurements.run for measurements in all_measurements]
     noise = read_noise_from_trainings(runs, all_measurements[0].run.spec) or efficiency.estimate_noise_scale(
@@ -237,30 +236,29 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "ti
     Raises:
         BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
-    results, sizes = run.read_results(), read_measurements_of_other_sizes(run)
-    noise = make_noise_path([run], run.spec, results)
-    return _fit_estimator(run, results, list_observations_from_trainings(run), sizes, noise, stages_by)
+    snapshot, sizes = run.read_snapshot(), read_measurements_of_other_sizes(run)
+    noise = make_noise_path([run], run.spec, snapshot.results)
+    return _fit_estimator(run, snapshot, list_observations_from_trainings(run), sizes, noise, stages_by)
 
 
 def _fit_estimator(
     run: Run,
-    results: Sequence[Result],
+    snapshot: Snapshot,
     observations: TrainingObservations,
     sizes: OtherGpuCountMeasurements,
     noise: NoisePath | None,
     stages_by: StageObjective,
 ) -> Estimator:
-    attempts = run.read_attempts()
     return Estimator.fit(
         run.spec,
-        results,
-        attempts=attempts,
+        snapshot.results,
+        attempts=snapshot.attempts,
         saves=run.find_newest_script_saves(),
         trained=observations.steps,
         trainings=observations.configurations,
         other_sizes=sizes,
         noise=noise,
-        queue=compute_median_queue_wait(run.read_jobs(), attempts),
+        queue=compute_median_queue_wait(run.read_jobs(), snapshot.attempts),
         stages_by=stages_by,
     )
 
@@ -556,7 +554,8 @@ def list_measurement_warnings(measurements: TypeMeasurements) -> Iterator[Diagno
     """Yield warnings about a node type: missing, failed and disturbed probes, the fits, and damaged files."""
     if measurements.pending:
         yield messages.probes_pending(probes=measurements.pending)
-    yield from warn_failed_probes(measurements.results, measurements.run.spec.search.nodes)
+    snapshot = measurements.snapshot
+    yield from warn_failed_probes(snapshot.results, measurements.run.spec.search.nodes)
     unknown = measurements.unknown
     for group in unknown[:_MAX_REASONS]:
         yield messages.configurations_left_out(configurations=group.count, nodes=group.nodes, reason=group.why)
@@ -565,7 +564,6 @@ def list_measurement_warnings(measurements: TypeMeasurements) -> Iterator[Diagno
             configurations=sum(group.count for group in remaining),
             nodes=[count for group in remaining for count in group.nodes],
         )
-    snapshot = measurements.run.read_snapshot()
     for attempt in snapshot.attempts:
         if attempt.disturbed_by:
             yield messages.probe_disturbed(task=attempt.task, trainings=attempt.disturbed_by)

@@ -358,7 +358,7 @@ def _build_answer(
         estimator.stages.list_stages(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
     )
     accuracy = None
-    if run.read_snapshot().comparison is not None:
+    if measurements.snapshot.comparison is not None:
         from tula_cli.services.comparison.accuracy import find_accuracy_evidence
 
         accuracy = find_accuracy_evidence(run, batch=prediction.batch)

@@ -507,7 +507,7 @@ def build_memory_section(material: ReportData) -> Section:
         return replace(section, missing=why)
     estimator, gpus = measurements.estimator, measurements.run.spec.cluster.gpus_per_node
     model = estimator.memory.adapt_to_ranks(choice.nodes * gpus)
-    probes = [result for result in measurements.results if isinstance(result, Measured)]
+    probes = measurements.snapshot.measured
     if estimator.memory.sharded:  # probes on other numbers of GPUs have other shards
         probes = [probe for probe in probes if probe.nodes == choice.nodes]
     text = [_describe_memory_limit(measurements, choice.nodes)]

@@ -51,7 +51,9 @@ def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
         SpecError: nothing limits the batches to measure, or, for a job on this machine, the command's program is
             missing here or its Python cannot import torch.
     """
-    warnings = _warn_missing_program(spec, script) or _warn_missing_torch(spec, script)
+    missing = _find_missing_program(script) or _find_missing_torch(spec, script)
+    if missing is not None and not spec.cluster.backend.has_queue:
+        raise missing[1]
     bounds = [bound for bound in (script.known_dataset_size, spec.search.max_batch) if bound is not None]
     if not bounds:
         raise SpecError(
@@ -73,48 +75,36 @@ def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
         cpus=len(os.sched_getaffinity(0)),
         gpus=gpus,
         script=script.command,
-        warnings=warnings,
+        warnings=() if missing is None else missing[:1],
     )
 
 
-def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[Diagnostic, ...]:
-    """Return a warning if the program of a script is missing here but may exist on the nodes.
-
-    Raises:
-        SpecError: the program is missing and the job runs on this machine.
-    """
+def _find_missing_program(script: Script) -> tuple[Diagnostic, SpecError] | None:
+    """Return a warning about the nodes, and the error on this machine, if the program of a script is missing here."""
     program = shlex.split(script.command)[0]
     if program.endswith(".py") or "{" in program or shutil.which(program):  # shutil.which also accepts a path
-        return ()
-    if spec.cluster.backend.has_queue:
-        return (messages.program_not_here(program=program),)
-    raise SpecError(
+        return None
+    return messages.program_not_here(program=program), SpecError(
         f"script.command: the program {program} does not exist on this machine",
         "install the program, activate its environment, or give its path in script.command",
     )
 
 
-def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[Diagnostic, ...]:
-    """Return a warning if the Python of a script, unless it is tula's, cannot import torch here but may on the nodes.
-
-    Raises:
-        SpecError: torch cannot be imported and the job runs on this machine.
-    """
+def _find_missing_torch(spec: JobSpec, script: Script) -> tuple[Diagnostic, SpecError] | None:
+    """Return a warning and an error as `_find_missing_program` if the Python of a script, unless tula's, lacks torch."""
     program = shlex.split(script.command)[0]
     python = shutil.which(program) if PYTHON_COMMAND_PATTERN.fullmatch(Path(program).name) else None
     is_tulas = python is None or Path(python).parent == Path(sys.executable).parent
     if python is None or is_tulas or spec.cluster.setup:  # set-up lines may activate another Python
-        return ()
+        return None
     try:
         import_result = run_command([python, "-c", "import torch"], timeout=IMPORT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
-        return ()
+        return None
     if import_result.returncode == 0:
-        return ()
+        return None
     why = (import_result.stderr.strip().splitlines() or ["no reason given"])[-1]
-    if spec.cluster.backend.has_queue:
-        return (messages.torch_not_here(python=python, reason=why),)
-    raise SpecError(
+    return messages.torch_not_here(python=python, reason=why), SpecError(
         f"script.command: {python} cannot import torch: {why}",
         "activate the environment that has torch, or give the path of that environment's Python in script.command",
     )

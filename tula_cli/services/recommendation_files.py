@@ -151,10 +151,8 @@ def _list_rows(
     the configurations with a forecast (node type, nodes and batch).
     """
     gpus, estimator = measurements.run.spec.cluster.gpus_per_node, measurements.estimator
-    probes = {
-        Config(result.nodes, result.local_batch * result.nodes * gpus): result
-        for result in measurements.snapshot.results
-    }
+    results = measurements.snapshot.results
+    probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in results}
     listed = [Config(row.nodes, row.batch) for row in recommendation.rows if row.type == measurements.type]
     many = estimator.list_configurations() if every or estimator.configuration_count <= MAX_ROWS_LISTED else ()
     for config in sorted({*probes, *listed, *many}):

@@ -7,6 +7,7 @@ from make_runs import add_failed, add_out_of_memory, attempt, script_spec, spec,
 from worker_jobs import make_train_task
 
 from tula_cli.cluster.scripts.training import ScriptTraining
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.failures import Failure, Recovery, Relaunch
@@ -31,9 +32,10 @@ FIELDS: list[tuple[type[Record], str]] = [
 
 @pytest.mark.parametrize(("record", "field"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
 def test_recorded_text_is_written_without_secrets(record: type[Record], field: str) -> None:
-    many = "tuple" in str(record.model_fields[field].annotation)
+    annotation = str(record.model_fields[field].annotation)
+    value = Diagnostic("code", {"reason": QUOTED}, QUOTED) if "Diagnostic" in annotation else QUOTED
     copied = record.model_construct(
-        **{field: (QUOTED,) if many else QUOTED}
+        **{field: (value,) if "tuple" in annotation else value}
     )  # as model_copy does, it validates nothing
     written = copied.model_dump_json(include={field})
     assert "HTTPError: 403" in written and SECRET not in written

@@ -199,8 +199,10 @@ def make_next_attempt(task: TrainTask, failure: Failure, decision: Relaunch | Re
     return task.model_copy(update=update)
 
 
-def resize_task_to_allocation(run: RunDir, task: TrainTask, granted: int) -> TrainTask:
-    """Return the task on the nodes that its job was granted, recorded as a new attempt if their number differs."""
+def resize_task_to_allocation(run: RunDir, task: Task, granted: int | None) -> Task:
+    """Return a training on the nodes granted to its job, as a new attempt if their number differs; others as they are."""
+    if granted is None or not isinstance(task, TrainTask):
+        return task
     resized = task.with_granted_nodes(granted)
     if resized.nodes == task.nodes:
         return task

@@ -59,7 +59,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import list_files, pin_run, read_content
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
-from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.records.tasks import Task
 
 # --- Runs of another format
 
@@ -235,11 +235,7 @@ class Supervisor:
         self._end_start_delay(self._list_later_jobs_of_chain(first_task))
         ends = time.monotonic() + first_task.timeout
         task = self._resume_from_earlier_jobs(first_task)
-        if (
-            isinstance(task, TrainTask)
-            and self.allocation.nodes is not None
-            and not is_finished_or_cancelled(self.run, task)
-        ):
+        if task is not None and not is_finished_or_cancelled(self.run, task):
             task = resize_task_to_allocation(self.run, task, self.allocation.nodes)
         while task is not None and not is_finished_or_cancelled(self.run, task):
             if task.ramp_stages and not self.allocation.has_enough_nodes(task.nodes):

@@ -1247,14 +1247,9 @@ class TulaOptimizer(OptimizerWrapper):
 
     # ---- the step
 
-    def _take_step(self) -> None:
-        """Take one optimizer step (lines 4 to 10)."""
-        with self.wrap_base_step():
-            self.base.step()
-
     @contextmanager
     def wrap_base_step(self) -> Iterator[None]:
-        """Turn a step that the caller takes with the base optimizer inside this context into a step of AGS.
+        """Turn a step that the caller takes with the base optimizer inside this context into a step of AGS (lines 4 to 10).
 
         Enter and leave it with gradients disabled, on every rank. After an exception the step does not count.
 

@@ -119,10 +119,6 @@ class Ortho(OptimizerWrapper):
     def _is_matrix(self, param: Tensor) -> bool:
         return id(param) in self._matrix_ids and param.requires_grad and 1 < _get_sides(param)[0] <= MAX_SHORTER_SIDE
 
-    def _take_step(self) -> None:
-        with self.wrap_base_step():
-            self.base.step()
-
     @contextmanager
     def wrap_base_step(self) -> Iterator[None]:
         """Orthogonalise the step that the base optimizer takes inside the context; needs a temporary copy of the matrices.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from numbers import Integral, Real
 from typing import Any, overload
 
@@ -198,6 +199,14 @@ class OptimizerWrapper(Optimizer):
 
     def _discard_pending_gradients(self) -> None:
         """Drop everything gathered for the coming step; by default that is nothing."""
+
+    def _take_step(self) -> None:
+        with self.wrap_base_step():
+            self.base.step()
+
+    @abstractmethod
+    def wrap_base_step(self) -> AbstractContextManager[None]:
+        """Turn a step that the caller takes with the base optimizer inside this context into a step of this optimizer."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

@@ -192,7 +192,7 @@ class JobSpec(Section):
     def _set_update_scaling_by_default(self) -> "JobSpec":
         """Scale updates by default if the optimizer divides by the gradient's magnitude, cancelling its factors."""
         is_unset = self.ags.apply_to is None
-        if is_unset and self.optimizer.name in NORMALISING_OPTIMIZERS and self.train.training_method.scales_gradients:
+        if is_unset and self.optimizer.name in NORMALISING_OPTIMIZERS and self.effective_ags is not None:
             object.__setattr__(self, "ags", self.ags.model_copy(update={"apply_to": "update"}))  # the model is frozen
         return self
 

@@ -8,7 +8,6 @@ without AGS.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import platform
 import sys
@@ -17,6 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
 
 from .failing import write_failure
+from .function_hooks import hook_function
 from .optimizers import count_elements, get_full_name, get_scaler_class, list_parameters
 from .ranks import count_ranks
 
@@ -420,36 +420,24 @@ def hook_steps(ags: Callable[[], AgsHooks]) -> None:
     import torch
     from torch.optim import optimizer as module
 
-    init, run = torch.optim.Optimizer.__init__, torch.autograd.backward
-
-    @functools.wraps(init)
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        init(self, *arguments, **named)
+    def register_new_optimizer(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
         ags().register_optimizer(self)
 
-    @functools.wraps(run)
-    def bind_and_run_backward(*arguments: Any, **named: Any) -> Any:
+    def bind_and_run_backward(original: Any, *arguments: Any, **named: Any) -> Any:
         ags().bind_largest_model()
-        return run(*arguments, **named)
+        return original(*arguments, **named)
 
-    torch.optim.Optimizer.__init__ = __init__  # type: ignore[method-assign]
-    torch.autograd.backward = bind_and_run_backward
-    module.register_optimizer_step_pre_hook(lambda *step: ags().before_step(*step))
-    module.register_optimizer_step_post_hook(lambda optimizer, *_: ags().after_step(optimizer))
-    _hook_skipped_steps(ags)
-
-
-def _hook_skipped_steps(ags: Callable[[], AgsHooks]) -> None:
-    scaler = get_scaler_class()
-    step = scaler.step
-
-    @functools.wraps(step)
-    def step_and_detect_skip(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+    def step_and_detect_skip(original: Any, self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
         hooks = ags()
         before = hooks._steps_taken
-        done = step(self, optimizer, *arguments, **named)
+        done = original(self, optimizer, *arguments, **named)
         if hooks.tula is not None and optimizer is hooks.tula.base and hooks._steps_taken == before:
             hooks.discard_skipped_step()
         return done
 
-    scaler.step = step_and_detect_skip
+    hook_function(torch.optim.Optimizer, "__init__", register_new_optimizer)
+    hook_function(torch.autograd, "backward", bind_and_run_backward)
+    module.register_optimizer_step_pre_hook(lambda *step: ags().before_step(*step))
+    module.register_optimizer_step_post_hook(lambda optimizer, *_: ags().after_step(optimizer))
+    hook_function(get_scaler_class(), "step", step_and_detect_skip)

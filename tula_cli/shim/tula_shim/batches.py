@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import time
 import weakref
 from typing import Any, Callable, Hashable, Iterator, Mapping
+
+from .function_hooks import hook_function
 
 MAX_BATCH_NESTING = 4  # maximum nesting of containers in a batch
 LENGTH_PATH_PART = "its length"  # last part of a path to a list whose length is the number of samples
@@ -198,17 +199,13 @@ def hook_loaders(delivered: Callable[[], DeliveredBatches | None], began: Callab
     """
     from torch.utils.data import DataLoader, dataloader, get_worker_info
 
-    iterator = dataloader._BaseDataLoaderIter
-    advance, begin = iterator.__next__, DataLoader.__iter__
-
-    @functools.wraps(advance)
-    def __next__(self: Any) -> Any:
+    def count_next_batch(original: Any, self: Any) -> Any:
         counts = delivered()
         if counts is None:
-            return advance(self)
+            return original(self)
         start = time.perf_counter()
         try:
-            batch = advance(self)
+            batch = original(self)
         except StopIteration:
             began()
             raise
@@ -216,20 +213,19 @@ def hook_loaders(delivered: Callable[[], DeliveredBatches | None], began: Callab
         counts.add_batch(id(self._dataset), batch, waited=time.perf_counter() - start, size=size, iterator=self)
         return batch
 
-    @functools.wraps(begin)
-    def __iter__(self: Any) -> Any:
+    def begin_pass(original: Any, self: Any) -> Any:
         counts = delivered()
-        if counts is not None and get_worker_info() is None:
-            began()
-            if id(self.dataset) not in counts.facts:  # a second loader of the same dataset is for evaluation
-                counts.facts[id(self.dataset)] = describe_loader(self)
-            iterator = begin(self)
-            counts.begin_pass(id(self.dataset), iterator)
-            return iterator
-        return begin(self)
+        if counts is None or get_worker_info() is not None:
+            return original(self)
+        began()
+        if id(self.dataset) not in counts.facts:  # a second loader of the same dataset is for evaluation
+            counts.facts[id(self.dataset)] = describe_loader(self)
+        iterator = original(self)
+        counts.begin_pass(id(self.dataset), iterator)
+        return iterator
 
-    iterator.__next__ = __next__  # type: ignore[method-assign]
-    DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+    hook_function(dataloader._BaseDataLoaderIter, "__next__", count_next_batch)
+    hook_function(DataLoader, "__iter__", begin_pass)
 
 
 def describe_loader(loader: Any) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
+from .function_hooks import hook_function
 from .optimizers import get_scaler_class
 
 
@@ -65,11 +65,7 @@ class BranchSteps:
 
 
 def hook_branch(recorder: Any) -> None:
-    """Hook torch's optimizers for the shape of the learning rate, and its gradient scaler for the loss before scaling.
-
-    Args:
-        recorder: the recorder of this process, which follows a branch.
-    """
+    """Hook torch's optimizers for the shape of the learning rate, and its gradient scaler for the loss before scaling."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(
@@ -78,14 +74,11 @@ def hook_branch(recorder: Any) -> None:
         )
     )
     register_optimizer_step_post_hook(lambda optimizer, *_: recorder.branch.restore_learning_rates(optimizer))
-    scaler = get_scaler_class()
-    scale = scaler.scale
 
-    @functools.wraps(scale)
-    def scale_and_mark(self: Any, outputs: Any) -> Any:
-        scaled = scale(self, outputs)
+    def scale_and_mark(original: Any, self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
         if scaled is not outputs and hasattr(scaled, "detach"):
             scaled._tula_unscaled = outputs
         return scaled
 
-    scaler.scale = scale_and_mark
+    hook_function(get_scaler_class(), "scale", scale_and_mark)

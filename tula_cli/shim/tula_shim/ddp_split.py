@@ -10,6 +10,7 @@ import weakref
 from typing import Any, Callable
 
 from .clocks import Mark
+from .function_hooks import hook_function
 from .optimizers import get_scaler_class
 
 Inner = Callable[[Any, Any], Any]
@@ -162,32 +163,20 @@ def hook_ddp(split: Callable[[], DdpSplit]) -> None:
     """Hook DDP modules, their communication hooks and gradient scalers, so that they are registered."""
     from torch.nn.parallel import DistributedDataParallel
 
-    init, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
-
-    @functools.wraps(init)
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        init(self, *arguments, **named)
+    def register_module(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
         split().modules.append(weakref.ref(self))
 
-    @functools.wraps(register)
-    def register_comm_hook(self: Any, state: object, hook: Inner) -> Any:
-        done = register(self, state, split().wrap_hook(hook))
+    def wrap_comm_hook(original: Any, self: Any, state: object, hook: Inner) -> Any:
+        done = original(self, state, split().wrap_hook(hook))
         split()._hooked.add(id(self))
         split().hook = getattr(hook, "__qualname__", type(hook).__qualname__)
         return done
 
-    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
-    DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
-    _hook_scalers(split)
-
-
-def _hook_scalers(split: Callable[[], DdpSplit]) -> None:
-    scaler = get_scaler_class()
-    init = scaler.__init__
-
-    @functools.wraps(init)
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        init(self, *arguments, **named)
+    def register_scaler(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
         split().scalers.append(weakref.ref(self))
 
-    scaler.__init__ = __init__
+    hook_function(DistributedDataParallel, "__init__", register_module)
+    hook_function(DistributedDataParallel, "register_comm_hook", wrap_comm_hook)
+    hook_function(get_scaler_class(), "__init__", register_scaler)

@@ -8,7 +8,6 @@ killed at any time, so the supervisor reads the journal after it has exited.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -21,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import unquote, urlsplit
+
+from .function_hooks import hook_function
 
 MAX_COPIED_BYTES = 2**30
 """Limit in bytes of the copies of a process; changes of further files are only reported."""
@@ -72,16 +73,13 @@ class FileChangeRecorder:
         self.stepped = True
         self._append_rows(stepped=time.time())
         module = sys.modules.get("safetensors.torch")
-        serialize = getattr(module, "serialize_file", None)
-        if module is None or serialize is None:
-            return
 
-        @functools.wraps(serialize)
-        def serialize_and_record(tensors: Any, filename: Any, *arguments: Any, **named: Any) -> Any:
+        def record_and_serialize(original: Any, tensors: Any, filename: Any, *arguments: Any, **named: Any) -> Any:
             self.record_change(filename, resolve=True)
-            return serialize(tensors, filename, *arguments, **named)
+            return original(tensors, filename, *arguments, **named)
 
-        module.serialize_file = serialize_and_record  # type: ignore[attr-defined]
+        if hasattr(module, "serialize_file"):
+            hook_function(module, "serialize_file", record_and_serialize)
 
     def _record_open(self, path: Any, _: object, flags: int) -> None:
         if flags & WRITE_FLAGS and not os.path.isdir(path):  # noqa: PTH112 - tempfile opens the folder (O_TMPFILE) to create a file in it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import multiprocessing.util
 import os
 import sys
@@ -14,6 +13,7 @@ from . import batches, ddp_split, failing
 from .ags import AgsHooks, hook_steps
 from .batches import DeliveredBatches
 from .branch import hook_branch
+from .function_hooks import hook_function
 from .optimizers import get_learning_rate
 from .plan import OBSERVE_FILE, PLAN_VARIABLE, PlanError, read_plan
 from .recorder import EPOCH, EVAL, Recorder
@@ -150,11 +150,8 @@ def stop_recording(recorder: Recorder, error: Exception) -> None:
 def _hook_backward(recorder: Recorder) -> None:
     import torch
 
-    run = torch.autograd.backward
-
-    @functools.wraps(run)
-    def run_and_record_backward(*arguments: Any, **named: Any) -> Any:
-        done = run(*arguments, **named)
+    def run_and_record_backward(original: Any, *arguments: Any, **named: Any) -> Any:
+        done = original(*arguments, **named)
         recorder.backwards += 1
         recorder.delivered.count_backward()
         if recorder.branch is not None:
@@ -162,36 +159,29 @@ def _hook_backward(recorder: Recorder) -> None:
         recorder.split.after_backward(recorder.clock.mark)
         return done
 
-    torch.autograd.backward = run_and_record_backward
+    hook_function(torch.autograd, "backward", run_and_record_backward)
 
 
 def _hook_gaps(recorder: Recorder) -> None:
     """Hook evaluation, saving and loading, which make a step longer than others."""
     import torch
 
-    train, save = torch.nn.Module.train, torch.save
-
-    @functools.wraps(train)
-    def record_and_switch_mode(self: Any, mode: bool = True) -> Any:
+    def record_and_switch_mode(original: Any, self: Any, mode: bool = True) -> Any:
         if not mode:
             recorder.record_disturbance(EVAL)
-        return train(self, mode)
+        return original(self, mode)
 
-    @functools.wraps(save)
-    def record_and_save(*arguments: Any, **named: Any) -> Any:
+    def record_and_save(original: Any, *arguments: Any, **named: Any) -> Any:
         recorder.record_save(named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None)
-        return save(*arguments, **named)
+        return original(*arguments, **named)
 
-    load = torch.load
-
-    @functools.wraps(load)
-    def record_and_load(*arguments: Any, **named: Any) -> Any:
+    def record_and_load(original: Any, *arguments: Any, **named: Any) -> Any:
         recorder.record_load(named["f"] if "f" in named else arguments[0] if arguments else None)
-        return load(*arguments, **named)
+        return original(*arguments, **named)
 
-    torch.load = record_and_load
-    torch.nn.Module.train = record_and_switch_mode  # type: ignore[method-assign]
-    torch.save = record_and_save
+    hook_function(torch.nn.Module, "train", record_and_switch_mode)
+    hook_function(torch, "save", record_and_save)
+    hook_function(torch, "load", record_and_load)
 
 
 def write_at_exit(recorder: Recorder) -> None:

@@ -8,7 +8,6 @@ orthogonalised fails with `CannotOrthogonaliseError`, so that no training silent
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
 from .ags import AGS_PACKAGE_NAME, OTHER_METHODS_HINT, evaluate_closure, explain_unsupported_library
 from .failing import write_failure
+from .function_hooks import hook_function
 from .optimizers import get_full_name, get_scaler_class, list_parameters
 
 if TYPE_CHECKING:
@@ -57,16 +57,13 @@ class OrthoHooks:
 
         module.register_optimizer_step_pre_hook(self.before_step)
         module.register_optimizer_step_post_hook(lambda optimizer, *_: self.after_step(optimizer))
-        scaler = get_scaler_class()
-        step = scaler.step
 
-        @functools.wraps(step)
-        def step_without_fused_scaling(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        def step_without_fused_scaling(original: Any, self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
             # Otherwise a fused step would unscale gradients within the step.
             optimizer._step_supports_amp_scaling = False
-            return step(self, optimizer, *arguments, **named)
+            return original(self, optimizer, *arguments, **named)
 
-        scaler.step = step_without_fused_scaling
+        hook_function(get_scaler_class(), "step", step_without_fused_scaling)
 
     def register_model(self, optimizer: Any, model: Any) -> None:
         """Store the module of an optimizer that the loop declares, so that it need not be searched for."""

@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 
-from tula_cli.extras.slurm_site.billing import compute_billed_price, parse_billed_jobs
+from tula_cli.extras.slurm_site.billing import make_site_charge, parse_billed_jobs
 from tula_cli.spec.resources import JobBilling, Pricing
 
 ROWS = """51417006|COMPLETED|24|billing=5,cpu=2,gres/gpu:a100=2,gres/gpu=2,mem=1500M,node=1
@@ -13,7 +15,8 @@ def test_billing_times_elapsed_over_all_jobs():
     assert (billed.jobs, billed.open, billed.billings) == (2, False, (5, 10))
     assert billed.billing_hours == pytest.approx((24 * 5 + 3600 * 10) / 3600)
     pricing = Pricing(kind="billing", slurm_billing=JobBilling(node=5, usage_factor=2))
-    assert compute_billed_price(billed, pricing) == pytest.approx(2 * billed.billing_hours)
+    task = SimpleNamespace(spec=SimpleNamespace(pricing=pricing), prediction=None, training_nodes=1)
+    assert make_site_charge(billed, task).cost == pytest.approx(2 * billed.billing_hours)
 
 
 def test_what_still_runs_is_said_and_what_nobody_knows_is_nothing():

@@ -53,7 +53,7 @@ def make_submitit_parameters(
     Raises:
         SpecError: a file that the spec names cannot be read.
     """
-    slurm = _get_slurm_section(task.spec)
+    slurm = get_slurm_section(task.spec)
     minutes = task.time_limit_minutes
     options = {key: value for key in _DEFAULTED_OPTIONS if (value := getattr(slurm, key))}
     if nodes := make_excluded_nodes_option(run, task):
@@ -89,7 +89,7 @@ def make_excluded_nodes_option(run: RunDir, task: Task, *, also: str = "") -> st
     since, section = time.time() - FAULT_SECONDS, compute_cluster_signature(task.spec.cluster)
     recent = [attempt for attempt in run.read_attempts_of_task(task) if attempt.started_at > since]
     faulty = [attempt.host for attempt in recent if attempt.outcome == "device_fault" and attempt.cluster == section]
-    return ",".join(dict.fromkeys(filter(None, [_get_slurm_section(task.spec).exclude, *faulty, also])))
+    return ",".join(dict.fromkeys(filter(None, [get_slurm_section(task.spec).exclude, *faulty, also])))
 
 
 def get_wrapper_arguments(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
@@ -98,7 +98,7 @@ def get_wrapper_arguments(spec: JobSpec, *, environ: Mapping[str, str]) -> list[
     Args:
         environ: environment of the job, which contains the script as it was at submission.
     """
-    words, script = _get_slurm_section(spec).wrapper, environ.get(_WRAPPER)
+    words, script = get_slurm_section(spec).wrapper, environ.get(_WRAPPER)
     if isinstance(words, list):
         return words
     return ["bash", "-c", script, "tula-wrapper"] if script else []
@@ -122,7 +122,8 @@ def warn_too_few_cpus(spec: JobSpec) -> list[Diagnostic]:
     return [messages.cpus_per_task_not_set(workers=workers, needed=needed)]
 
 
-def _get_slurm_section(spec: JobSpec) -> Slurm:
+def get_slurm_section(spec: JobSpec) -> Slurm:
+    """Return the options of sbatch and srun of a job; their defaults if section slurm is missing."""
     return spec.cluster.slurm or Slurm()
 
 

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class SlurmSite:
-    """This package as the core uses it: a `SiteBilling`.
-
-    Args:
-        ask: runs a command of SLURM and returns its output; None runs it on this machine.
-    """
+    """This package as the core uses it: a `SiteBilling`; `ask` replaces `run_slurm_command`."""
 
     def __init__(self, ask: Callable[..., str] | None = None) -> None:
         self._ask = ask

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tula_cli.cluster.slurm.sbatch import fill_environment_defaults
+from tula_cli.cluster.slurm.sbatch import fill_environment_defaults, get_slurm_section
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SchedulerError
 from tula_cli.extras.slurm_site.billing import CommandRunner, find_account, get_user_name
@@ -31,13 +31,7 @@ class Balance:
 
 
 def read_account_balance(spec: JobSpec, *, qos: str, ask: CommandRunner) -> Balance:
-    """Return the balance of the account of a job; errors are reported in the result, not raised.
-
-    Args:
-        spec: the job, of which account and partition are used.
-        qos: QOS of the job.
-        ask: runs a command of SLURM and returns its output.
-    """
+    """Return the balance of the account of a job with a QOS; errors are reported in the result, not raised."""
     spec = fill_environment_defaults(spec)
     try:
         account = find_account(spec, ask)
@@ -45,10 +39,8 @@ def read_account_balance(spec: JobSpec, *, qos: str, ask: CommandRunner) -> Bala
         return Balance("", (), f"SLURM's accounting does not report the account: {error.message}")
     if not account:
         return Balance("", (), "SLURM's accounting has no default account for this user. Set cluster.slurm.account")
-    partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
-    qos = qos.lower()
-    limits, missing = _read_limits_of_controller(account, partition, ask)
-    by_qos, hidden = ([], "") if missing else _read_limits_of_qos(qos, ask)
+    limits, missing = _read_limits_of_controller(account, get_slurm_section(spec).partition or "", ask)
+    by_qos, hidden = ([], "") if missing else _read_limits_of_qos(qos.lower(), ask)
     return Balance(account, (*limits, *by_qos), missing or hidden)
 
 
@@ -95,18 +87,13 @@ def _read_limits_of_qos(qos: str, ask: CommandRunner) -> tuple[list[TresLimit], 
 
 def parse_blocks(text: str) -> Iterator[dict[str, str]]:
     """Yield the records of `scontrol show assoc_mgr`; each starts with a line of `ClusterName=` or `QOS=`."""
-    block: dict[str, str] = {}
-    for line in text.splitlines():
-        if re.match(r"(ClusterName|QOS)=", line):
-            if block:
-                yield block
-            block = {}
-        if block or re.match(r"(ClusterName|QOS)=", line):
-            for field_text in line.split():
-                name, separator, value = field_text.partition("=")
-                if separator:
-                    block.setdefault(name, value)
-    if block:
+    _, *records = re.split(r"^(?=ClusterName=|QOS=)", text, flags=re.MULTILINE)
+    for record in records:
+        block: dict[str, str] = {}
+        for field_text in record.split():
+            name, separator, value = field_text.partition("=")
+            if separator:
+                block.setdefault(name, value)
         yield block
 
 
@@ -130,13 +117,7 @@ def _parse_entries(text: str) -> Iterator[tuple[str, float | None, float]]:
 
 
 def compute_needed_minutes(billing: JobBilling, *, nodes: int, hours: float) -> dict[str, float]:
-    """Return the minutes of each TRES that SLURM counts for a job, including its QOS's usage factor.
-
-    Args:
-        billing: the site's billing of the job.
-        nodes: number of nodes of the job.
-        hours: duration of the job.
-    """
+    """Return the minutes of each TRES that SLURM counts for a job, including its QOS's usage factor."""
     counts = {name: nodes * count for name, count in billing.tres.items()}
     counts["billing"] = truncate_billing(nodes * billing.node + billing.job)
     return {name: 60 * hours * billing.usage_factor * count for name, count in counts.items()}
@@ -145,14 +126,7 @@ def compute_needed_minutes(billing: JobBilling, *, nodes: int, hours: float) -> 
 def check_balance(
     spec: JobSpec, billing: JobBilling, *, nodes: int, hours: float | None, max_hours: float | None, ask: CommandRunner
 ) -> BalanceCheck:
-    """Return whether the balance of an account covers a training.
-
-    Args:
-        billing: SLURM's billing of the job.
-        hours: expected total duration of its jobs; None if there is no prediction.
-        max_hours: the upper end of the 90 % interval of that duration; None if unknown.
-        ask: returns the output of a SLURM command.
-    """
+    """Return whether the balance of an account covers a training; see `SiteBilling.check_balance`."""
     balance = read_account_balance(spec, qos=billing.qos, ask=ask)
     if hours is None:
         return BalanceCheck(
@@ -209,4 +183,4 @@ def _get_unit_name(tres: str, spec: JobSpec) -> str:
     """Return the name of an hour of a TRES; for billing, SLURM's unit."""
     if tres == "billing" and spec.pricing.slurm_billing is not None:
         return BILLING_UNIT
-    return {"mem": "GB-hours of memory"}.get(tres, f"{tres}-hours")
+    return "GB-hours of memory" if tres == "mem" else f"{tres}-hours"

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tula_cli.cluster.slurm.command import call_slurm_command, parse_record
+from tula_cli.cluster.slurm.sbatch import get_slurm_section
 from tula_cli.cluster.slurm.site import COMMAND_TIMEOUT
 from tula_cli.errors import SchedulerError, SpecError, TulaError
 from tula_cli.extras.slurm_site.tres import (
@@ -29,7 +30,7 @@ from tula_cli.run.records.base import Record
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.site_charges import NODE_HOUR_ADVICE, SiteCharge
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import JobBilling, Pricing
+from tula_cli.spec.resources import JobBilling
 from tula_cli.spec.signature import compute_digest
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
 from tula_cli.words import format_count, format_local_time, format_number
@@ -74,7 +75,7 @@ class Node:
 
     def can_run(self, spec: JobSpec, partition: str) -> bool:
         """Return whether a job can run on this node, by partition, GPU type and plain constraint (`a&b`)."""
-        slurm = spec.cluster.slurm or Slurm()
+        slurm = get_slurm_section(spec)
         constraint = slurm.constraint or ""
         plain = re.fullmatch(r"[\w.-]+(&[\w.-]+)*", constraint)
         featured = not plain or set(constraint.split("&")) <= set(self.features)
@@ -85,20 +86,14 @@ class Node:
 
 
 def _requests_gpus(spec: JobSpec) -> bool:
-    return spec.cluster.device != "cpu" and (spec.cluster.slurm or Slurm()).gpus != "none"
+    return spec.cluster.device != "cpu" and get_slurm_section(spec).gpus != "none"
 
 
 def compute_allocated_tres(
     spec: JobSpec, node: Node, partition: Mapping[str, str], config: Mapping[str, str]
 ) -> dict[str, float]:
-    """Return the TRES that a job is allocated on one node.
-
-    Args:
-        node: the node that it runs on.
-        partition: record of the partition.
-        config: settings of the cluster.
-    """
-    slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
+    """Return the TRES that a job is allocated on one node of a partition; `config` holds the settings of the cluster."""
+    slurm, ranks = get_slurm_section(spec), spec.cluster.gpus_per_node
     is_exclusive = slurm.exclusive or partition.get("OverSubscribe", "").startswith("EXCLUSIVE")
     gpus = ranks if _requests_gpus(spec) else 0
     if is_exclusive:
@@ -111,7 +106,7 @@ def compute_allocated_tres(
 
 def _count_gpus(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
     """Return the number of GPUs by TRES name, only for names that SLURM tracks on the node."""
-    slurm = spec.cluster.slurm or Slurm()
+    slurm = get_slurm_section(spec)
     typed = [name for name in node.tres if name.startswith("gres/gpu:")]
     matching = [name for name in typed if not slurm.gpu_type or name == f"gres/gpu:{slurm.gpu_type.lower()}"]
     names = [name for name in node.tres if name == "gres/gpu"] + matching[:1]
@@ -120,19 +115,19 @@ def _count_gpus(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
 
 def _count_cpus_on_shared_node(spec: JobSpec, node: Node, config: Mapping[str, str]) -> float:
     """Return the CPUs of a job on a shared node: those of its tasks, in whole cores unless SLURM allocates CPUs."""
-    slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
+    slurm, ranks = get_slurm_section(spec), spec.cluster.gpus_per_node
     per_gpu = _get_extra_option(slurm, "cpus-per-gpu")
     cpus = ranks * (slurm.cpus_per_task or int(per_gpu or 1))
     if spec.starts_one_task_per_node and slurm.cpus_per_task is None and not per_gpu:
         cpus = 1
-    by_threads = re.search(r"CR_CPU", config.get("SelectTypeParameters", "").upper())
-    return float(cpus if by_threads else node.threads * math.ceil(cpus / node.threads))
+    allocates_cpus = "CR_CPU" in config.get("SelectTypeParameters", "").upper()
+    return float(cpus if allocates_cpus else node.threads * math.ceil(cpus / node.threads))
 
 
 def _compute_memory_on_shared_node(
     spec: JobSpec, node: Node, partition: Mapping[str, str], config: Mapping[str, str], *, cpus: float, gpus: int
 ) -> float:
-    slurm = spec.cluster.slurm or Slurm()
+    slurm = get_slurm_section(spec)
     requests = [
         ("Node", 1.0, slurm.memory),
         ("CPU", cpus, _get_extra_option(slurm, "mem-per-cpu")),
@@ -157,7 +152,7 @@ def _get_extra_option(slurm: Slurm, name: str) -> str:
 
 def list_requested_licenses(spec: JobSpec) -> dict[str, float]:
     """Return the licenses that a job requests (`extra: {licenses: "matlab:2"}`), as TRES of the whole job."""
-    text = _get_extra_option(spec.cluster.slurm or Slurm(), "licenses")
+    text = _get_extra_option(get_slurm_section(spec), "licenses")
     entries: Iterable[str] = filter(None, re.split(r"[,;|\s]+", text.strip("[]'")))
     pairs = [entry.replace("=", ":").partition(":") for entry in entries]
     return {
@@ -183,6 +178,7 @@ class StoredBilling(Record):
 
 _RECORD: TypeAdapter[StoredBilling] = TypeAdapter(StoredBilling)
 CommandRunner = Callable[..., str]
+"""Runs a command of SLURM, given as its words, and returns its output; raises SchedulerError if SLURM does not answer."""
 
 
 def find_job_billing(spec: JobSpec, root: Path | None, *, ask: CommandRunner) -> JobBilling:
@@ -191,7 +187,6 @@ def find_job_billing(spec: JobSpec, root: Path | None, *, ask: CommandRunner) ->
     Args:
         spec: job with pricing.kind billing, on one type of nodes.
         root: folder of the runs, in which the answer is cached for a day; None: no cache.
-        ask: runs a command of SLURM and returns its output.
 
     Raises:
         SpecError: SLURM does not report its billing, and no answer is cached; or the job cannot be billed by SLURM.
@@ -226,7 +221,7 @@ def _load_stored_billing(stored: StoredBilling, why: str) -> JobBilling:
 
 
 def _make_cache_key(spec: JobSpec) -> str:
-    options = (spec.cluster.slurm or Slurm()).model_dump(
+    options = get_slurm_section(spec).model_dump(
         mode="json", include={"partition", "account", "qos", "constraint", "memory", "cpus_per_task", "gpus", "gpu_type", "exclusive", "extra", "launcher"}
     )  # fmt: skip
     return compute_digest({
@@ -249,21 +244,8 @@ def run_slurm_command(*command: str) -> str:
     return answer.text
 
 
-@dataclass(frozen=True)
-class _BillingOption:
-    """The billing of a job on one kind of node of a partition."""
-
-    node: float
-    job: float
-    tres: dict[str, float]
-    words: str
-
-
 def query_slurm_billing(spec: JobSpec, ask: CommandRunner) -> tuple[JobBilling, str]:
     """Query SLURM for the billing of a job, for the most expensive of its possible partitions and kinds of nodes.
-
-    Args:
-        ask: runs a command and returns its output.
 
     Returns:
         The billing, and why it is uncertain (empty if it is certain).
@@ -282,7 +264,7 @@ def query_slurm_billing(spec: JobSpec, ask: CommandRunner) -> tuple[JobBilling, 
         for offer in _list_billing_options(spec, record, nodes, config)
     ]
     if not offers:
-        slurm = spec.cluster.slurm or Slurm()
+        slurm = get_slurm_section(spec)
         where = f"partition {slurm.partition}" if slurm.partition else "the default partition"
         raise SpecError(
             f"pricing.kind billing: no node of {where} has the resources that the job requests",
@@ -297,19 +279,12 @@ def query_slurm_billing(spec: JobSpec, ask: CommandRunner) -> tuple[JobBilling, 
         else ""
     )
     by_qos = "" if factor == 1 else f", usage factor {factor:g} of QOS {qos}"
-    billing = JobBilling(
-        node=dearest.node,
-        job=dearest.job,
-        usage_factor=factor,
-        qos=qos,
-        tres=dearest.tres,
-        words=f"{dearest.words}{by_qos}{between}{f'; {unsure}, so 1 is assumed' if unsure else ''}",
-    )
-    return billing, unsure
+    words = f"{dearest.words}{by_qos}{between}{f'; {unsure}, so 1 is assumed' if unsure else ''}"
+    return replace(dearest, usage_factor=factor, qos=qos, words=words), unsure
 
 
 def _list_partitions_of_job(spec: JobSpec, records: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    named = (spec.cluster.slurm or Slurm()).partition
+    named = get_slurm_section(spec).partition
     if named:
         return [record for record in records if record.get("PartitionName") in named.split(",")]
     return [record for record in records if record.get("Default") == "YES"]
@@ -330,7 +305,8 @@ _RULE_DESCRIPTIONS: Mapping[BillingRule, str] = {
 
 def _list_billing_options(
     spec: JobSpec, partition: dict[str, str], nodes: Sequence[Node], config: dict[str, str]
-) -> Iterator[_BillingOption]:
+) -> Iterator[JobBilling]:
+    """Yield the billing of a job, without its QOS, on each kind of node of a partition."""
     name, text = partition["PartitionName"], partition.get("TRESBillingWeights", "")
     weights = parse_weights(text)
     rule = parse_billing_rule(config.get("PriorityFlags", ""))
@@ -342,7 +318,7 @@ def _list_billing_options(
             node_billing = compute_billing(tres, weights, rule)
             license_billing = compute_billing({**tres, **licenses}, weights, rule) - node_billing
             words = f"{name}: {by}; per node: {_describe_tres(tres)}"
-            yield _BillingOption(node_billing, license_billing, tres, words)
+            yield JobBilling(node_billing, license_billing, tres=tres, words=words)
 
 
 def _describe_tres(tres: dict[str, float]) -> str:
@@ -361,7 +337,7 @@ def find_usage_factor(spec: JobSpec, ask: CommandRunner, config: Mapping[str, st
     """
     if config.get("AccountingStorageType", "").endswith(("/none", "(null)")):
         return "", 1.0, ""
-    named = (spec.cluster.slurm or Slurm()).qos or ""
+    named = get_slurm_section(spec).qos or ""
     try:
         qos = named or find_default_qos(spec, ask, config)
         rows = ask("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,UsageFactor").splitlines()
@@ -381,7 +357,7 @@ def find_default_qos(spec: JobSpec, ask: CommandRunner, config: Mapping[str, str
         "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={get_user_name()}",
         f"account={find_account(spec, ask)}", *([f"cluster={cluster}"] if cluster else []), "format=DefaultQOS,QOS,Partition",
     )  # fmt: skip
-    partitions = ((spec.cluster.slurm or Slurm()).partition or "").split(",")
+    partitions = (get_slurm_section(spec).partition or "").split(",")
     for default, allowed, partition in (line.split("|") for line in output.splitlines() if line.count("|") == 2):
         if (default or allowed) and partition in ("", *partitions):
             names = allowed.split(",")
@@ -391,7 +367,7 @@ def find_default_qos(spec: JobSpec, ask: CommandRunner, config: Mapping[str, str
 
 def find_account(spec: JobSpec, ask: CommandRunner) -> str:
     """Return the account that a job is charged to; a name from the spec in lower case, as in the accounting."""
-    named = (spec.cluster.slurm or Slurm()).account
+    named = get_slurm_section(spec).account
     if named:
         return named.lower()
     return (
@@ -418,17 +394,12 @@ class BilledJobs:
 
     jobs: int  # jobs that were allocated nodes
     billing_hours: float  # before usage and charge factors
-    hours: float  # total hours of all jobs
     open: bool  # whether some jobs are still queued or running
-    billings: tuple[int, ...] = ()  # distinct billing units per hour of the jobs
+    billings: tuple[int, ...]  # distinct billing units per hour of the jobs
 
 
 def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
-    """Return the billing of jobs so far; None if the accounting does not report it.
-
-    Args:
-        ids: ids of allocations.
-    """
+    """Return the billing of jobs so far, by the ids of their allocations; None if the accounting does not report it."""
     if not ids:
         return None
     answer = call_slurm_command(
@@ -456,19 +427,11 @@ def parse_billed_jobs(output: str) -> BilledJobs | None:
     return BilledJobs(
         jobs=len(billed_jobs),
         billing_hours=sum(seconds * billing for seconds, billing in billed_jobs) / 3600,
-        hours=sum(seconds for seconds, _ in billed_jobs) / 3600,
         open=any(
             state in _OPEN_STATES for states in jobs_states.values() for state in (states - {"REQUEUED"} or states)
         ),
         billings=tuple(sorted({int(billing) for _, billing in billed_jobs})),
     )
-
-
-def compute_billed_price(billed: BilledJobs, pricing: Pricing) -> float:
-    """Return the price of billed jobs at a site, in the currency of the pricing."""
-    billing = pricing.slurm_billing
-    factor = 1.0 if billing is None else billing.usage_factor
-    return billed.billing_hours * factor * pricing.price
 
 
 def make_site_charge(billed: BilledJobs, task: TrainTask) -> SiteCharge:
@@ -477,7 +440,7 @@ def make_site_charge(billed: BilledJobs, task: TrainTask) -> SiteCharge:
     billing = pricing.slurm_billing
     assert billing is not None
     return SiteCharge(
-        cost=compute_billed_price(billed, pricing),
+        cost=billed.billing_hours * billing.usage_factor * pricing.price,
         currency=pricing.currency,
         predicted=None if predicted is None else predicted.cost,
         jobs=billed.jobs,

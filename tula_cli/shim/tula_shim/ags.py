@@ -13,7 +13,7 @@ import platform
 import sys
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
+from typing import TYPE_CHECKING, Any, Callable, NoReturn
 
 from .failing import write_failure
 from .function_hooks import hook_function
@@ -35,14 +35,55 @@ MAX_STEPS_WITHOUT_AGS = 1000
 """The same limit later in a training: steps of another, equally large optimizer, or without a reduction."""
 REDUCTION_STEPS_COUNTED = 10
 """Steps at the start in which reductions are counted; later steps are assumed to have the same number."""
-OTHER_METHODS_HINT = "; otherwise use train.method lbt or lrs"
 
 
 class CannotScaleError(RuntimeError):
     """AGS cannot act in this script; the message is for the user."""
 
 
-class AgsHooks:
+class MethodHooks:
+    """Base of the methods that act around the steps of the script's own optimizer."""
+
+    method: str
+    title: str  # name of the method in messages
+    error: type[RuntimeError]  # raised if the method cannot act in this script
+    _steps_taken = 0  # steps with the method, if it counts them
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.failed: RuntimeError | None = None
+        self._notes: list[str] = []  # notes that are not reported yet
+
+    def import_library(self, code: str, module: str) -> Any:
+        """Return a module of tula's optimizers, whose package is in folder `code`; fail if this process is too old for it."""
+        torch = str(getattr(sys.modules.get("torch"), "__version__", ""))
+        torch_version = tuple(int(part) if part.isdigit() else 0 for part in torch.split(".")[:2])
+        if sys.version_info[:2] < LEAST_PYTHON or torch_version < LEAST_TORCH:
+            python, least = (".".join(map(str, version)) for version in (LEAST_PYTHON, LEAST_TORCH))
+            self.fail(
+                f"{self.title} needs Python {python} and torch {least} or newer, but the script runs Python {platform.python_version()} with torch {torch}"
+            )
+        if code not in sys.path:
+            sys.path.append(code)  # kept, because parts of the package are imported late
+        return importlib.import_module(f"{AGS_PACKAGE_NAME}.{module}")
+
+    def pop_notes(self) -> list[str]:
+        """Return the notes since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def fail(self, why: str) -> NoReturn:
+        """Report the failure to the supervisor, and raise it now and at each later step.
+
+        Raises:
+            RuntimeError: always, of class `error`.
+        """
+        self.failed = self.error(f"train.method {self.method}: {why}; otherwise use train.method lbt or lrs")
+        write_failure(self.plan, self.failed, step=self._steps_taken, where="method")
+        raise self.failed
+
+
+class AgsHooks(MethodHooks):
     """AGS in one process, bound to an optimizer and its model before the first backward pass at which both exist.
 
     Args:
@@ -50,21 +91,20 @@ class AgsHooks:
         split: holds the DDP modules and the gradient scalers.
     """
 
+    method, title, error = "ags", "AGS", CannotScaleError
+
     def __init__(self, plan: Plan, split: DdpSplit) -> None:
         assert plan.ags is not None
-        self.plan = plan
+        super().__init__(plan)
         self.settings: dict[str, Any] = plan.ags
         self.split = split
         self.tula: Any | None = None  # the TulaOptimizer once bound, else None
-        self.failed: CannotScaleError | None = None
-        self.notes: list[str] = []  # notes that are not reported yet
         self.rounds = 0  # gradient reductions since the last step
         self.offered = False  # the loop provides small batches
         self._optimizers: list[weakref.ref[Any]] = []
         self._loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._target = ""  # "gradient" or "update"; empty before binding
         self._step: Any | None = None  # context manager of the AGS step while the script's optimizer takes its step
-        self._steps_taken = 0
         self._steps_without_ags = 0  # steps since the last one with AGS
         self._refresh_count = 0
         self._last_report: dict[str, Any] = {}
@@ -135,10 +175,12 @@ class AgsHooks:
         Raises:
             CannotScaleError: they cannot be scaled.
         """
-        if why := explain_unsupported_library() or self._describe_hook_conflict(model):
-            self.fail(why)
-        sys.path.append(self.settings["code"])  # kept, because parts of the package are imported late
-        dividing = importlib.import_module(f"{AGS_PACKAGE_NAME}.presets").NORMALISING_OPTIMIZERS
+        dividing = self.import_library(self.settings["code"], "presets").NORMALISING_OPTIMIZERS
+        if self.settings["settings"]["source"] == "local_norms" and self.split.has_hook(model):
+            self.fail(
+                f"the script registers its own communication hook ({self.split.hook}) on DistributedDataParallel, but"
+                " ags.source: local_norms needs that hook: remove the script's, or set ags.source: small_batch"
+            )
         target = self.settings["apply_to"] or ("gradient" if can_scale_gradients(base, dividing) else "update")
         try:
             tula = self.tula = self._wrap_optimizer(base, model, target)
@@ -150,12 +192,12 @@ class AgsHooks:
         self._count_reductions(model)
         self._target = target
         if tula.identity is not None:
-            self.notes.append(tula.identity)
+            self._notes.append(tula.identity)
         self._record_other_parameters(base, model)
         if (state := self._loaded.pop(base, None)) is not None:
             self._restore_ags_state(state)
         elif self.settings["resumed"]:
-            self.notes.append(
+            self._notes.append(
                 "the checkpoint contains no AGS state, so the factors start again at 1: check whether the script saves the state of its optimizer"
             )
 
@@ -170,15 +212,7 @@ class AgsHooks:
         if others:
             name, size = type(module).__qualname__, count_elements(base)
             words = f"AGS scales the {size:,} parameters of {get_full_name(base)}, which has the most parameters of the largest model ({name})"
-            self.notes.append(f"{words}; not scaled: {', '.join(others)}")
-
-    def _describe_hook_conflict(self, model: Any) -> str:
-        if self.settings["settings"]["source"] != "local_norms" or not self.split.has_hook(model):
-            return ""
-        return (
-            f"the script registers its own communication hook ({self.split.hook}) on DistributedDataParallel, but"
-            " ags.source: local_norms needs that hook: remove the script's, or set ags.source: small_batch"
-        )
+            self._notes.append(f"{words}; not scaled: {', '.join(others)}")
 
     def _wrap_optimizer(self, base: Any, model: Any, target: str) -> Any:
         settings, library = self.settings, importlib.import_module(AGS_PACKAGE_NAME)
@@ -311,16 +345,6 @@ class AgsHooks:
                 loss, scaler=next((candidate for candidate in scalers if candidate.is_enabled()), None)
             )
 
-    def fail(self, why: str) -> NoReturn:
-        """Report the failure to the supervisor, and raise it now and at each later step.
-
-        Raises:
-            CannotScaleError: always.
-        """
-        self.failed = CannotScaleError(f"train.method ags: {why}{OTHER_METHODS_HINT}")
-        write_failure(self.plan, self.failed, step=self._steps_taken, where="method")
-        raise self.failed
-
     # --- State and reports
 
     def _add_ags_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -344,11 +368,6 @@ class AgsHooks:
         except ValueError as error:
             self.fail(f"{error}: it was saved by another version of tula")
         self._refresh_count = self.tula.factors.n_refresh
-
-    def pop_notes(self) -> Iterator[str]:
-        """Yield the pending notes, each once."""
-        while self.notes:
-            yield self.notes.pop(0)
 
     def report(self) -> dict[str, Any]:
         """Return the fields of a row for the steps since the last row and, in "so_far", for all steps.
@@ -382,16 +401,6 @@ _NO_PEERS_EXPLANATION = (
 _HINT_OTHER_SOURCES = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset: robust does not need this call"
 
 
-def explain_unsupported_library(what: str = "AGS") -> str:
-    """Return why the library cannot be imported in this process; empty if it can."""
-    torch = str(getattr(sys.modules.get("torch"), "__version__", ""))
-    torch_version = tuple(int(part) if part.isdigit() else 0 for part in torch.split(".")[:2])
-    if sys.version_info[:2] >= LEAST_PYTHON and torch_version >= LEAST_TORCH:
-        return ""
-    python, least = (".".join(map(str, version)) for version in (LEAST_PYTHON, LEAST_TORCH))
-    return f"{what} needs Python {python} and torch {least} or newer, but the script runs Python {platform.python_version()} with torch {torch}"
-
-
 def can_scale_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
     """Return whether a factor on the gradient scales the step, as in SGD; for other optimizers, updates are scaled."""
     names = {kind.__name__ for kind in type(optimizer).__mro__}
@@ -415,21 +424,21 @@ def evaluate_closure(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 # --- Hooks into torch
 
 
-def hook_steps(ags: Callable[[], AgsHooks]) -> None:
-    """Hook torch's optimizers and their steps for AGS. Must be called before the hooks that count steps."""
+def hook_steps(recorder: Any) -> None:
+    """Hook torch's optimizers and their steps for the recorder's AGS. Must be called before the hooks that count steps."""
     import torch
     from torch.optim import optimizer as module
 
     def register_new_optimizer(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
-        ags().register_optimizer(self)
+        recorder.ags.register_optimizer(self)
 
     def bind_and_run_backward(original: Any, *arguments: Any, **named: Any) -> Any:
-        ags().bind_largest_model()
+        recorder.ags.bind_largest_model()
         return original(*arguments, **named)
 
     def step_and_detect_skip(original: Any, self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-        hooks = ags()
+        hooks: AgsHooks = recorder.ags
         before = hooks._steps_taken
         done = original(self, optimizer, *arguments, **named)
         if hooks.tula is not None and optimizer is hooks.tula.base and hooks._steps_taken == before:
@@ -438,6 +447,6 @@ def hook_steps(ags: Callable[[], AgsHooks]) -> None:
 
     hook_function(torch.optim.Optimizer, "__init__", register_new_optimizer)
     hook_function(torch.autograd, "backward", bind_and_run_backward)
-    module.register_optimizer_step_pre_hook(lambda *step: ags().before_step(*step))
-    module.register_optimizer_step_post_hook(lambda optimizer, *_: ags().after_step(optimizer))
+    module.register_optimizer_step_pre_hook(lambda *step: recorder.ags.before_step(*step))
+    module.register_optimizer_step_post_hook(lambda optimizer, *_: recorder.ags.after_step(optimizer))
     hook_function(get_scaler_class(), "step", step_and_detect_skip)

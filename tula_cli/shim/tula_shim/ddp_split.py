@@ -159,23 +159,24 @@ class DdpSplit:
         return call_and_record
 
 
-def hook_ddp(split: Callable[[], DdpSplit]) -> None:
+def hook_ddp(recorder: Any) -> None:
     """Hook DDP modules, their communication hooks and gradient scalers, so that they are registered."""
     from torch.nn.parallel import DistributedDataParallel
 
     def register_module(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
-        split().modules.append(weakref.ref(self))
+        recorder.split.modules.append(weakref.ref(self))
 
     def wrap_comm_hook(original: Any, self: Any, state: object, hook: Inner) -> Any:
-        done = original(self, state, split().wrap_hook(hook))
-        split()._hooked.add(id(self))
-        split().hook = getattr(hook, "__qualname__", type(hook).__qualname__)
+        split: DdpSplit = recorder.split
+        done = original(self, state, split.wrap_hook(hook))
+        split._hooked.add(id(self))
+        split.hook = getattr(hook, "__qualname__", type(hook).__qualname__)
         return done
 
     def register_scaler(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
-        split().scalers.append(weakref.ref(self))
+        recorder.split.scalers.append(weakref.ref(self))
 
     hook_function(DistributedDataParallel, "__init__", register_module)
     hook_function(DistributedDataParallel, "register_comm_hook", wrap_comm_hook)

@@ -7,11 +7,10 @@ import contextlib
 import multiprocessing.util
 import os
 import sys
-from typing import Any, Callable
+from typing import Any
 
 from . import batches, ddp_split, failing
-from .ags import AgsHooks, hook_steps
-from .batches import DeliveredBatches
+from .ags import hook_steps
 from .branch import hook_branch
 from .function_hooks import hook_function
 from .optimizers import get_learning_rate
@@ -63,7 +62,7 @@ def install() -> None:
     if recorder.files is not None:
         recorder.files.record_writes()
     if recorder.ags is not None:
-        _hook_ags(recorder)
+        hook_steps(recorder)
     if recorder.ortho is not None:
         recorder.ortho.hook_steps()
     if recorder.branch is not None:
@@ -71,33 +70,8 @@ def install() -> None:
     _hook_optimizers(recorder)
     _hook_backward(recorder)
     _hook_gaps(recorder)
-    batches.hook_loaders(_make_batch_counter_getter(recorder), lambda: recorder.record_disturbance(EPOCH))
-    ddp_split.hook_ddp(lambda: recorder.split)
-
-
-def _make_batch_counter_getter(recorder: Recorder) -> Callable[[], DeliveredBatches | None]:
-    """Return a function that returns the counter of a new batch; None during an evaluation, whose batches are not
-    trained on, and once recording is over."""
-    from torch import is_grad_enabled
-
-    def get_batch_counter() -> DeliveredBatches | None:
-        if recorder.over:
-            return None
-        if not is_grad_enabled():
-            recorder.record_disturbance(EVAL)
-            return None
-        recorder.record_activity()
-        return recorder.delivered
-
-    return get_batch_counter
-
-
-def _hook_ags(recorder: Recorder) -> None:
-    def get_hooks() -> AgsHooks:
-        assert recorder.ags is not None
-        return recorder.ags
-
-    hook_steps(get_hooks)
+    batches.hook_loaders(recorder.get_batch_counter, lambda: recorder.record_disturbance(EPOCH))
+    ddp_split.hook_ddp(recorder)
 
 
 def _hook_optimizers(recorder: Recorder) -> None:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
-import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Iterator, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from .ags import AGS_PACKAGE_NAME, OTHER_METHODS_HINT, evaluate_closure, explain_unsupported_library
-from .failing import write_failure
+from .ags import MethodHooks, evaluate_closure
 from .function_hooks import hook_function
 from .optimizers import get_full_name, get_scaler_class, list_parameters
 
@@ -33,18 +30,17 @@ class CannotOrthogonaliseError(RuntimeError):
     """No step can be orthogonalised in this script; the message is for the user."""
 
 
-class OrthoHooks:
+class OrthoHooks(MethodHooks):
     """Method ortho in one process, for each of its optimizers.
 
     Args:
         plan: with "code", the folder of the library, and "beta2_power", batch / reference batch.
     """
 
+    method, title, error = "ortho", "method ortho", CannotOrthogonaliseError
+
     def __init__(self, plan: Plan) -> None:
-        assert plan.ortho is not None
-        self.plan = plan
-        self.notes: list[str] = []  # notes that are not reported yet
-        self.failed: CannotOrthogonaliseError | None = None
+        super().__init__(plan)
         # optimizer -> (number of parameters, its Ortho; None if nothing can be orthogonalised)
         self._wrapped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._declared: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -127,13 +123,9 @@ class OrthoHooks:
 
     def _make_ortho(self, optimizer: Any) -> Any | None:
         assert self.plan.ortho is not None
-        if why := explain_unsupported_library("method ortho"):
-            self.fail(why)
-        if self.plan.ortho["code"] not in sys.path:
-            sys.path.append(self.plan.ortho["code"])  # kept, because parts of the package are imported late
-        library = importlib.import_module(f"{AGS_PACKAGE_NAME}.orthogonal")
+        library = self.import_library(self.plan.ortho["code"], "orthogonal")
         if why := library.describe_why_not_orthogonalizable(optimizer):
-            self.notes.append(f"not orthogonalised: {why}")
+            self._notes.append(f"not orthogonalised: {why}")
             return None
         model = self._declared.get(optimizer)
         try:
@@ -142,7 +134,7 @@ class OrthoHooks:
             self.fail(str(error))
         if matrices := ortho.matrices():
             numbers, total = sum(p.numel() for p in matrices), sum(p.numel() for p in list_parameters(optimizer))
-            self.notes.append(
+            self._notes.append(
                 f"train.method ortho orthogonalises the updates of {len(matrices)} matrices of {get_full_name(optimizer)}"
                 f" ({numbers:,} of {total:,} parameters)"
             )
@@ -158,21 +150,6 @@ class OrthoHooks:
             if len(group.get("betas") or ()) == 2:
                 reference = group.setdefault(BETA2_STATE_KEY, group["betas"][1])
                 group["betas"] = (group["betas"][0], reference ** self.plan.ortho["beta2_power"])
-
-    def pop_notes(self) -> Iterator[str]:
-        """Yield the pending notes, each once."""
-        while self.notes:
-            yield self.notes.pop(0)
-
-    def fail(self, why: str) -> NoReturn:
-        """Report the failure to the supervisor, and raise it now and at each later step.
-
-        Raises:
-            CannotOrthogonaliseError: always.
-        """
-        self.failed = CannotOrthogonaliseError(f"train.method ortho: {why}{OTHER_METHODS_HINT}")
-        write_failure(self.plan, self.failed, step=0, where="method")
-        raise self.failed
 
 
 def find_module(optimizer: Any) -> Any:

@@ -86,15 +86,12 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
             raise PlanError(f"tula: plan {path}: key {name!r} must be a number of at least {least:g}, got {value!r}")
         return value
 
-    def read_choice(name: str, *values: str) -> str:
-        value = given.get(name, values[0])
-        if value not in values:
-            raise PlanError(f"tula: plan {path}: key {name!r} must be one of {', '.join(values)}, got {value!r}")
-        return str(value)
-
     for name in ("folder", "task"):
         if not isinstance(given.get(name), str):
             raise PlanError(f"tula: plan {path}: key {name!r} is missing")
+    mode = given.get("mode", "probe")
+    if mode not in ("probe", "train", "observe"):
+        raise PlanError(f"tula: plan {path}: key 'mode' must be one of probe, train, observe, got {mode!r}")
     expected = given.get("expected")
     if not isinstance(expected, (dict, type(None))):
         raise PlanError(f"tula: plan {path}: key 'expected' must be a mapping or null, got {expected!r}")
@@ -104,7 +101,7 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
         folder=Path(given["folder"]),
         task=given["task"],
         attempt=int(read_number("attempt", 1, 1)),
-        mode=read_choice("mode", "probe", "train", "observe"),
+        mode=mode,
         expected={name: (expected or {}).get(name) for name in ("world", "batch", "accumulate", "lr", "dataset")},
         warmup=int(read_number("warmup", 5, 1)),
         min_steps=low,

@@ -119,6 +119,18 @@ class Recorder:
             except OSError as error:
                 self._trouble = error
 
+    def get_batch_counter(self) -> DeliveredBatches | None:
+        """Return the counter of a new batch; None once recording is over, and in an evaluation, which trains on no batch."""
+        from torch import is_grad_enabled
+
+        if self.over:
+            return None
+        if not is_grad_enabled():
+            self.record_disturbance(EVAL)
+            return None
+        self.record_activity()
+        return self.delivered
+
     def record_load(self, path: Any) -> None:
         """Record a file that is loaded before the first step of a training: it may be one of its checkpoints."""
         if self.step or not self.plan.is_training or not isinstance(path, (str, os.PathLike)):

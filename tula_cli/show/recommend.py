@@ -211,24 +211,23 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
     rows = [(row, row.same_progress) for row in envelope if row.same_progress is not None]
     rows.sort(key=lambda pair: pair[1].hours)
     divisor, unit = choose_time_unit(3600 * recommendation.choice.hours)
-    columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
-               f"cost\n({recommendation.currency})"]  # fmt: skip
-    table = make_table(columns)
-    for row, progress in rows:
-        chosen = row == recommendation.choice
-        table.add_row(
-            "*" if chosen else "",
-            str(row.batch),
-            str(row.nodes),
-            format_number(progress.epochs),
-            _format_interval(progress.epochs_low, progress.epochs_high),
-            _format_caveat_signs(recommendation, row, "progress_within_noise")
+    lines = [
+        {
+            "": "*" if row == recommendation.choice else "",
+            "batch": str(row.batch),
+            "nodes": str(row.nodes),
+            "epochs": format_number(progress.epochs),
+            "range": _format_interval(progress.epochs_low, progress.epochs_high),
+            f"time to\nsame\nprogress\n({unit})": _format_caveat_signs(recommendation, row, "progress_within_noise")
             + format_number(3600 * progress.hours / divisor),
-            _format_interval(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
-            format_number(progress.cost),
-            style="bold green" if chosen else None,
-        )
-    return table
+            f"range\n({unit})": _format_interval(
+                3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor
+            ),
+            f"cost\n({recommendation.currency})": format_number(progress.cost),
+        }
+        for row, progress in rows
+    ]
+    return _make_table_of_configurations(lines)
 
 
 CAVEAT_SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
@@ -322,126 +321,95 @@ def _count_configurations(recommendation: "Recommendation") -> int:
 
 def make_predictions_table(recommendation: "Recommendation", *, every: bool = False) -> "Table":
     """Build the table of feasible configurations in the recommendation's order, with time and cost on spot nodes."""
-    columns = _ColumnFormat(recommendation)
+    rows, currency, headline = recommendation.rows, recommendation.currency, recommendation.headline
+    divisor, unit = choose_time_unit(3600 * recommendation.choice.hours)  # the unit of the headline
+    has_types, has_spot = any(row.type for row in rows), any(row.market == "spot" for row in rows)
+    has_energy = any(row.kwh is not None for row in rows)
+    has_efficiency = any(row.scaling_efficiency is not None for row in rows)
+    baseline = headline if headline is not None and headline.baseline is not None else None
+    risk_basis = headline.risk_basis if headline is not None else None
     marks = _list_row_marks(recommendation)
-    on_spot = any(row.market == "spot" for row in recommendation.rows)
-    spot = [f"spot\ntime\n({columns.unit})", f"spot\ncost\n({recommendation.currency})"] if on_spot else []
-    table = columns.make_table(spot)
-    for offers in _group_by_config(recommendation.rows) if every else _select_rows(recommendation):
-        row = next(iter(offers.values()))
+
+    def format_value(row: "Prediction | None", value: float | None, *caveats: str) -> str:
+        return _format_caveat_signs(recommendation, row, *caveats) + format_number(value)
+
+    def format_hours(row: "Prediction | None") -> str:
+        hours = None if row is None else 3600 * row.hours / divisor
+        return format_value(row, hours, "wide_interval", "time_within_noise")
+
+    def format_cost(row: "Prediction | None") -> str:
+        return format_value(row, None if row is None else row.cost, "cost_within_noise")
+
+    lines: list[dict[str, str | None]] = []
+    for offers in _group_by_config(rows) if every else _select_rows(recommendation):
+        row, on_demand, spot = next(iter(offers.values())), offers.get("on_demand"), offers.get("spot")
         mark = marks.get(_get_configuration_key(row), "")
-        table.add_row(
-            f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
-            *columns.format_configuration(row),
-            *columns.format_values(offers.get("on_demand")),
-            *(columns.format_time_and_cost(offers.get("spot")) if on_spot else []),
-            *columns.format_origin(row),
-            style="bold green" if mark == "*" else None,
+        speed_up = baseline.compute_speed_up(on_demand) if baseline and on_demand is not None else None
+        efficiency = _format_ratio(None if on_demand is None else on_demand.scaling_efficiency)
+        efficiency_sign = _format_caveat_signs(recommendation, on_demand, "efficiency_above_110")
+        kwh = None if on_demand is None else on_demand.kwh
+        lines.append(
+            {
+                "": f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
+                "type": row.type if has_types else None,
+                "nodes": str(row.nodes),
+                "batch": str(row.batch),
+                # with the columns of spot prices, the table would exceed 80 characters
+                "batch/\nGPU": None if has_spot else str(row.local_batch),
+                f"time\n({unit})": format_hours(on_demand),
+                "speed-\nup": _format_ratio(speed_up) if baseline else None,
+                "scaling\neffi-\nciency": efficiency_sign + efficiency if has_efficiency else None,
+                "node-\nhours" if currency == "node-h" else f"cost\n({currency})": format_cost(on_demand),
+                "energy\n(kWh)": format_value(on_demand, kwh, "energy_within_noise") if has_energy else None,
+                f"spot\ntime\n({unit})": format_hours(spot) if has_spot else None,
+                f"spot\ncost\n({currency})": format_cost(spot) if has_spot else None,
+                "accuracy\nrisk": risk_basis.assess_batch(row.batch, recommendation.accuracy).level
+                if risk_basis
+                else None,
+                "source": row.source,
+            }
         )
+    return _make_table_of_configurations(lines)
+
+
+def _make_table_of_configurations(lines: Sequence[Mapping[str, str | None]]) -> "Table":
+    """Build a table from the cells of each line by heading; a column without cells (None) is left out.
+
+    The line of the choice, whose mark under the first heading is a star, is highlighted.
+    """
+    headings = list(dict.fromkeys(name for line in lines for name, cell in line.items() if cell is not None))
+    words = ("", "type", "accuracy\nrisk", "source")
+    table = make_table(headings, left=[index for index, heading in enumerate(headings) if heading in words])
+    for line in lines:
+        style = "bold green" if (line[""] or "").startswith("*") else None
+        table.add_row(*(line[heading] for heading in headings), style=style)
     return table
-
-
-class _ColumnFormat:
-    """The columns of a table of configurations: headings, and the cells of a configuration."""
-
-    def __init__(self, recommendation: "Recommendation") -> None:
-        rows = recommendation.rows
-        self.recommendation = recommendation
-        self.divisor, self.unit = choose_time_unit(3600 * recommendation.choice.hours)  # the unit of the headline
-        self.has_types = any(row.type for row in rows)
-        # with the columns of spot prices, the table would exceed 80 characters
-        self.has_local_batch = not any(row.market == "spot" for row in rows)
-        self.has_energy = any(row.kwh is not None for row in rows)
-        self.has_efficiency = any(row.scaling_efficiency is not None for row in rows)
-        headline = recommendation.headline
-        self.baseline = headline if headline is not None and headline.baseline is not None else None
-        self.risk_basis = headline.risk_basis if headline is not None else None
-
-    def make_table(self, further: Sequence[str]) -> "Table":
-        """Return the empty table; `further` are headings after the cost and energy."""
-        currency = self.recommendation.currency
-        columns = [
-            "",
-            *(["type"] if self.has_types else []),
-            "nodes",
-            "batch",
-            *(["batch/\nGPU"] if self.has_local_batch else []),
-            f"time\n({self.unit})",
-            *(["speed-\nup"] if self.baseline else []),
-            *(["scaling\neffi-\nciency"] if self.has_efficiency else []),
-            "node-\nhours" if currency == "node-h" else f"cost\n({currency})",
-            *(["energy\n(kWh)"] if self.has_energy else []),
-            *further,
-            *(["accuracy\nrisk"] if self.risk_basis else []),
-            "source",
-        ]
-        words = {index for index, name in enumerate(columns) if name in ("", "type", "accuracy\nrisk", "source")}
-        return make_table(columns, left=words)
-
-    def format_configuration(self, row: "Prediction") -> list[str]:
-        local_batch = [str(row.local_batch)] if self.has_local_batch else []
-        return [*([row.type] if self.has_types else []), str(row.nodes), str(row.batch), *local_batch]
-
-    def format_values(self, row: "Prediction | None") -> list[str]:
-        """Return the cells from time to energy; dashes without a prediction."""
-        time, cost = self.format_time_and_cost(row)
-        speed_up = self.baseline.compute_speed_up(row) if self.baseline and row is not None else None
-        efficiency = None if row is None else row.scaling_efficiency
-        energy = _format_caveat_signs(self.recommendation, row, "energy_within_noise") + format_number(
-            None if row is None else row.kwh
-        )
-        return [
-            time,
-            *([_format_ratio(speed_up)] if self.baseline else []),
-            *(
-                [_format_caveat_signs(self.recommendation, row, "efficiency_above_110") + _format_ratio(efficiency)]
-                if self.has_efficiency
-                else []
-            ),
-            cost,
-            *([energy] if self.has_energy else []),
-        ]
-
-    def format_time_and_cost(self, row: "Prediction | None") -> tuple[str, str]:
-        if row is None:
-            return "-", "-"
-        time = _format_caveat_signs(self.recommendation, row, "wide_interval", "time_within_noise")
-        cost = _format_caveat_signs(self.recommendation, row, "cost_within_noise")
-        return time + format_number(3600 * row.hours / self.divisor), cost + format_number(row.cost)
-
-    def format_origin(self, row: "Prediction") -> list[str]:
-        """Return the accuracy risk and how the step time is known."""
-        accuracy = self.recommendation.accuracy
-        risk = [self.risk_basis.assess_batch(row.batch, accuracy).level] if self.risk_basis else []
-        return [*risk, row.source]
 
 
 def make_details_table(recommendation: "Recommendation") -> "Table":
     """Build the table of intervals, step times and memory of the configurations listed."""
     divisor, unit = choose_time_unit(3600 * recommendation.choice.hours)
     byte, memory = choose_size_unit(max((row.peak_memory or 0 for row in recommendation.rows), default=None))
-    typed = any(row.type for row in recommendation.rows)
-    columns = ["", *(["type"] if typed else []), "nodes", "batch", f"time\n({unit})", f"90 % interval\n({unit})",
-               "step\n(ms)", f"memory\n({memory}/GPU)", "free\n(%)"]  # fmt: skip
-    table = make_table(columns, left=(0, 1) if typed else (0,))
+    has_types = any(row.type for row in recommendation.rows)
     marks = _list_row_marks(recommendation)
+    lines = []
     for offers in _select_rows(recommendation):
         row = next(iter(offers.values()))
-        mark = marks.get(_get_configuration_key(row), "")
         ends = (None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high))
-        table.add_row(
-            mark,
-            *([row.type] if typed else []),
-            str(row.nodes),
-            str(row.batch),
-            format_number(3600 * row.hours / divisor),
-            _format_interval(*ends),
-            format_number(1000 * row.step_time),
-            format_size(row.peak_memory, byte),
-            format_percent(row.headroom),
-            style="bold green" if mark == "*" else None,
+        lines.append(
+            {
+                "": marks.get(_get_configuration_key(row), ""),
+                "type": row.type if has_types else None,
+                "nodes": str(row.nodes),
+                "batch": str(row.batch),
+                f"time\n({unit})": format_number(3600 * row.hours / divisor),
+                f"90 % interval\n({unit})": _format_interval(*ends),
+                "step\n(ms)": format_number(1000 * row.step_time),
+                f"memory\n({memory}/GPU)": format_size(row.peak_memory, byte),
+                "free\n(%)": format_percent(row.headroom),
+            }
         )
-    return table
+    return _make_table_of_configurations(lines)
 
 
 def _get_configuration_key(row: "Prediction") -> tuple[str, int, int]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import make_table, render_scripts
+from tula_cli.show.tables import make_table, make_table_of_lines, render_scripts
 from tula_cli.words import (
     choose_time_unit,
     describe_sample_share,
@@ -29,37 +29,24 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
         max((3600 * hours for hours in plan.hours.values() if hours is not None), default=0.0)
     )
     todo = {cell.signature for cell in plan.missing}
-    table = make_table(
-        (
-            "",
-            "method",
-            "batch",
-            "local\nbatch",
-            "nodes",
-            "seed",
-            "epochs",
-            "run",
-            f"expected\n({unit})",
-        ),
-        left=(1, 7),
-    )
+    lines = []
     for index, cell in enumerate(plan.state.wanted, 1):
         hours = plan.hours.get((cell.method, cell.batch))
-        local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
-        table.add_row(
-            str(index),
-            format_method_label(cell.method, reference=cell.reference),
-            str(cell.batch),
-            str(local),
-            str(cell.nodes),
-            str(cell.seed),
-            str(cell.short[0] if cell.short else plan.spec.train.epochs),
-            f"train-{cell.signature}",
-            "done"
-            if cell.signature not in todo
-            else format_number(hours and 3600 * cell.epoch_share * hours / divisor),
+        expected = format_number(hours and 3600 * cell.epoch_share * hours / divisor)
+        lines.append(
+            {
+                "": str(index),
+                "method": format_method_label(cell.method, reference=cell.reference),
+                "batch": str(cell.batch),
+                "local\nbatch": str(cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)),
+                "nodes": str(cell.nodes),
+                "seed": str(cell.seed),
+                "epochs": str(cell.short[0] if cell.short else plan.spec.train.epochs),
+                "run": f"train-{cell.signature}",
+                f"expected\n({unit})": expected if cell.signature in todo else "done",
+            }
         )
-    yield table
+    yield make_table_of_lines(lines, left=("method", "run"))
     yield ""
     done, total = len(plan.state.wanted) - len(todo), plan.state.max_trainings
     bound_text = "at most " if plan.state.undecided else ""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.services.diff import format_value
 from tula_cli.show.profile import format_milliseconds
-from tula_cli.show.tables import make_table, style_text
+from tula_cli.show.tables import make_table, make_table_of_lines, style_text
 from tula_cli.words import (
     choose_size_unit,
     format_count,
@@ -75,32 +75,34 @@ def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]
     steps = run_difference.steps
     if steps.rows:
         has_several_gpu_counts = len({row.gpus_per_node for row in steps.rows}) > 1
-        where = ["nodes", *["GPUs/\nnode"] * has_several_gpu_counts, "batch", "local\nbatch"]
         divisor, unit = choose_size_unit(max((row.memory.before or 0 for row in steps.rows), default=0))
-        times = make_table([*where, "step A\n(ms)", "step B\n(ms)", "B / A", ""], left=[len(where) + 3])
-        parts = make_table([*where, "compute\n(ms)", "sync\n(ms)", "data wait\n(ms)", f"memory\n({unit})"], left=())
+        times, parts = [], []
         for row in steps.rows:
-            cells = [
-                str(row.nodes),
-                *[str(row.gpus_per_node)] * has_several_gpu_counts,
-                str(row.batch),
-                str(row.local_batch),
-            ]
-            ratio = "-" if row.ratio is None else format_number(row.ratio)
-            times.add_row(
-                *cells,
-                format_milliseconds(row.step.before),
-                format_milliseconds(row.step.after),
-                ratio,
-                _describe_step(row),
-            )
-            in_ms = [_format_pair(each, 1e-3) for each in (row.compute, row.sync, row.data_wait)]
-            parts.add_row(*cells, *in_ms, _format_pair(row.memory, divisor))
+            configuration = {
+                "nodes": str(row.nodes),
+                "GPUs/\nnode": str(row.gpus_per_node) if has_several_gpu_counts else None,
+                "batch": str(row.batch),
+                "local\nbatch": str(row.local_batch),
+            }
+            durations = {
+                "step A\n(ms)": format_milliseconds(row.step.before),
+                "step B\n(ms)": format_milliseconds(row.step.after),
+                "B / A": format_number(row.ratio),
+                "": _describe_step(row),
+            }
+            components = {
+                "compute\n(ms)": _format_pair(row.compute, 1e-3),
+                "sync\n(ms)": _format_pair(row.sync, 1e-3),
+                "data wait\n(ms)": _format_pair(row.data_wait, 1e-3),
+                f"memory\n({unit})": _format_pair(row.memory, divisor),
+            }
+            times.append({**configuration, **durations})
+            parts.append({**configuration, **components})
         yield ""
-        yield times
+        yield make_table_of_lines(times, left=("",))
         yield run_difference.test
         yield ""
-        yield parts
+        yield make_table_of_lines(parts, left=())
     for run_label, count in zip("AB", steps.only, strict=True):
         if count:
             yield f"{format_count(count, 'configuration')} only in {run_label}"

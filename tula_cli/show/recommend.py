@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import describe_measured_trainings, describe_prediction_row, make_table
+from tula_cli.show.tables import describe_measured_trainings, describe_prediction_row, make_table, make_table_of_lines
 from tula_cli.words import (
     choose_size_unit,
     choose_time_unit,
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 MAX_TABLE_ROWS = 1000
 """Maximum number of predictions shown in one table, because laying out very many takes minutes."""
+
+TEXT_COLUMNS = ("", "type", "accuracy\nrisk", "source")
+"""Headings of the columns of text in tables of configurations."""
 
 ALL_ROWS_HINT = "--all shows the others and writes them to results.csv"
 
@@ -227,7 +230,7 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
         }
         for row, progress in rows
     ]
-    return _make_table_of_configurations(lines)
+    return make_table_of_lines(lines, left=TEXT_COLUMNS, chosen="*")
 
 
 CAVEAT_SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
@@ -369,21 +372,7 @@ def make_predictions_table(recommendation: "Recommendation", *, every: bool = Fa
                 "source": row.source,
             }
         )
-    return _make_table_of_configurations(lines)
-
-
-def _make_table_of_configurations(lines: Sequence[Mapping[str, str | None]]) -> "Table":
-    """Build a table from the cells of each line by heading; a column without cells (None) is left out.
-
-    The line of the choice, whose mark under the first heading is a star, is highlighted.
-    """
-    headings = list(dict.fromkeys(name for line in lines for name, cell in line.items() if cell is not None))
-    words = ("", "type", "accuracy\nrisk", "source")
-    table = make_table(headings, left=[index for index, heading in enumerate(headings) if heading in words])
-    for line in lines:
-        style = "bold green" if (line[""] or "").startswith("*") else None
-        table.add_row(*(line[heading] for heading in headings), style=style)
-    return table
+    return make_table_of_lines(lines, left=TEXT_COLUMNS, chosen="*")
 
 
 def make_details_table(recommendation: "Recommendation") -> "Table":
@@ -409,7 +398,7 @@ def make_details_table(recommendation: "Recommendation") -> "Table":
                 "free\n(%)": format_percent(row.headroom),
             }
         )
-    return _make_table_of_configurations(lines)
+    return make_table_of_lines(lines, left=TEXT_COLUMNS, chosen="*")
 
 
 def _get_configuration_key(row: "Prediction") -> tuple[str, int, int]:

@@ -59,13 +59,11 @@ class Screen:
     """Output of one command.
 
     Args:
-        command: name of the command, for the envelope.
         as_json: whether the answer is a single JSON object.
         quiet: whether only warnings and errors appear on stderr.
         verbose: whether to print tracebacks and details as well.
         color: False to disable colours; None decides by the terminal, NO_COLOR and TERM.
-        out: stdout, or a replacement in tests.
-        err: stderr, or a replacement in tests.
+        out, err: replacements of stdout and stderr.
     """
 
     def __init__(

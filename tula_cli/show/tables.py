@@ -54,6 +54,22 @@ def make_table_of_columns(columns: "Mapping[str, Sequence[str | Text]]", *, left
     return table
 
 
+def make_table_of_lines(
+    lines: Sequence[Mapping[str, str | None]], *, left: Collection[str], chosen: str | None = None
+) -> "Table":
+    """Return a table from the cells of each line by heading; a column without cells (None) is left out.
+
+    Columns whose heading is in `left` hold text, the others numbers. A line is highlighted if the cell under the empty
+    heading, its mark, starts with `chosen`.
+    """
+    headings = list(dict.fromkeys(name for line in lines for name, cell in line.items() if cell is not None))
+    table = make_table(headings, left=[index for index, heading in enumerate(headings) if heading in left])
+    for line in lines:
+        is_chosen = chosen is not None and (line[""] or "").startswith(chosen)
+        table.add_row(*(line[heading] for heading in headings), style="bold green" if is_chosen else None)
+    return table
+
+
 def measure_long_table_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """Return the width of a table of `render_long_table` with the smallest gap between its columns."""
     from rich.cells import cell_len
@@ -165,11 +181,7 @@ def describe_cost(node_hours: float, cost: float, currency: str) -> str:
 
 
 def describe_max_cost(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
-    """Describe the maximum duration on this machine, node-hours and price of a plan.
-
-    Args:
-        hours: None: the duration depends on how many jobs the scheduler runs at once.
-    """
+    """Describe the maximum duration, node-hours and price of a plan; the duration (hours) is only known on this machine."""
     time = "" if hours is None else f"{format_duration(3600 * hours)} with one job at a time, "
     cost = f"{format_number(node_hours)} node-h" if price is None else describe_cost(node_hours, price, currency)
     return f"at most {time}{cost}"

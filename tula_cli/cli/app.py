@@ -231,16 +231,13 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
             code = command(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
     except TulaError as error:
         return _report_error(screen, error)
-    except BrokenPipeError:
-        return _exit_on_broken_pipe()
-    except SystemExit as end:  # typer and rich raise it, with code 1, after a BrokenPipeError
+    except SystemExit as end:  # typer and rich raise it, with code 1, after a pager or `head` has closed the pipe
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        return _exit_on_broken_pipe()
+        _redirect_to_dev_null(sys.stdout)
+        return BROKEN_PIPE_EXIT_CODE
     except (KeyboardInterrupt, typer.Abort):
         return _report_error(screen, Interrupted("interrupted"))
-    except typer.Exit as error:
-        return error.exit_code
     except USAGE_ERROR as error:
         return _report_error(screen, _convert_usage_error(error, arguments))
     except OSError as error:
@@ -391,12 +388,6 @@ def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
         )
     hint = suggest_nearest(word, COMMANDS)
     return SpecError(f"there is no command {word}", hint or "tula --help lists the commands")
-
-
-def _exit_on_broken_pipe() -> int:
-    """Discard the output after a pager or `head` has closed the pipe, and return the exit code."""
-    _redirect_to_dev_null(sys.stdout)
-    return BROKEN_PIPE_EXIT_CODE
 
 
 def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -5,7 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -36,17 +36,15 @@ def test_every_optional_package_has_a_folder_an_entry_point_and_a_pip_extra() ->
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_an_entry_point_names_the_object_of_its_package(name: str) -> None:
-    assert load_extra(name) is load_extra_if_installed(name)
-    assert type(load_extra(name)).__module__ == f"tula_cli.extras.{name}"
+    assert load_extra(name) is load_extra_if_installed(name) is import_module(f"tula_cli.extras.{name}").package
 
 
 def test_a_source_tree_that_is_only_on_the_path_has_the_packages_of_its_project_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
-    assert {name: type(load_extra_if_installed(name)).__module__ for name in PACKAGES} == {
-        n: f"tula_cli.extras.{n}" for n in PACKAGES
-    }
+    packages = {name: import_module(f"tula_cli.extras.{name}").package for name in PACKAGES}
+    assert {name: load_extra_if_installed(name) for name in PACKAGES} == packages
 
 
 def test_an_installed_tree_has_the_packages_of_its_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

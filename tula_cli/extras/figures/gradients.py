@@ -32,23 +32,20 @@ class Quantity:
     caption: str = ""
     log: bool = False
     paper: str = ""
-    # names of the values that bound its spread, for figures of one training; None: no spread
-    ends: tuple[str, str] | None = None
+    has_quantiles: bool = False  # whether figures of one training show its 5 and 95 % quantiles, q05 and q95
 
 
 EPOCH_QUANTITIES = (
     Quantity("gradient_norm", "diagnostics.norm.q50", "Gradient norm", "norm of the gradient",
-             "Median over the steps of an epoch; for a single training, bars show the 5 and 95 % quantiles.", True, "Figure 5", ("q05", "q95")),
+             "Median over the steps of an epoch; for a single training, bars show the 5 and 95 % quantiles.", True, "Figure 5", True),
     Quantity("gradient_change", "diagnostics.delta.q50", "Change of the gradient, Delta(G)", "Delta(G)",
-             "Eq. 5 of the paper, median over the steps of an epoch; for a single training, bars show the 5 and 95 % quantiles.", True, "Figure 6", ("q05", "q95")),
+             "Eq. 5 of the paper, median over the steps of an epoch; for a single training, bars show the 5 and 95 % quantiles.", True, "Figure 6", True),
     Quantity("factor_mean", "ags.mean", "Mean scaling factor", "factor"),
     Quantity("factor_steps", "ags.scaled", "Share of scaled steps", "share of steps"),
     Quantity("factor_at_cap", "ags.at_cap", "Share of factors at their cap", "share of factors"),
     Quantity("factor_at_floor", "ags.at_floor", "Share of factors at their floor", "share of factors"),
 )  # fmt: skip
-CURVATURE_QUANTITIES = (
-    Quantity("lr_bound", "lr_bound", "Bound on the learning rate (Lemma 1)", "learning rate", "Computed from the measured curvature.", True),
-)  # fmt: skip
+LEARNING_RATE_BOUND = Quantity("lr_bound", "lr_bound", "Bound on the learning rate (Lemma 1)", "learning rate", "Computed from the measured curvature.", True)  # fmt: skip
 
 
 def build_gradient_figures(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
@@ -62,8 +59,7 @@ def build_gradient_figures(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
         plotted = of_steps.pop(quantity.key, None)
         yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs) if plotted is None else [plotted]
     yield from _build_curvature_figure(curves)
-    for quantity in CURVATURE_QUANTITIES:
-        yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature)
+    yield from _draw_quantity(LEARNING_RATE_BOUND, curves, lambda curve: curve.curvature)
     yield from of_steps.values()
     first_curves = {curve.name: curve for curve in reversed(curves)}
     for name, curve in first_curves.items():
@@ -75,20 +71,19 @@ def _draw_quantity(
     quantity: Quantity, curves: Sequence[TrainingCurve], rows: Callable[[TrainingCurve], Sequence[Row]]
 ) -> Iterator[Figure]:
     series = list(make_mean_series(curves, rows, quantity.path))
-    if quantity.ends is not None and len(curves) == 1 and series:
-        series = [_add_spread(series[0], rows(curves[0]), quantity)]
+    if quantity.has_quantiles and len(curves) == 1 and series:
+        series = [_add_quantiles(series[0], rows(curves[0]), quantity)]
     if series:
         scale = choose_scale((y for line in series for y in line.y), span=1) if quantity.log else "linear"
         yield Figure(quantity.key, quantity.title, quantity.caption, "samples seen", quantity.label, tuple(series), y_scale=scale, paper=quantity.paper)  # fmt: skip
 
 
-def _add_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Series:
-    assert quantity.ends is not None
+def _add_quantiles(series: Series, rows: Sequence[Row], quantity: Quantity) -> Series:
     folder = quantity.path.rpartition(".")[0]
     at = {float(row["samples"]): row for row in rows if has_position(row)}
     low, high = (
         tuple(convert_to_number(get_value_at_path(at[x], f"{folder}.{name}")) for x in series.x)
-        for name in quantity.ends
+        for name in ("q05", "q95")
     )
     return replace(series, low=low, high=high)
 

@@ -114,12 +114,8 @@ def register_command(app: typer.Typer, function: Callable[..., None], *, example
     """Register a function as a command of `app`.
 
     The function's first parameter is the screen, which is set up by the options common to all commands. A parameter whose
-    type is a dataclass becomes an argument or option for each field of that class.
-
-    Args:
-        app: application of the command.
-        function: implementation of the command; its docstring is the help text.
-        example: example of a command line, shown at the end of the help text.
+    type is a dataclass becomes an argument or option for each field of that class. Its docstring is the help text, which
+    ends with the example of a command line.
     """
     name = function.__name__.rstrip("_")
     parameters = list(inspect.signature(function).parameters.values())[1:]

@@ -110,12 +110,8 @@ def find_device_holders() -> dict[int, str]:
     return names_by_pid
 
 
-def read_used_gpu_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
-    """Return the used bytes of each GPU, as reported by nvidia-smi; empty if it is missing.
-
-    Args:
-        gpus: the GPUs to query, named as in CUDA_VISIBLE_DEVICES; empty: all that nvidia-smi lists.
-    """
+def read_used_gpu_memory(gpus: Sequence[str]) -> dict[str, int]:
+    """Return the used bytes of the GPUs (named as in CUDA_VISIBLE_DEVICES; empty: all); empty without nvidia-smi."""
     query = ["--query-gpu=uuid,memory.used", *([f"--id={','.join(gpus)}"] if gpus else [])]
     rows = [row for row in _run_nvidia_smi(*query) if len(row) == 2 and row[1].isdigit()]
     return {uuid: int(mebibytes) * 2**20 for uuid, mebibytes in rows}

@@ -18,23 +18,13 @@ from tula_cli.spec.workload import UserScript, Workload
 
 @dataclass(frozen=True)
 class FailureKind:
-    """A class of failure.
-
-    Args:
-        means: description of the failure.
-        error: error with which a command that waits for the job exits if nothing follows (its exit code and
-            `error.code`).
-        advice: what the user can do; one line, with {more_memory} for the setting that depends on the
-            scheduler.
-        for_script: the same for a user's script, whose job has no model, optimizer ...; empty: same as `advice`.
-        severity: order among failures of several ranks; the one with the lowest value is the root cause.
-    """
+    """A class of failure: its meaning, consequences and advice."""
 
     means: str
-    error: type[TulaError]
-    advice: str
-    for_script: str = ""
-    severity: int = 1
+    error: type[TulaError]  # with which a command that waits for the job exits if nothing follows
+    advice: str  # what the user can do; one line, with {more_memory} for the setting that depends on the scheduler
+    for_script: str = ""  # the same for a user's script, whose job has no model, optimizer ...; empty: same as `advice`
+    severity: int = 1  # order among failures of several ranks; the one with the lowest value is the root cause
 
     def format_advice(self, cluster: Cluster, *, script: bool = False) -> str:
         """Return the advice for the user, with the names of the settings of the cluster's scheduler."""

@@ -145,12 +145,7 @@ def _read_ticket(folder: Path, number: int) -> Ticket | None:
 
 
 class TicketHolder:
-    """A ticket of this process.
-
-    Args:
-        holder: the job and its run.
-        devices: devices that the job uses.
-        measures: whether the job needs exclusive use of the devices.
+    """A ticket of this process, with fields as of `Ticket`.
 
     Raises:
         OSError: no ticket can be drawn: the folder is not private to this user, or its file system allows no files or

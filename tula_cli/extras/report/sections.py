@@ -199,13 +199,7 @@ def _list_measured_flags(rows: Sequence[Prediction]) -> tuple[bool, ...]:
 def build_tradeoff_figure(
     rows: Sequence[Prediction], choice: Prediction, currency: str, *, against: TradeOff = "cost"
 ) -> Figure:
-    """Build the figure of the time of every configuration against its cost or its number of nodes.
-
-    Args:
-        rows: the configurations, at least one.
-        choice: the chosen one, which is marked.
-        against: the quantity of the horizontal axis.
-    """
+    """Build the figure of the time of every configuration (at least one) against its cost or its number of nodes."""
     factor, unit = choose_hours_unit(row.hours for row in rows)
 
     def get_x(row: Prediction) -> float:

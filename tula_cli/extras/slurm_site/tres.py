@@ -68,13 +68,10 @@ def parse_billing_rule(flags: str) -> BillingRule:
     return "max" if "MAX_TRES" in words else "max_gres" if "MAX_TRES_GRES" in words else "sum"
 
 
-def compute_billing(tres: Tres, weights: Tres | None, rule: BillingRule) -> float:
-    """Return the billing of an allocation, before SLURM truncates it to a whole number.
+def compute_billing(tres: Tres, weights: Tres, rule: BillingRule) -> float:
+    """Return the billing of allocated resources, before SLURM truncates it to a whole number.
 
-    Args:
-        tres: allocated resources.
-        weights: as returned by `parse_weights`; None if the partition has none, so that CPUs are counted.
-        rule: how the products are combined.
+    `weights` are those of `parse_weights`; if the partition has none, CPUs are counted.
     """
     if not weights:
         return tres.get("cpu", 0.0)

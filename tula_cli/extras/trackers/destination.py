@@ -90,12 +90,7 @@ class Exporter(Protocol):
     """The interface of a tracker, which a callable with the arguments `uri` and `project` returns."""
 
     def open(self, run: TrackerRun, *, known: str | None) -> TrackedRun:
-        """Start a run, or open an existing one again.
-
-        Args:
-            run: the run.
-            known: the tracker's id of the run if it was started before.
-        """
+        """Start a run, or open it again if it was started before, with the tracker's id `known`."""
         ...
 
 
@@ -107,19 +102,12 @@ def compute_digest(content: Any) -> str:
 
 @dataclass(frozen=True)
 class Destination:
-    """A tracker, with the address and project there.
+    """A tracker, with the address and project there."""
 
-    Args:
-        to: mlflow, wandb, tensorboard, or an import string.
-        uri: the address, valid from every working directory.
-        project: the project.
-        folder: the run's folder of exports; an address in it is recorded relative to it, since runs are moved.
-    """
-
-    to: str
-    uri: str
+    to: str  # mlflow, wandb, tensorboard, or an import string
+    uri: str  # valid from every working directory
     project: str
-    folder: Path
+    folder: Path  # the run's folder of exports; an address in it is recorded relative to it, since runs are moved
 
     @property
     def record_path(self) -> Path:

@@ -268,20 +268,13 @@ def require_all_sent(results: Iterable[ExportResult]) -> None:
 def export_to_requested_trackers(
     runs: Sequence[Run], to: Sequence[str], request: ExportRequest
 ) -> Work[tuple[ExportResult, ...]]:
-    """Send new values of the runs of a job to the requested trackers.
-
-    Args and errors are as of `list_requested_trackers` and `export_runs`.
-    """
+    """Send new values of the runs of a job to the requested trackers; errors as of the functions that it calls."""
     trackers = list_requested_trackers(runs[0].spec, to, request)
     return export_runs(runs, trackers, follow=request.follow, every=request.every)
 
 
 def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportRequest) -> tuple[Export, ...]:
-    """Return the requested trackers: those of the command line, or else those of the job file.
-
-    Args:
-        to: trackers or import strings, as named on the command line.
-        request: address and project of the named tracker.
+    """Return the requested trackers: those named on the command line (`to`), or else those of the job file.
 
     Raises:
         SpecError: no tracker is named and the job has none, or the arguments are not compatible.

@@ -75,11 +75,7 @@ def _list_environment(environment: Environment) -> dict[str, Scalar]:
 
 
 def make_run_payload(run: Run, snapshot: Snapshot, *, active: bool, artifacts: tuple[Path, ...]) -> RunPayload:
-    """Return the payload of a whole run: its settings, environment, probes and recommendation.
-
-    Args:
-        active: whether a job of it is queued or running.
-    """
+    """Return the payload of a whole run: its settings, environment, probes and recommendation."""
     answer, measured = snapshot.recommendation, snapshot.measured
     moments = [job.submitted_at for job in snapshot.jobs] + [result.measured_at for result in measured]
     environment = _list_environment(measured[0].environment) if measured else {}
@@ -145,7 +141,6 @@ def make_training_payload(
     Args:
         group: name of the whole run.
         parent: the tracker's id of the whole run.
-        active: whether its job is queued or running.
     """
     first, task = tasks[0], tasks[-1]
     training = snapshot.get_training(task.signature)

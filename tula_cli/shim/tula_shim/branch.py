@@ -9,11 +9,7 @@ from .optimizers import get_scaler_class
 
 
 class BranchSteps:
-    """The steps of a branch, or of the training up to the checkpoint from which branches start.
-
-    Args:
-        plan_section: section branch of the plan.
-    """
+    """The steps of a branch (of section branch of the plan), or of the training up to the checkpoint of its start."""
 
     def __init__(self, plan_section: dict[str, Any]) -> None:
         # None: the training up to the checkpoint, with unchanged learning rate.

@@ -23,12 +23,7 @@ REPORTED_ATTRIBUTE = "reported_by_tula"
 
 
 def install_excepthook(plan: Plan, step: Callable[[], int]) -> None:
-    """Install an excepthook that writes the failure, then calls the previous hook.
-
-    Args:
-        plan: names the folder of the failures.
-        step: returns the number of completed steps.
-    """
+    """Install an excepthook that writes the failure with the completed `step`, then calls the previous hook."""
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:

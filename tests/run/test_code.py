@@ -1,6 +1,7 @@
 """Submitted code is what runs: the files that a spec refers to, their digest, and their snapshot."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -382,6 +383,25 @@ def test_git_tells_the_commit_and_what_differs_from_it(
     assert cut is not None
     assert len(cut.diff) < 100
     assert "cut" in cut.diff
+
+
+def test_files_that_git_cannot_compare_with_the_commit_may_differ_from_it(
+    here: Path, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(here.parent, "init", "-q")
+    write(here, mine="x = 1\n")
+    git(here.parent, "add", ".")
+    git(here.parent, "commit", "-qm", "first")
+    real = shutil.which("git")
+    slow = tmp_path / "bin" / "git"
+    slow.parent.mkdir()
+    slow.write_text(f'#!/bin/sh\ncase "$*" in *status*) exec sleep 60;; esac\nexec {real} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(git_state, "GIT_TIMEOUT", 0.5)
+    result = run.read_code(take(run, job(), here))
+    assert result is not None and result.commit and result.dirty
+    assert result.diff.startswith(f"git could not compare the files with commit {result.commit}: ")
 
 
 @pytest.mark.parametrize("path", ["", "/usr/bin:/bin"])

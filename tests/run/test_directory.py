@@ -170,7 +170,7 @@ def test_newest_is_the_last_one_used(tmp_path):
     assert RunDir.find_newest(tmp_path).id == first.id
 
 
-@pytest.mark.parametrize("pointer", [None, "", "gone-12345678\n"])
+@pytest.mark.parametrize("pointer", [None, "", "gone-12345678\n", "\0" * 16])
 def test_newest_without_a_pointer_that_points_anywhere(tmp_path, pointer):
     first, second = (RunDir.create(tmp_path, make.spec(name=name)) for name in ("first", "second"))
     os.utime(second.path / "spec.yaml", (1, 1))

@@ -27,9 +27,8 @@ LISTING_TIMEOUT = 60.0  # seconds for listing files, whose failure is an error b
 def list_tracked_files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
     """Return the root of a folder's git repository, and its files with whether git tracks each.
 
-    Ignored files are left out.
-
-    Nested repositories count as part of it. Listed files need not exist. None if there is no repository.
+    Ignored files are left out. Nested repositories count as part of it. Listed files need not exist. None if there is no
+    repository.
 
     Args:
         folder: absolute, without symbolic links.
@@ -67,7 +66,9 @@ def _run_git_ls_files(top: Path, *options: str) -> str:
 
 
 def read_repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]:
-    """Return (commit, whether the paths differ from it, their diff without private files); empty without git.
+    """Return (commit, whether the paths may differ from it, their diff without private files); empty without git.
+
+    If git cannot compare the paths with the commit, they may differ, and the diff is a sentence about that.
 
     Args:
         base: a folder of the repository.
@@ -77,20 +78,29 @@ def read_repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool,
     if not commit:
         return "", False, ""
     pathspecs = [f":(literal){path}" for path in _list_paths_in_repository(base, paths)]
-    dirty = bool(_run_git(base, "status", "--porcelain", "--", *pathspecs).strip())
-    diff = _read_diff_of_paths(base, pathspecs)
+    try:
+        dirty = bool(_read_git_output(base, "status", "--porcelain", "--", *pathspecs, timeout=GIT_TIMEOUT).strip())
+        diff = _read_diff_of_paths(base, pathspecs)
+    except (OSError, subprocess.SubprocessError) as error:
+        return commit, True, f"git could not compare the files with commit {commit}: {error}\n"
     if len(diff) > MAX_DIFF_CHARACTERS:
         diff = f"{diff[:MAX_DIFF_CHARACTERS]}\n[cut: {len(diff) - MAX_DIFF_CHARACTERS} more characters]\n"
     return commit, dirty, diff
 
 
 def _read_diff_of_paths(base: Path, paths: Sequence[str]) -> str:
-    """Return the diff between paths and the commit, without files that may hold secrets."""
+    """Return the diff between paths and the commit, without files that may hold secrets.
+
+    Raises:
+        OSError, subprocess.SubprocessError: git fails or takes too long.
+    """
     options = ["--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--relative", "HEAD", "--"]
-    changed = [name for name in _run_git(base, "diff", "--name-only", "-z", *options, *paths).split("\0") if name]
+    names = _read_git_output(base, "diff", "--name-only", "-z", *options, *paths, timeout=GIT_TIMEOUT)
+    changed = [name for name in names.split("\0") if name]
     private = [f":(exclude,literal){name}" for name in changed if is_private_file(Path(name))]
-    # No diff if the listing of names failed (empty), because it could contain private files that are not excluded.
-    return _run_git(base, "diff", *options, *paths, *private) if len(changed) > len(private) else ""
+    if len(changed) == len(private):
+        return ""
+    return _read_git_output(base, "diff", *options, *paths, *private, timeout=GIT_TIMEOUT)
 
 
 def _list_paths_in_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:

@@ -191,7 +191,9 @@ def read_job_change_time(run: Path) -> int | None:
     try:
         status = (run / _YAML_FILE).stat()
         return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
-    except OSError:  # no run, a run that is being removed, or one of another user
+    # ValueError: a null byte, from a damaged file that names the run. OSError: no run, a run that is being removed, or one
+    # of another user.
+    except (OSError, ValueError):
         return None
 
 

@@ -10,6 +10,7 @@ from make_results import Truth, add_gradient_noise, as_script_probe, make_out_of
 
 import tula_cli as tula
 from tula_cli.errors import Infeasible, SpecError
+from tula_cli.models.choice import baseline
 from tula_cli.models.choice.baseline import compute_baseline_saving
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
@@ -308,6 +309,25 @@ def test_a_minimum_efficiency_limits_the_choice_and_is_named_where_nothing_reach
         assert refused.value.hint == "write 0.8 for 80 %"
     with pytest.raises(SpecError, match="min_efficiency 'much': must be a number"):
         tula.recommend("job.yaml", min_efficiency="much")  # type: ignore[arg-type]
+
+
+# --- costs of nothing
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (0.0, 0.0, "at about the same cost (0 -> 0 SU)"),
+        (0.0, 2.0, "more expensive (0 -> 2.00 SU)"),
+        (2.0, 0.0, "100 % cheaper (2.00 -> 0 SU)"),
+    ],
+)
+def test_a_cost_of_nothing_is_compared_in_words(tmp_path: Path, before: float, after: float, text: str) -> None:
+    """SLURM may bill nothing for a QOS or a partition."""
+    row = ask(run_with(tmp_path)).choice
+    today, choice = (row.model_copy(update={"cost": cost}) for cost in (before, after))
+    assert baseline._describe_cost_change(baseline._make_change(today.cost, choice.cost, 0.1), "SU") == text
+    assert baseline.is_not_clearly_worse(today, choice) is (before <= after)
 
 
 # --- what a training gained

@@ -33,6 +33,8 @@ from tula_cli.words import (
 
 MAX_RATIO_ABOUT_EQUAL = 0.10
 """Maximum relative difference that may be called none if it is within noise; a larger one within noise is uncertain."""
+MIN_SHARE_OF_OTHER = 1e-9
+"""Share of the other value that stands for a cost of 0 in a ratio, which must be finite."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +200,11 @@ def is_not_clearly_worse(row: Prediction, other: Prediction) -> bool:
 def _make_change(before: float, after: float, deviation: float) -> Change:
     """Compare two values whose difference of logarithms has a standard deviation.
 
-    They are equal within noise if the 90 % interval of their ratio includes 1, or if they differ by less than 2 %.
+    They are equal within noise if the 90 % interval of their ratio includes 1, or if they differ by less than 2 %. A cost may
+    be 0, if SLURM bills nothing.
     """
-    ratio = before / after if after else 1.0
+    smallest = MIN_SHARE_OF_OTHER * max(before, after) or 1.0
+    ratio = max(before, smallest) / max(after, smallest)
     return Change(
         before=before,
         after=after,
@@ -244,6 +248,8 @@ def _describe_change(change: Change, unit: str, noun: str, *, equal: str, less: 
         return f"{equal} ({values}{_explain_noise(change)})"
     if change.within_noise:
         return f"{noun} uncertain ({values})"
+    if not change.before:
+        return f"{more} ({values})"
     if change.ratio > 1:
         return f"{format_number(100 * (1 - 1 / change.ratio), 2)} % {less} ({values})"
     if change.ratio > 0.5:

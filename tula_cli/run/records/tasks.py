@@ -455,7 +455,7 @@ class CodeSnapshot(Record):
     modules: tuple[str, ...]  # files imported through the spec, or a script's code and settings; relative paths
     files: tuple[str, ...]  # all copied files, relative paths
     commit: str = ""  # git commit of the workdir; empty without a repository
-    dirty: bool = False  # these files differ from the commit
+    dirty: bool = False  # these files differ from the commit, or git could not compare them
     diff: str = ""  # output of git diff for these files, truncated if very long; empty without differences
     base: str = ""  # the copied folder of a script; empty: workdir was copied
     program: str = ""  # relative path of the script file in the command; empty for a module

@@ -53,7 +53,7 @@ def test_refreshes_are_counted_where_they_are_apart_from_the_steps(
     train: dict[str, Any], ags: dict[str, Any], batch: int, expected: int
 ) -> None:
     job = make_spec(train={**AGS["train"], **train}, ags=ags)
-    assert refresh.count_refreshes(job, batch=batch, steps=97) == expected
+    assert refresh.count_separate_refreshes(job, batch=batch, steps=97) == expected
 
 
 def test_a_probe_of_the_configuration_is_believed() -> None:

@@ -122,7 +122,7 @@ class RankProgram(ABC):
         return None
 
     def make_summary_fields(self, attempts: Sequence[Attempt], seconds: float) -> dict[str, Any]:
-        """Return the fields of the summary of a training that its program records; its attempts took `seconds`."""
+        """Return the fields that this program adds to a training's summary; its attempts took `seconds`."""
         return {}
 
     @property

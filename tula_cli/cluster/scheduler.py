@@ -383,10 +383,10 @@ PROTOCOL_MEMBERS = (*sorted(name for name in vars(Scheduler) if not name.startsw
 
 
 def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Scheduler:
-    """Return a scheduler.
+    """Return the scheduler of a backend, or an instance of the user's class after a check of its members.
 
     Args:
-        kind: `cluster.kind`.
+        kind: `cluster.kind`, which names the backend or the class.
         options: `cluster.options`, the arguments of the scheduler.
 
     Raises:

@@ -539,11 +539,11 @@ def classify_failure(text: str, *, exit_code: int | None = None, device: str = "
     text = _RANK_PREFIX.sub("", text)
     if device == "cpu":  # any process without a GPU may print this warning
         text = _CUDA_WARNING.sub("", text)
-    outcome = _classify_by_exit(text, exit_code)
+    outcome = _classify_text(text, exit_code)
     return "device_oom" if outcome == "host_oom" and device == "cpu" else outcome
 
 
-def _classify_by_exit(text: str, exit_code: int | None) -> OutcomeClass:
+def _classify_text(text: str, exit_code: int | None) -> OutcomeClass:
     if row := _find_first_match(text, exit_code):
         return row[0]
     if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):

@@ -124,7 +124,9 @@ def count_training_work(
         steps=dataset_size // batch,
         eval_batches=count_evaluations(eval_size),
         refreshes=apply_to_distinct_values(
-            lambda global_batch: refresh.count_refreshes(spec, batch=global_batch, steps=dataset_size // global_batch),
+            lambda global_batch: refresh.count_separate_refreshes(
+                spec, batch=global_batch, steps=dataset_size // global_batch
+            ),
             batch,
         ),
     )

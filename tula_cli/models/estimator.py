@@ -39,7 +39,7 @@ from tula_cli.models.observations import (
     warn_forecast_limits,
 )
 from tula_cli.models.out_of_memory import (
-    find_smallest_ruled_out,
+    find_smallest_excluding_oom,
     is_configuration_ruled_out,
     list_allowed_splits,
 )
@@ -285,7 +285,7 @@ class Estimator:
         local_batch = config.compute_local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
             return ""
-        oom = find_smallest_ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.is_sharded)
+        oom = find_smallest_excluding_oom(self.ooms, config.nodes, local_batch, sharded=self.spec.train.is_sharded)
         if oom is not None:
             return f"a local batch of {oom} ran out of memory"
         largest = self.compute_largest_local_batch(config.nodes)

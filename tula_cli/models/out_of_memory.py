@@ -129,7 +129,7 @@ def find_next_fallback(
     return None
 
 
-def find_smallest_ruled_out(
+def find_smallest_excluding_oom(
     ooms: Iterable[tuple[int, int]], nodes: int, local_batch: int, *, sharded: bool
 ) -> int | None:
     """Return the smallest out-of-memory local batch that rules out a configuration, or None if none does.

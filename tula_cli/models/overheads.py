@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from tula_cli.models import refresh
-from tula_cli.models.choice.candidates import Floats, Ints, compute_ratios, find_nearest_columns
+from tula_cli.models.choice.candidates import Floats, Ints, compute_ratio_distances, find_nearest_columns
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Measured
@@ -43,7 +43,7 @@ class OverheadModel:
         Args:
             nodes, local_batch, batch: shape (n,).
         """
-        eval_batch, eval_batch_size = self._estimate_eval_batches(nodes, local_batch)
+        eval_batch, eval_batch_size = self._estimate_eval_batch_time_and_size(nodes, local_batch)
         return OverheadColumns(
             startup=_select_nearest_seconds(_pool_shorter_startups(self._startups), nodes) + self.shutdown,
             eval_batch=eval_batch,
@@ -54,13 +54,13 @@ class OverheadModel:
             ),
         )
 
-    def _estimate_eval_batches(self, nodes: Ints, local_batch: Ints) -> tuple[Floats | None, Ints]:
+    def _estimate_eval_batch_time_and_size(self, nodes: Ints, local_batch: Ints) -> tuple[Floats | None, Ints]:
         """Return the seconds per evaluation batch, None if no probe measured them, and the samples of that batch."""
         probes_with_evaluation = [probe for probe in self.probes if probe.overheads.eval_batch is not None]
         probes = probes_with_evaluation or self.probes
         nearest = find_nearest_columns(
-            compute_ratios([probe.local_batch for probe in probes], local_batch),
-            compute_ratios([probe.nodes for probe in probes], nodes),
+            compute_ratio_distances([probe.local_batch for probe in probes], local_batch),
+            compute_ratio_distances([probe.nodes for probe in probes], nodes),
         )
         sizes = np.array([probe.overheads.eval_batch_size or 0 for probe in probes])[nearest]
         if not probes_with_evaluation:
@@ -122,9 +122,9 @@ def _is_shorter_by_chance(seconds: Sequence[float], before: Sequence[float]) -> 
 def _select_nearest_seconds(seconds: Mapping[int, float], nodes: Ints) -> Floats:
     """Return the seconds of the nearest number of nodes that has them, shape (n,)."""
     distinct, where = np.unique(nodes, return_inverse=True)
-    nearest: Floats = np.array(list(seconds.values()))[find_nearest_columns(compute_ratios(list(seconds), distinct))][
-        where
-    ]
+    nearest: Floats = np.array(list(seconds.values()))[
+        find_nearest_columns(compute_ratio_distances(list(seconds), distinct))
+    ][where]
     return nearest
 
 

@@ -46,8 +46,8 @@ def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, worl
     return ceil(min(small, ranks * available) / ranks)
 
 
-def count_refreshes(spec: JobSpec, *, batch: int, steps: int) -> int:
-    """Return the refreshes of a whole run, except those that are part of every step.
+def count_separate_refreshes(spec: JobSpec, *, batch: int, steps: int) -> int:
+    """Return the number of refreshes of a training that add time to single steps; 0 if every step refreshes, or none.
 
     Args:
         spec: epochs, method and refresh interval.
@@ -74,7 +74,11 @@ def compute_refresh_seconds(
     """
     import numpy as np
 
-    from tula_cli.models.choice.candidates import apply_to_distinct_values, compute_ratios, find_nearest_columns
+    from tula_cli.models.choice.candidates import (
+        apply_to_distinct_values,
+        compute_ratio_distances,
+        find_nearest_columns,
+    )
 
     refreshed = apply_to_distinct_values(lambda size: has_separate_refreshes(spec, size), batch)
     if not refreshed.any():
@@ -92,15 +96,17 @@ def compute_refresh_seconds(
     local = [probe for probe in all_probes if _get_time_without_sync(probe) is not None]
     if timed:
         differences = (
-            compute_ratios([_count_samples_per_rank(spec, probe.batch, probe.local_batch) for probe in timed], share),
-            compute_ratios([probe.nodes for probe in timed], nodes),
-            compute_ratios([probe.local_batch for probe in timed], local_batch),
+            compute_ratio_distances(
+                [_count_samples_per_rank(spec, probe.batch, probe.local_batch) for probe in timed], share
+            ),
+            compute_ratio_distances([probe.nodes for probe in timed], nodes),
+            compute_ratio_distances([probe.local_batch for probe in timed], local_batch),
         )
         refresh_seconds = np.array([probe.overheads.refresh for probe in timed], dtype=float)[
             find_nearest_columns(*differences)
         ]
     elif local:
-        nearest_probes = find_nearest_columns(compute_ratios([probe.local_batch for probe in local], share))
+        nearest_probes = find_nearest_columns(compute_ratio_distances([probe.local_batch for probe in local], share))
         refresh_seconds = np.array([_get_time_without_sync(probe) for probe in local], dtype=float)[nearest_probes]
     else:
         refresh_seconds = np.full(len(batch), np.nan)

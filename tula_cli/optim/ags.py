@@ -330,7 +330,7 @@ def _compute_gradients(
     return grads if scaler is None or not scaler.is_enabled() else _undo_loss_scale(grads, scaler)
 
 
-def _compute_sharded_gradients(
+def _compute_sharded_small_batch_gradients(
     loss: SmallLoss,
     counts: Sequence[int],
     rank: int,
@@ -403,6 +403,7 @@ def _unflatten_like(piece: Tensor, param: Tensor) -> Tensor:
 
 
 def _sum_over_ranks_(flat: Tensor, counts: Sequence[int]) -> None:
+    """Sum a tensor over all ranks in place; it is 0 on ranks without samples, so that a single other rank broadcasts it."""
     sources = [rank for rank, n in enumerate(counts) if n]
     if len(sources) == 1:
         dist.broadcast(flat, sources[0])
@@ -489,7 +490,7 @@ class AgsSetup:
         return sharding.compute_sharded_norms(grads) if self.sharded else gradient_stats.compute_norms(grads)
 
     def compute_squared_norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the squared l2 norm over all gradients together, 0-dim, equal on all ranks, under the same condition."""
+        """Return the squared l2 norm over all gradients together, 0-dim, equal on all ranks; with shards every rank must call this."""
         compute = sharding.compute_sharded_squared_norm if self.sharded else gradient_stats.compute_squared_norm
         return compute(grads)
 
@@ -523,7 +524,7 @@ class AgsSetup:
         if self.sharded or (params and counts[self.rank]):
             with restore_buffers(self.model), _seed_generators(params, seed):
                 if self.sharded:
-                    return _compute_sharded_gradients(loss, counts, self.rank, self.model, params, scaler)
+                    return _compute_sharded_small_batch_gradients(loss, counts, self.rank, self.model, params, scaler)
                 grads = _compute_gradients(loss, counts[self.rank], params, scaler)
         return grads if self.world == 1 else _average_over_ranks(grads, params, counts, self.rank)
 
@@ -589,7 +590,7 @@ class ScalingFactors(ABC):
 
     @property
     def max_factor(self) -> float:
-        """The largest factor: s_max in line 12 of Algorithm 1."""
+        """s_max of line 12, sqrt(b_large / b_small): the upper bound of factors from a small batch; `bounds` holds their interval."""
         return self.setup.max_factor
 
     @property

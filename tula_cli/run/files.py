@@ -516,7 +516,7 @@ def remove_path(path: Path) -> None:
 
 
 def publish_folder(draft: Path, target: Path) -> None:
-    """Rename a finished folder to its final name; an existing folder of that name has the same content.
+    """Rename a finished folder to its final name; if that exists, keep it, because folders of equal names are equal.
 
     Raises:
         OSError: it cannot be renamed.

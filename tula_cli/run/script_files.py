@@ -73,7 +73,7 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     copied, left_out = _select_bounded_files(
         program, base, {file: listed[file] for file in user_files if file not in keys}
     )
-    named, start = _list_named_files(words, workdir), program.file.relative_to(base).as_posix()
+    named, start = _resolve_paths_in_words(words, workdir), program.file.relative_to(base).as_posix()
     modules = {
         file for file in copied if file == program.file or _belongs_to_code(file, tracked=listed[file], named=named)
     }
@@ -218,7 +218,7 @@ def _belongs_to_code(file: Path, *, tracked: bool, named: set[Path]) -> bool:
     return tracked or file.suffix != ".json" or file in named
 
 
-def _list_named_files(words: Iterable[str], workdir: Path) -> set[Path]:
+def _resolve_paths_in_words(words: Iterable[str], workdir: Path) -> set[Path]:
     return {Path(os.path.realpath(workdir / text)) for word in words for text in (word, word.partition("=")[2]) if text}
 
 

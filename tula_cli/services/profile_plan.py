@@ -46,7 +46,7 @@ def plan_probes(
     chosen_by_auto = spec.search.strategy == "auto"
     spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     results = run.read_results()
-    wanted_batches, round_ = _choose_batches(
+    wanted_batches, round_ = _choose_local_batches_and_round(
         run.with_spec(spec), inspection, largest, results, node_hours_of_other_types=node_hours_of_other_types
     )
     known = {result.id for result in results if not (repeat_failed and isinstance(result, Failed))}
@@ -75,7 +75,7 @@ def plan_probes(
     )
 
 
-def _choose_batches(
+def _choose_local_batches_and_round(
     run: Run,
     inspection: Inspection,
     largest: LimitByNodes,

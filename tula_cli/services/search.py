@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models.choice.grid import Config, LimitByNodes, find_highest_limit, list_candidates
 from tula_cli.models.cost import count_training_work
-from tula_cli.models.out_of_memory import find_smallest_ruled_out
+from tula_cli.models.out_of_memory import find_smallest_excluding_oom
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
@@ -117,7 +117,7 @@ def choose_next_round(
     fitting = {
         c
         for c in candidates
-        if not find_smallest_ruled_out(ooms, c.nodes, c.compute_local_batch(gpus), sharded=sharded)
+        if not find_smallest_excluding_oom(ooms, c.nodes, c.compute_local_batch(gpus), sharded=sharded)
     }
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
     # A script that fails on a number of nodes, for example because it is not distributed, also fails at other batches.

@@ -116,7 +116,7 @@ def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") 
         yield "The batch grows over the first epochs (train.ramp); the log shows when."
 
 
-def _describe_planned_nodes(task: "TrainTask") -> Iterator[str]:
+def _describe_node_growth(task: "TrainTask") -> Iterator[str]:
     texts = [f"{format_count(stage.nodes)} at batch {stage.batch}" for stage in task.stages if stage.nodes is not None]
     if texts:
         yield f"the number of nodes grows with the batch: {', '.join(texts)}"
@@ -151,7 +151,7 @@ def _render_training_plan(plan: "TrainPlan", *, is_running: bool) -> Iterator["R
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
     yield from _describe_planned_branches(task)
     yield from _describe_planned_stages(task, predicted)
-    yield from _describe_planned_nodes(task)
+    yield from _describe_node_growth(task)
     if plan.finished:
         yield "already finished: tula train shows the result"
         return

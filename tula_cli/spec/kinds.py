@@ -189,7 +189,7 @@ def _shorten_value(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
 
 
-def check_word(value: str) -> str:
+def require_not_empty(value: str) -> str:
     if not value:
         raise ValueError("must not contain an empty string")
     return value

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tula_cli.spec.kinds import OneLineText, Positive, Section, check_word, convert_to_typed_text, require_one_line
+from tula_cli.spec.kinds import (
+    OneLineText,
+    Positive,
+    Section,
+    convert_to_typed_text,
+    require_not_empty,
+    require_one_line,
+)
 from tula_cli.spec.scripts.placeholders import RANK_VARIABLES
 
 _SBATCH_SETTINGS = {
@@ -154,7 +161,7 @@ class Slurm(Section):
     environment: dict[Annotated[str, AfterValidator(_check_variable)], str | None] = {}
     # Words put before the command of every rank, or the path of a script that runs this command; null: slurm-wrapper.sh
     # of the user or the site
-    wrapper: list[Annotated[OneLineText, AfterValidator(check_word)]] | OneLineText | None = None
+    wrapper: list[Annotated[OneLineText, AfterValidator(require_not_empty)]] | OneLineText | None = None
 
     @model_validator(mode="after")
     def _check_settings(self) -> "Slurm":

@@ -42,11 +42,11 @@ def run_training(
         task = task.model_copy(update={"spec": task.spec.model_copy(update={"optimizer": optimizer})})
     energy = TrainingEnergy(run, task.signature, ranks)
     with contextlib.suppress(Preempted):
-        _train_with_method(task, TrainContext(run, ranks, datasets, preemption, attempt, energy, task))
+        _train_or_tune(task, TrainContext(run, ranks, datasets, preemption, attempt, energy, task))
     energy.save_energy()
 
 
-def _train_with_method(task: TrainTask, context: TrainContext) -> None:
+def _train_or_tune(task: TrainTask, context: TrainContext) -> None:
     if task.spec.train.training_method.is_self_tuning:
         from tula_cli.worker.train import auto_tune  # imported here: only for self-tuning trainings
 

@@ -39,14 +39,14 @@ def seed_generators(*parts: int) -> Iterator[None]:
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little")
     if torch.utils.data.get_worker_info() is not None:
-        _seed_all_generators(seed)
+        _seed_cpu_generators(seed)
         yield
         return
     torch_state, random_state, bits = torch.get_rng_state(), random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
     try:
         # Swap the generator, because np.random.set_state takes 70 us and more.
         np.random.set_bit_generator(_make_spare_bit_generator())  # type: ignore[attr-defined]
-        _seed_all_generators(seed)
+        _seed_cpu_generators(seed)
         yield
     finally:
         torch.set_rng_state(torch_state)
@@ -59,7 +59,7 @@ def _make_spare_bit_generator() -> np.random.MT19937:
     return np.random.MT19937(0)
 
 
-def _seed_all_generators(seed: int) -> None:
+def _seed_cpu_generators(seed: int) -> None:
     seed_torch(seed, torch.device("cpu"))  # seeding the GPU would repeat a training step's dropout
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -102,7 +102,7 @@ def test_each_figure_has_its_numbers_behind_it_and_what_is_missing_is_said(rich:
 
 def test_the_numbers_of_a_figure_are_what_is_drawn() -> None:
     series = Series("a", (128, 256), (0.5754, None), measured=(True, False))
-    table = document_page.make_figure_numbers(Figure("k", "t", "", "batch", "time (s)", (series,)))
+    table = document_page.make_figure_table(Figure("k", "t", "", "batch", "time (s)", (series,)))
     assert [column.title for column in table.columns] == ["series", "batch", "time (s)", "measured"]
     assert table.rows == (("a", 128, 0.5754, "true"), ("a", 256, None, "false"))
 

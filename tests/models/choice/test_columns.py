@@ -1,6 +1,6 @@
 import numpy as np
 
-from tula_cli.models.choice.candidates import apply_to_distinct_values, compute_ratios, find_nearest_columns
+from tula_cli.models.choice.candidates import apply_to_distinct_values, compute_ratio_distances, find_nearest_columns
 
 
 def test_of_equally_near_ones_the_next_distance_decides_then_the_order() -> None:
@@ -10,7 +10,7 @@ def test_of_equally_near_ones_the_next_distance_decides_then_the_order() -> None
 
 
 def test_half_is_as_near_as_double() -> None:
-    assert compute_ratios([3, 6, 12], np.array([6, 9])).tolist() == [[2.0, 1.0, 2.0], [3.0, 1.5, 12 / 9]]
+    assert compute_ratio_distances([3, 6, 12], np.array([6, 9])).tolist() == [[2.0, 1.0, 2.0], [3.0, 1.5, 12 / 9]]
 
 
 def test_a_value_is_asked_for_once() -> None:

@@ -92,7 +92,7 @@ def test_beta1_of_a_ramp_follows_the_batch_that_it_comes_to(
 ) -> None:
     optimizer = {**ADAM, "args": {"betas": betas} if betas else {}}
     seen: list[TrainTask] = []
-    monkeypatch.setattr("tula_cli.worker.entry._train_with_method", lambda task, context: seen.append(task))
+    monkeypatch.setattr("tula_cli.worker.entry._train_or_tune", lambda task, context: seen.append(task))
     monkeypatch.setattr("tula_cli.worker.entry.TrainingEnergy.save_energy", lambda self: None)
     spec = job("ramp", ramp="auto", optimizer=optimizer, train={"reference_batch": 8})
     train(RunDir.create(tmp_path, spec), alone, make_train_task(spec, batch=batch))

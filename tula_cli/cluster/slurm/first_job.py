@@ -127,7 +127,7 @@ def _get_log_path(run: RunDir, id_: str) -> Path:
 
 
 def render_inspection_script(run: RunDir, spec: JobSpec) -> str:
-    """Return the script that would be submitted, without side effects."""
+    """Return the sbatch script of the job that builds the model on a node; nothing is written or submitted."""
     from tula_cli.cluster.slurm.script import ScriptWriter
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)

@@ -198,7 +198,7 @@ def _render_figure(figure: Figure, number: int, style_indices: Mapping[str, int]
     if figure.paper:
         yield f'<p class="paper">{escape_text(figure.paper)} of the paper, for this job.</p>'
     yield "</figcaption>"
-    table = make_figure_numbers(figure)
+    table = make_figure_table(figure)
     if table.rows:
         yield f"<details><summary>The numbers of this figure ({format_count(len(table.rows), 'row')})</summary>"
         yield from _render_table(table, max_rows=_MAX_ROWS)
@@ -206,7 +206,7 @@ def _render_figure(figure: Figure, number: int, style_indices: Mapping[str, int]
     yield "</figure>"
 
 
-def make_figure_numbers(figure: Figure) -> Table:
+def make_figure_table(figure: Figure) -> Table:
     """Return the data of a figure as a table, without empty columns."""
     header, *rows = list_figure_rows(figure)
     is_text = [any(isinstance(row[index], str) for row in rows) for index in range(len(header))]

@@ -56,7 +56,7 @@ class PlanTarget:
     budget: float = math.inf  # limit of the cost of all trainings
 
     def rate_plan(self, starts: Sequence[ScheduledStart]) -> "Rating":
-        """Return the rating by which plans are compared."""
+        """Return the rating of the plan with these starts, by which plans are compared."""
         return self.make_rating(compute_makespan(starts), sum_costs(starts))
 
     def make_rating(self, makespan: float, cost: float) -> "Rating":

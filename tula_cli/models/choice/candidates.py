@@ -32,7 +32,7 @@ def convert_to_configs(nodes: Ints, batch: Ints) -> list[Config]:
     return [Config(*nodes_and_batch) for nodes_and_batch in zip(nodes.tolist(), batch.tolist(), strict=True)]
 
 
-def compute_ratios(known_values: Sequence[int], at: Ints | Floats) -> Floats:
+def compute_ratio_distances(known_values: Sequence[int], at: Ints | Floats) -> Floats:
     """Return the ratio, at least 1, between each value of `at` and each known value, shape (len(at), len(known))."""
     column, other = at[:, None], np.asarray(known_values, dtype=float)[None, :]
     ratios: Floats = np.maximum(column / other, other / column)

@@ -122,7 +122,7 @@ class BaseTask(Record):
 
     @property
     def max_attempts(self) -> int:
-        """Maximum attempts that lose their processes; of a training, without a newer checkpoint."""
+        """Counted attempts (`COUNTED_OUTCOMES`) after which tula gives up; a newer checkpoint of a training resets the count."""
         return 1 + MAX_RESTARTS
 
     @property

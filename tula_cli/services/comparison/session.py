@@ -186,7 +186,7 @@ def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, subm
             waiting = trainings.wait_for_cells(run, plan, launcher, jobs)
             yield from export_while_waiting(run, None, waiting)
             failed_signatures |= {cell.signature for cell in plan.missing}
-            plan = trainings.update_plan(run, plan, failed_signatures)
+            plan = trainings.update_comparison_plan(run, plan, failed_signatures)
     except KeyboardInterrupt:
         hint = f"run the same command to follow them; tula cancel {words.quote_path(run.path)} stops them"
         message = "interrupted; finished trainings are kept, and running ones continue"

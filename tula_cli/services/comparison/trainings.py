@@ -94,7 +94,7 @@ def train_cells_one_by_one(
                 f"the first {failed} trainings have all failed: {problem}", "read their output with tula logs"
             )
         if plan.comparison.has_rounds:
-            plan = update_plan(run, plan, attempted)
+            plan = update_comparison_plan(run, plan, attempted)
             missing = list(plan.missing)
             other_hours = sum_hours((*missing, *plan.state.undecided), _reestimate_hours(run, plan))
         yield _make_progress_factory(plan)(
@@ -110,7 +110,7 @@ def train_cells_one_by_one(
             return
 
 
-def update_plan(run: Run, plan: ComparePlan, attempted: Collection[str]) -> ComparePlan:
+def update_comparison_plan(run: Run, plan: ComparePlan, attempted: Collection[str]) -> ComparePlan:
     """Return the plan updated with the trainings that have ended since, without those that this call has tried."""
     unfinished = [cell for cell in plan.comparison.cells if not has_cell_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(attempted)

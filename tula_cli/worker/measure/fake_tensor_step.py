@@ -349,7 +349,7 @@ class FakeStep:
             alive = self.storages.list_live_storages()
             first_number, first_event = len(self.storages.sizes), len(self.storages.events)
             batch = self.make_batch(REFERENCE_SAMPLES)
-            self._run_backward(batch)
+            self._accumulate_gradients(batch)
             small = len(self.storages.sizes)
             staged = self._run_refresh(batch) if self.memory.small_batch else []
             small_end = len(self.storages.sizes)
@@ -382,8 +382,11 @@ class FakeStep:
         if self.synchronise:
             parameter.grad = self.buckets[parameter]
 
-    def _run_backward(self, batch: Any) -> None:
-        """Compute the gradients; all micro-batches except the last leave them outside of the buckets."""
+    def _accumulate_gradients(self, batch: Any) -> None:
+        """Run forward and backward of one or two micro-batches; only the last moves its gradients into the buckets.
+
+        More than two micro-batches reach no higher peak.
+        """
         micro_batches = min(2, self.spec.train.accumulate)
         for micro_batch in range(micro_batches):
             self.synchronise = micro_batch == micro_batches - 1

@@ -41,7 +41,9 @@ class Replicated(DistributedDataParallel):
         """Do nothing: a replicated model gathers no parameters."""
 
     def make_local_context(self, fits: Callable[[int], bool]) -> AbstractContextManager[None] | None:
-        """Return a context in which steps run without communication; None if that is not possible.
+        """Return a context for steps without communication; None if that is not possible.
+
+        The trainer must not synchronise gradients in it (`Trainer.synchronise`).
 
         Args:
             fits: returns whether a number of bytes of memory is available.

@@ -52,7 +52,7 @@ def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: D
 
 
 def _make_branch_context(task: RateSearchTask, plan: SearchPlan, ranks: Ranks, datasets: Datasets) -> BranchContext:
-    """Return the context of the branches; nothing is trained before it is needed."""
+    """Return the start that all branches share; the training up to it runs when `branching_checkpoint` is first used."""
     split = auto_tune.hold_out_samples(task.spec, datasets, batch=max(task.batches))
     return BranchContext(
         task=_make_training_task(task, plan, len(split.train), task.spec, task.spec.train.reference_batch),

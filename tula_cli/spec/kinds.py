@@ -272,7 +272,7 @@ def _add_checks(schema: Any) -> Any:
 class Section(BaseModel):
     """Base class of the sections of a spec: frozen, and without unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

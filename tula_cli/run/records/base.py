@@ -59,4 +59,4 @@ RecordedDiagnostic = Annotated[
 class Record(BaseModel):
     """Base class: frozen; unknown keys are ignored, so that an older version of tula can read a newer run."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, computed_field
+from pydantic import Field, TypeAdapter, computed_field
 
 from tula_cli.run.records.base import Record, RecordedText
 from tula_cli.run.records.failures import Recovery
@@ -466,4 +466,4 @@ LoopTask = ProbeTask | TrainTask | EvaluateTask
 JobTask = ProbeTask | TrainTask | ResumeTestTask | EvaluateTask | RateSearchTask
 """Tasks that a user sees as jobs of a run; a check is not one of them."""
 Task = JobTask | CheckTask
-TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")], config=ConfigDict(defer_build=True))
+TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

@@ -87,20 +87,13 @@ def find_free_port() -> int:
 
 
 def _find_interface_address(interface: str) -> str:
-    location = f"on {socket.gethostname()}"
-    if interface not in list_interfaces():
-        raise JobFailed(
-            f"no network interface {interface!r} {location}",
-            f"set cluster.interface to one of {', '.join(list_interfaces())}",
-        )
-    address = next(_list_interface_addresses(interface), None)
-    if address is None:
-        usable = [name for name in list_interfaces() if any(_list_interface_addresses(name))]
-        raise JobFailed(
-            f"network interface {interface!r} {location} has no address",
-            f"set cluster.interface to one of {', '.join(usable)}",
-        )
-    return address
+    names, problem = list_interfaces(), f"no network interface {interface!r} on {socket.gethostname()}"
+    if interface in names:
+        if address := next(_list_interface_addresses(interface), None):
+            return address
+        problem = f"network interface {interface!r} on {socket.gethostname()} has no address"
+        names = tuple(name for name in names if any(_list_interface_addresses(name)))
+    raise JobFailed(problem, f"set cluster.interface to one of {', '.join(names)}")
 
 
 def _is_reachable_address(address: str) -> bool:

@@ -202,24 +202,20 @@ def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableT
     """Yield the branches of a search, the learning rate to use, and how to train with it."""
     from tula_cli.services.comparison.learning_rates import describe_critical_batch
 
-    classes = any(branch.top1 is not None for branch in report.branches)
-    table = make_table(
-        ("batch", "rule", "factor", "learning\nrate", "loss", *(["top-1 (%)"] if classes else []), "note"),
-        left=(1, 5 + classes),
-    )
-    for branch in report.branches:
-        top1 = [format_number(branch.top1, 4)] if classes else []
-        note = "diverged" if branch.diverged else "chosen" if branch == report.chosen else ""
-        table.add_row(
-            str(branch.batch),
-            branch.rule,
-            f"{branch.factor:.3g}",
-            format_number(branch.lr),
-            format_number(branch.loss, 4),
-            *top1,
-            note,
-        )
-    yield table
+    has_classes = any(branch.top1 is not None for branch in report.branches)
+    lines = [
+        {
+            "batch": str(branch.batch),
+            "rule": branch.rule,
+            "factor": f"{branch.factor:.3g}",
+            "learning\nrate": format_number(branch.lr),
+            "loss": format_number(branch.loss, 4),
+            "top-1 (%)": format_number(branch.top1, 4) if has_classes else None,
+            "note": "diverged" if branch.diverged else "chosen" if branch == report.chosen else "",
+        }
+        for branch in report.branches
+    ]
+    yield make_table_of_lines(lines, left=("rule", "note"))
     if report.too_large is not None:
         yield f"batch {report.too_large} does not fit into GPU memory"
     yield ""

@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tula_cli.cluster.slurm.sbatch import fill_environment_defaults, get_slurm_section
 from tula_cli.diagnostics import Diagnostic
@@ -128,33 +128,23 @@ def check_balance(
 ) -> BalanceCheck:
     """Return whether the balance of an account covers a training; see `SiteBilling.check_balance`."""
     balance = read_account_balance(spec, qos=billing.qos, ask=ask)
+    no_limit = f"account {balance.account} has no limit for these resources (GrpTRESMins)"
+    words = f"unknown: {balance.unseen}" if balance.unseen else no_limit
+    without_limit = BalanceCheck(balance.account, balance.limits, words, unknown=balance.unseen)
     if hours is None:
-        return BalanceCheck(
-            balance.account,
-            balance.limits,
-            _describe_missing_limit(balance),
-            unknown="the duration is unknown because nothing was measured",
-        )
+        return replace(without_limit, unknown="the duration is unknown because nothing was measured")
     need = compute_needed_minutes(billing, nodes=nodes, hours=hours)
     max_minutes = compute_needed_minutes(billing, nodes=nodes, hours=max(hours, max_hours or 0.0))
     tight = [limit for limit in balance.limits if max_minutes.get(limit.tres, 0.0) > 0]
     if not tight:
-        return BalanceCheck(balance.account, balance.limits, _describe_missing_limit(balance), unknown=balance.unseen)
+        return without_limit
     worst = min(tight, key=lambda limit: limit.remaining / max_minutes[limit.tres])
-    return BalanceCheck(
-        account=balance.account,
-        limits=balance.limits,
+    return replace(
+        without_limit,
         words=f"{_describe_limit(worst, spec)}; the training needs {_describe_needed_minutes(worst, need, spec)}",
         lacking=_warn_insufficient_balance(worst, need, spec),
         lacking_at_most=_warn_insufficient_balance(worst, max_minutes, spec),
-        unknown=balance.unseen,
     )
-
-
-def _describe_missing_limit(balance: Balance) -> str:
-    if balance.unseen:
-        return f"unknown: {balance.unseen}"
-    return f"account {balance.account} has no limit for these resources (GrpTRESMins)"
 
 
 def _warn_insufficient_balance(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> Diagnostic | None:

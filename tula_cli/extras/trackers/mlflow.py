@@ -3,9 +3,9 @@
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRun
 
@@ -22,7 +22,6 @@ for _name, _value in (
 from mlflow.entities import Metric, Param, RunTag  # noqa: E402 - it reads these when it is imported
 from mlflow.tracking import MlflowClient  # noqa: E402
 
-T = TypeVar("T")
 ARTIFACT_FOLDER = "mlartifacts"
 """Folder of artifacts next to a local database."""
 _MAX_METRICS_PER_CALL, _MAX_PARAMS_PER_CALL = 1000, 100
@@ -41,33 +40,30 @@ class MlflowRun:
 
     def params(self, values: Mapping[str, Scalar]) -> None:
         params = [Param(_make_metric_key(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
-        for chunk in _split_into_chunks(
-            [param for param in params if param.key not in self.given], _MAX_PARAMS_PER_CALL
-        ):
-            self.client.log_batch(self.id, params=chunk)
+        self._log_in_batches("params", [param for param in params if param.key not in self.given], _MAX_PARAMS_PER_CALL)
         self.given |= {param.key for param in params}
 
     def tags(self, values: Mapping[str, str]) -> None:
         tags = [RunTag(_make_metric_key(name), value[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
-        for chunk in _split_into_chunks(tags, _MAX_PARAMS_PER_CALL):
-            self.client.log_batch(self.id, tags=chunk)
+        self._log_in_batches("tags", tags, _MAX_PARAMS_PER_CALL)
 
     def points(self, points: Sequence[Point]) -> None:
-        self._log_metrics(
-            [
-                Metric(_make_metric_key(name), value, round(1000 * point.time), point.samples)
-                for point in points
-                for name, value in point.values.items()
-            ]
-        )
+        metrics = [
+            Metric(_make_metric_key(name), value, round(1000 * point.time), point.samples)
+            for point in points
+            for name, value in point.values.items()
+        ]
+        self._log_in_batches("metrics", metrics, _MAX_METRICS_PER_CALL)
 
     def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         now = round(1000 * time.time())
-        self._log_metrics([Metric(_make_metric_key(name), value, now, samples) for name, value in values.items()])
+        metrics = [Metric(_make_metric_key(name), value, now, samples) for name, value in values.items()]
+        self._log_in_batches("metrics", metrics, _MAX_METRICS_PER_CALL)
 
-    def _log_metrics(self, metrics: Sequence[Metric]) -> None:
-        for chunk in _split_into_chunks(metrics, _MAX_METRICS_PER_CALL):
-            self.client.log_batch(self.id, metrics=chunk)
+    def _log_in_batches(self, kind: str, items: Sequence[Any], size: int) -> None:
+        for begin in range(0, len(items), size):
+            batch: dict[str, Any] = {kind: items[begin : begin + size]}
+            self.client.log_batch(self.id, **batch)
 
     def artifact(self, path: Path) -> None:
         self.client.log_artifact(self.id, str(path))
@@ -104,11 +100,6 @@ class MlflowExporter:
 
 
 exporter = MlflowExporter
-
-
-def _split_into_chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for begin in range(0, len(items), size):
-        yield items[begin : begin + size]
 
 
 def _make_metric_key(name: str) -> str:

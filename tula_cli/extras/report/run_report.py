@@ -5,8 +5,9 @@ from typing import Any
 
 from tula_cli.extras.report import sections, training_sections
 from tula_cli.extras.report.material import ReportData, list_newest_trainings
-from tula_cli.extras.report.values import describe_software, has_prices
+from tula_cli.extras.report.values import has_prices
 from tula_cli.models.cost import describe_price
+from tula_cli.run.records.probes import Environment
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.secrets import redact_secrets
 from tula_cli.services.document import Document, Fact
@@ -99,10 +100,10 @@ def _list_facts(material: ReportData) -> Iterator[Fact]:
     for part in material.parts:
         prefix = f"{part.name}: " if part.name else ""
         probes = part.snapshot.measured
-        environments = [probe.environment.model_dump() for probe in probes]
+        environments = [probe.environment for probe in probes]
         yield Fact(f"{prefix}hardware", _describe_hardware(environments, part.run.spec))
         if probes:
-            yield Fact(f"{prefix}software", describe_software(environments[-1]))
+            yield Fact(f"{prefix}software", _describe_software(environments[-1]))
             yield Fact(f"{prefix}data set", f"{probes[0].dataset_size} training samples")
             dates = sorted(probe.measured_at for probe in probes)
             days = " to ".join(dict.fromkeys((format_local_time(dates[0]), format_local_time(dates[-1]))))
@@ -141,10 +142,19 @@ def _format_name_with_arguments(name: str, args: Mapping[str, Any]) -> str:
     return f"{name} ({arguments})" if arguments else name
 
 
-def _describe_hardware(environments: Sequence[Mapping[str, Any]], spec: JobSpec) -> str:
+def _describe_software(environment: Environment) -> str:
+    """Return the software versions recorded in a probe's environment; unknown ones are left out."""
+    keys = {"torch": "torch", "CUDA": "cuda", "NCCL": "nccl", "driver": "driver", "Python": "python", "tula": "tula"}
+    unused = ("CUDA", "NCCL", "driver") if environment.device == "cpu" else ()
+    versions = {name: getattr(environment, key) for name, key in keys.items() if name not in unused}
+    texts = [f"{name} {version}" for name, version in versions.items() if version]
+    return ", ".join([*texts, *filter(None, [environment.system])])
+
+
+def _describe_hardware(environments: Sequence[Environment], spec: JobSpec) -> str:
     """Describe the kinds of hardware that a job has run on, and the GPUs or processes per node."""
-    devices = {str(environment.get("device")) for environment in environments} or {spec.cluster.device}
+    devices = {environment.device for environment in environments} or {spec.cluster.device}
     gpus = spec.cluster.gpus_per_node
     per_node = format_count(gpus, "GPU") if devices != {"cpu"} else "1 process" if gpus == 1 else f"{gpus} processes"
-    names = dict.fromkeys(str(environment.get("hardware", "")) for environment in environments)
+    names = dict.fromkeys(environment.hardware for environment in environments)
     return f"{'; '.join(filter(None, names)) or 'not recorded yet'}; {per_node} per node"

@@ -103,26 +103,18 @@ def _build_training_tables(training: TrainingReportData) -> Iterator[Table]:
 def _build_predicted_against_actual(training: TrainingReportData, end: Summary) -> Table:
     """Build the table of predicted and actual values; errors are relative to the actual value."""
     divisor, unit = choose_time_unit(3600 * end.actual_hours)
-    lines: list[tuple[str, str, float | None, float | None]] = [
-        ("step time", "ms", convert_unit(end.predicted_step, 1000), convert_unit(end.actual_step, 1000)),
-        (
-            "time",
-            unit,
-            convert_unit(end.predicted_hours, 3600 / divisor),
-            convert_unit(end.actual_hours, 3600 / divisor),
-        ),
+    quantities: list[tuple[str, str, float, float | None, float | None]] = [
+        ("step time", "ms", 1000, end.predicted_step, end.actual_step),
+        ("time", unit, 3600 / divisor, end.predicted_hours, end.actual_hours),
+        *((f"time: {part.strip()}", unit, 1 / divisor, before, after) for part, before, after in list_time_parts(end)),
+        ("cost", end.currency, 1, end.predicted_cost, end.actual_cost),
+        ("energy", "kWh", 1, end.predicted_kwh, end.actual_kwh),
     ]
-    for name, predicted, actual in list_time_parts(end):
-        lines.append(
-            (f"time: {name.strip()}", unit, convert_unit(predicted, 1 / divisor), convert_unit(actual, 1 / divisor))
-        )
-    lines.append(("cost", end.currency, end.predicted_cost, end.actual_cost))
-    lines.append(("energy", "kWh", end.predicted_kwh, end.actual_kwh))
-    rows = tuple(
-        (*line, None if line[2] is None or not line[3] else 100 * (line[2] - line[3]) / line[3])
-        for line in lines
-        if (line[2], line[3]) != (None, None)
-    )
+    rows = []
+    for name, unit_name, factor, predicted, actual in quantities:
+        if (predicted, actual) != (None, None):
+            error = 100 * (predicted - actual) / actual if predicted is not None and actual else None
+            rows.append((name, unit_name, convert_unit(predicted, factor), convert_unit(actual, factor), error))
     columns = (
         Column("", align="left"),
         Column("unit", align="left"),
@@ -132,7 +124,9 @@ def _build_predicted_against_actual(training: TrainingReportData, end: Summary) 
     )
     counted = "" if end.counted is None else f" Energy was measured over {format_percent(end.counted)} % of the time."
     caption = f"Errors are relative to the actual value.{counted}"
-    return Table(training.part.make_unique_key("predicted_actual"), "Predicted and actual", columns, rows, caption)
+    return Table(
+        training.part.make_unique_key("predicted_actual"), "Predicted and actual", columns, tuple(rows), caption
+    )
 
 
 def _build_attempts_table(training: TrainingReportData) -> Table:

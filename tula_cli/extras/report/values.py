@@ -89,15 +89,6 @@ def make_chosen_mark(row: Prediction, x: float, y: float | None) -> Annotation:
     return Annotation(x, y, f"chosen: {describe_nodes(row)}, batch {row.batch}", "choice")
 
 
-def describe_software(environment: Mapping[str, Any]) -> str:
-    """Return the software versions recorded in a probe's environment; unknown ones are left out."""
-    names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver", "python": "Python", "tula": "tula"}
-    if environment.get("device") == "cpu":
-        names = {key: name for key, name in names.items() if key in ("torch", "python", "tula")}
-    versions = [f"{name} {environment[key]}" for key, name in names.items() if environment.get(key)]
-    return ", ".join([*versions, *([str(environment["system"])] if environment.get("system") else [])])
-
-
 # --- Tables
 
 

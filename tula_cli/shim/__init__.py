@@ -28,10 +28,11 @@ The plan (optional keys with their defaults):
                  name, "file:PATH" or "hooks"; "ask_at": the step at whose end a checkpoint is requested; "settled":
                  seconds (2); "first": earlier steps' checkpoints do not count (1)}: rank 0 kills itself (SIGKILL)
                  "after" steps after the first checkpoint, once that has not changed for "settled" seconds
-    branch       mode train, a search for a learning rate: {"steps", "factor"}: rows hold the loss of each step, as it
-                 enters torch's backward pass. After "steps" steps all ranks exit as at the end of a probe; until then
-                 the learning rate rises from 1/"factor" of the script's to all of it in the first quarter, and falls
-                 to 0 in the second half. steps null: the training up to the checkpoint, whose rate is not changed
+    branch       mode train, a search for a learning rate: {"steps", "factor", "norms"}: rows hold the loss of each step,
+                 as it enters torch's backward pass. After "steps" steps all ranks exit as at the end of a probe; until
+                 then the learning rate rises from 1/"factor" of the script's to all of it in the first quarter, and falls
+                 to 0 in the second half. steps null: the training up to the checkpoint, whose rate is not changed. norms:
+                 number of first steps whose gradient norms are recorded, 0 for none
     schedule     mode train, true: rows record the state of the optimizer's torch scheduler: {"schedule": {"name",
                  "at": its steps so far, "moves": whether it will change the learning rate again, null if unknown}}
     files        folders whose files the script may write; if given, each process records the other files that it

@@ -71,7 +71,7 @@ class FileChangeRecorder:
     def mark_first_step(self) -> None:
         """Record the first step of the training: files written from now on may contain its results."""
         self.stepped = True
-        self._append_rows(stepped=time.time())
+        self._append_row(stepped=time.time())
         module = sys.modules.get("safetensors.torch")
 
         def record_and_serialize(original: Any, tensors: Any, filename: Any, *arguments: Any, **named: Any) -> Any:
@@ -122,7 +122,7 @@ class FileChangeRecorder:
             earlier_state = (
                 self._back_up_file(absolute_path) if first else {"existed": None, "copy": None, "modified": None}
             )
-            self._append_rows(path=absolute_path, folder=folder, late=self.stepped, **earlier_state)
+            self._append_row(path=absolute_path, folder=folder, late=self.stepped, **earlier_state)
         finally:
             self._here.busy = False
 
@@ -164,7 +164,7 @@ class FileChangeRecorder:
         os.remove(draft)  # noqa: PTH107
         return str(copy)
 
-    def _append_rows(self, **row: Any) -> None:
+    def _append_row(self, **row: Any) -> None:
         journal = self.folder / f"files-{socket.gethostname()}-{os.getpid()}.jsonl"
         busy, self._here.busy = getattr(self._here, "busy", False), True
         try:

@@ -204,11 +204,10 @@ class Recorder:
             self.split.stop_watching()
 
     def _make_row_extras(self) -> dict[str, Any]:
-        scaled = self.ags.report() if self.ags is not None else {}
-        return {
-            **scaled,
-            **(self.schedule.describe_schedule(self.optimizers.main_optimizer) if self.plan.schedule else {}),
-        }
+        extras = self.ags.report() if self.ags is not None else {}
+        if self.plan.schedule:
+            extras = {**extras, **self.schedule.describe_schedule(self.optimizers.main_optimizer)}
+        return extras
 
     def _start_training(self) -> None:
         self.rank, self.world = get_rank() or 0, count_ranks(by_hand=self.by_hand)

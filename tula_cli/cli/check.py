@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -85,34 +86,24 @@ def init(
     from tula_cli.spec.scripts.script import get_default_train
     from tula_cli.spec.yaml_text import parse_yaml
 
-    if output == Path("-"):
-        raise SpecError("-o -: tula init cannot write to standard output", "name a file, for example -o job.yaml")
-    if output.is_dir():
-        raise SpecError(f"-o {output} is a folder", f"name a file, for example -o {output / 'job.yaml'}")
-    if output.exists() and not force:
-        raise SpecError(f"{output} already exists", "choose another name with -o, or overwrite it with --force")
-    if not output.absolute().parent.is_dir():
-        raise SpecError(f"folder {output.parent} does not exist", "create it, or choose another file with -o")
+    _check_output_path(output, force=force)
     if script is not None:
         kind = "slurm"
     offered = site.query_site() if kind == "slurm" else None
     gpus = devices.count_gpus()
-    if command is None and script is None:
+    make_proposal: Callable[..., JobFileProposal] | None = None
+    if script is not None:
+        make_proposal = partial(make_job_from_sbatch, _read_script(script), str(script), offered)
+    elif command is not None:
+        cores = len(os.sched_getaffinity(0))
+        make_proposal = partial(make_job_from_command, command, kind, offered, gpus=gpus, cores=cores)
+    if make_proposal is None:
         text = make_job_from_template(kind, offered, gpus=gpus)
         lines: list[str] = [f"wrote {output}; next: tula check {shlex.quote(str(output))}"]
         data: dict[str, object] = {}
         spec = validate_job(parse_yaml(text, source=str(output)), source=str(output))
         method, line = spec.train.method, describe_training_method(spec)
     else:
-        source = "" if script is None else _read_script(script)
-
-        def make_proposal(answers: dict[str, str]) -> "JobFileProposal":
-            if script is not None:
-                return make_job_from_sbatch(source, str(script), offered, answers=answers)
-            return make_job_from_command(
-                command or "", kind, offered, gpus=gpus, cores=len(os.sched_getaffinity(0)), answers=answers
-            )
-
         draft = _prompt_for_missing_settings(screen, make_proposal)
         text = draft.text
         data, lines = show_check.summarize_proposal(draft, output)
@@ -128,6 +119,17 @@ def init(
     return None
 
 
+def _check_output_path(output: Path, *, force: bool) -> None:
+    if output == Path("-"):
+        raise SpecError("-o -: tula init cannot write to standard output", "name a file, for example -o job.yaml")
+    if output.is_dir():
+        raise SpecError(f"-o {output} is a folder", f"name a file, for example -o {output / 'job.yaml'}")
+    if output.exists() and not force:
+        raise SpecError(f"{output} already exists", "choose another name with -o, or overwrite it with --force")
+    if not output.absolute().parent.is_dir():
+        raise SpecError(f"folder {output.parent} does not exist", "create it, or choose another file with -o")
+
+
 def _read_script(path: Path) -> str:
     from tula_cli.spec.yaml_text import read_text_file
 
@@ -140,10 +142,8 @@ def _read_script(path: Path) -> str:
         ) from None
 
 
-def _prompt_for_missing_settings(
-    screen: Screen, make_proposal: "Callable[[dict[str, str]], JobFileProposal]"
-) -> "JobFileProposal":
-    """Return the job, asking on a terminal for facts that the command does not state; an error without a terminal."""
+def _prompt_for_missing_settings(screen: Screen, make_proposal: "Callable[..., JobFileProposal]") -> "JobFileProposal":
+    """Return the job, asking on a terminal for `answers` that the command does not state; an error without a terminal."""
     from tula_cli.services.init import LENGTH_QUESTION
     from tula_cli.spec.scripts.launchers import UnknownFact
 
@@ -151,7 +151,7 @@ def _prompt_for_missing_settings(
     answers: dict[str, str] = {}
     while True:
         try:
-            draft = make_proposal(answers)
+            draft = make_proposal(answers=answers)
         except UnknownFact as unknown:
             if not asks or (answer := screen.ask_for_value(unknown.message, unknown.question, unknown.choices)) is None:
                 raise
@@ -159,12 +159,8 @@ def _prompt_for_missing_settings(
             continue
         if draft.is_complete or not asks or LENGTH_QUESTION in answers or "length" in draft.recognised.script:
             return draft
-        answers[LENGTH_QUESTION] = (
-            screen.ask_for_value(
-                "", "how many epochs does the command train? (press Enter to set the number in the file later)"
-            )
-            or ""
-        )
+        question = "how many epochs does the command train? (press Enter to set the number in the file later)"
+        answers[LENGTH_QUESTION] = screen.ask_for_value("", question) or ""
 
 
 def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:

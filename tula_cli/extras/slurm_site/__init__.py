@@ -33,10 +33,9 @@ class SlurmSite:
         )
 
     def find_charge(self, task: "TrainTask", jobs: Sequence[str]) -> "SiteCharge | None":
-        from tula_cli.extras.slurm_site.billing import make_site_charge, read_billed_jobs
+        from tula_cli.extras.slurm_site.billing import query_site_charge
 
-        billed = read_billed_jobs(jobs)
-        return None if billed is None else make_site_charge(billed, task)
+        return query_site_charge(jobs, task)
 
 
 package = SlurmSite()

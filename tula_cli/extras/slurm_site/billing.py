@@ -388,66 +388,48 @@ _SACCT_FIELDS = "JobIDRaw,State,ElapsedRaw,AllocTRES"
 _OPEN_STATES = ("RUNNING", "PENDING", "REQUEUED", "SUSPENDED", "COMPLETING")
 
 
-@dataclass(frozen=True)
-class BilledJobs:
-    """The billing of finished jobs."""
-
-    jobs: int  # jobs that were allocated nodes
-    billing_hours: float  # before usage and charge factors
-    open: bool  # whether some jobs are still queued or running
-    billings: tuple[int, ...]  # distinct billing units per hour of the jobs
-
-
-def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
-    """Return the billing of jobs so far, by the ids of their allocations; None if the accounting does not report it."""
+def query_site_charge(ids: Sequence[str], task: TrainTask) -> SiteCharge | None:
+    """Return the charge of a training's jobs so far, by the ids of their allocations; None if nothing reports it."""
     if not ids:
         return None
     answer = call_slurm_command(
         "sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={_SACCT_FIELDS}",
         timeout=COMMAND_TIMEOUT,
     )  # fmt: skip
-    return parse_billed_jobs(answer.text) if answer.has_succeeded else None
+    return parse_site_charge(answer.text, task) if answer.has_succeeded else None
 
 
-def parse_billed_jobs(output: str) -> BilledJobs | None:
-    """Return the total billing of rows of sacct (id, state, seconds, allocated TRES); None if there are none."""
+def parse_site_charge(output: str, task: TrainTask) -> SiteCharge | None:
+    """Return the charge of a training's jobs from rows of sacct (id, state, seconds, allocated TRES); None without rows.
+
+    Pricing and predicted cost are those of `task`, the last one of the training.
+    """
     rows = [line.split("|") for line in output.splitlines() if line.count("|") == 3]
     if not rows:
         return None
-    jobs = [
-        (int(seconds), parse_tres(tres).get("billing", 0.0))
-        for _, _, seconds, tres in rows
-        if seconds.isdigit() and tres
-    ]
     # a requeued start keeps the state REQUEUED, so all states of a job are collected
     jobs_states: dict[str, set[str]] = {}
     for id_, state, _, _ in rows:
         jobs_states.setdefault(id_, set()).add(state.split(" ")[0].rstrip("+"))
-    billed_jobs = [(seconds, billing) for seconds, billing in jobs if seconds]
-    return BilledJobs(
+    # jobs that were allocated nodes
+    billed_jobs = [
+        (int(seconds), parse_tres(tres).get("billing", 0.0))
+        for _, _, seconds, tres in rows
+        if seconds.isdigit() and int(seconds) and tres
+    ]
+    billing_hours = sum(seconds * billing for seconds, billing in billed_jobs) / 3600
+    pricing, predicted = task.spec.pricing, task.prediction
+    assert pricing.slurm_billing is not None
+    factor = pricing.slurm_billing.usage_factor
+    return SiteCharge(
+        cost=billing_hours * factor * pricing.price,
+        currency=pricing.currency,
+        predicted=None if predicted is None else predicted.cost,
         jobs=len(billed_jobs),
-        billing_hours=sum(seconds * billing for seconds, billing in billed_jobs) / 3600,
+        billing_hours=billing_hours,
+        predicted_billing=compute_hourly_charge(pricing, task.training_nodes) / factor if factor else None,
+        billings=tuple(sorted({int(billing) for _, billing in billed_jobs})),
         open=any(
             state in _OPEN_STATES for states in jobs_states.values() for state in (states - {"REQUEUED"} or states)
         ),
-        billings=tuple(sorted({int(billing) for _, billing in billed_jobs})),
-    )
-
-
-def make_site_charge(billed: BilledJobs, task: TrainTask) -> SiteCharge:
-    """Return the charge of a training's jobs, and the charge that its last task predicted."""
-    pricing, predicted = task.spec.pricing, task.prediction
-    billing = pricing.slurm_billing
-    assert billing is not None
-    return SiteCharge(
-        cost=billed.billing_hours * billing.usage_factor * pricing.price,
-        currency=pricing.currency,
-        predicted=None if predicted is None else predicted.cost,
-        jobs=billed.jobs,
-        billing_hours=billed.billing_hours,
-        predicted_billing=compute_hourly_charge(pricing, task.training_nodes) / billing.usage_factor
-        if billing.usage_factor
-        else None,
-        billings=billed.billings,
-        open=billed.open,
     )

@@ -38,8 +38,7 @@ def parse_count(name: str, text: str) -> float | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTPE]?)B?", text.strip().upper())
     if match is None or not name:
         return None
-    units = _MEGABYTE_UNITS if _has_memory_unit(name) else _COUNT_UNITS
-    return float(match[1]) * (units[match[2]] if match[2] else 1.0)
+    return float(match[1]) * _get_unit_size(name, match[2])
 
 
 def parse_weights(text: str) -> dict[str, float]:
@@ -52,14 +51,14 @@ def parse_weights(text: str) -> dict[str, float]:
         name, _, value = entry.strip().rpartition("=")
         match = re.fullmatch(r"(-?\d*\.?\d+(?:[eE][-+]?\d+)?)([KMGTPE]?)B?", value.strip(), re.IGNORECASE)
         if name and match:
-            unit = match[2].upper()
-            scale = 1.0 if not unit else (_MEGABYTE_UNITS if _has_memory_unit(name.lower()) else _COUNT_UNITS)[unit]
-            weights[name.lower()] = float(match[1]) / scale
+            weights[name.lower()] = float(match[1]) / _get_unit_size(name.lower(), match[2].upper())
     return weights
 
 
-def _has_memory_unit(name: str) -> bool:
-    return name == "mem" or name.startswith("bb/")
+def _get_unit_size(name: str, unit: str) -> float:
+    """Return the size of a unit (K, M ...) of a TRES, in MB of memory; 1 without a unit."""
+    units = _MEGABYTE_UNITS if name == "mem" or name.startswith("bb/") else _COUNT_UNITS
+    return units.get(unit, 1.0)
 
 
 def parse_billing_rule(flags: str) -> BillingRule:

@@ -29,60 +29,54 @@ from tula_cli.version import __version__
 from tula_cli.words import simplify_validation_message
 
 WORKFLOW_COMMANDS = (
-    Command("init", "check", "Write a job file with the most important keys.", "tula init slurm"),
+    Command("init", "Write a job file with the most important keys.", "tula init slurm", module="check"),
+    Command("check", "Check a job file, and show what profiling it would cost.", "tula check job.yaml --on-cluster"),
     Command(
-        "check", "check", "Check a job file, and show what profiling it would cost.", "tula check job.yaml --on-cluster"
-    ),
-    Command(
-        "profile",
         "profile",
         "Measure short training runs over nodes and batch sizes.",
         "tula profile job.yaml --set search.nodes=[1,2,4]",
     ),
     Command(
         "recommend",
-        "recommend",
         "Choose nodes and batch size from the measurements.",
         "tula recommend --objective cost --deadline 24",
     ),
-    Command("train", "train", "Train at the recommended nodes and batch size.", "tula train --nodes 4 --batch 1024"),
-    Command("status", "status", "Show the jobs, the training and the recommendation of a run.", "tula status digits"),
+    Command("train", "Train at the recommended nodes and batch size.", "tula train --nodes 4 --batch 1024"),
+    Command("status", "Show the jobs, the training and the recommendation of a run.", "tula status digits"),
 )
 FURTHER_COMMANDS = (
-    Command("logs", "status", "Show the log of a job.", "tula logs digits --follow"),
-    Command("cancel", "status", "Cancel the jobs of a run; its results are kept.", "tula cancel digits-1f0c5b7e"),
+    Command("logs", "Show the log of a job.", "tula logs digits --follow", module="status"),
     Command(
-        "compare",
+        "cancel", "Cancel the jobs of a run; its results are kept.", "tula cancel digits-1f0c5b7e", module="status"
+    ),
+    Command(
         "compare",
         "Compare the accuracy of several methods and batch sizes.",
         "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
     ),
-    Command(
-        "evaluate", "evaluate", "Evaluate the weights of a training on the test set.", "tula evaluate --weights best"
-    ),
+    Command("evaluate", "Evaluate the weights of a training on the test set.", "tula evaluate --weights best"),
     ExtraCommand(
-        "report", "report", "Write a report of a run as HTML, Markdown, LaTeX or CSV.", "tula report --html report.html"
+        "report", "Write a report of a run as HTML, Markdown, LaTeX or CSV.", "tula report --html report.html"
     ),
     ExtraCommand(
         "export",
-        "trackers",
         "Send results to MLflow, Weights & Biases or TensorBoard.",
         "tula export --to mlflow --follow",
+        module="trackers",
     ),
     Command(
         "list",
-        "status",
         "List all runs, the most recently changed one first.",
         "tula list --run-dir /scratch/tula-runs",
+        module="status",
     ),
-    Command("diff", "diff", "Show the differences between two runs.", "tula diff digits-1f0c5b7e digits-9a4e02cd"),
+    Command("diff", "Show the differences between two runs.", "tula diff digits-1f0c5b7e digits-9a4e02cd"),
     Command(
-        "observe",
         "observe",
         "Run a training unchanged, and report how well it uses its nodes.",
         "tula observe -- python train.py --epochs 3",
     ),
-    Command("clean", "clean", "Delete files that runs no longer need.", "tula clean --older 30d --dry-run"),
+    Command("clean", "Delete files that runs no longer need.", "tula clean --older 30d --dry-run"),
 )
 COMMANDS: Mapping[str, Command] = {str(command.name): command for command in (*WORKFLOW_COMMANDS, *FURTHER_COMMANDS)}
 """The commands by name, in order of use, each with the first paragraph of its help text and an example."""

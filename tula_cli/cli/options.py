@@ -209,13 +209,13 @@ class Command(TyperCommand):
     """A command whose module is imported only when it runs or its help is shown, so that `tula` starts quickly.
 
     Args:
-        module: its module in tula_cli.cli.
         summary: the first paragraph of its help text.
+        module: its module in tula_cli.cli, if it has another name than the command.
     """
 
-    def __init__(self, name: str, module: str, summary: str, example: str) -> None:
+    def __init__(self, name: str, summary: str, example: str, *, module: str | None = None) -> None:
         super().__init__(name, help=summary)
-        self.module, self.summary, self.example = module, summary, example
+        self.module, self.summary, self.example = module or name, summary, example
 
     def load_function(self) -> Callable[..., None]:
         """Return the function of the command."""

@@ -30,7 +30,6 @@ class Launcher(Protocol):
 
     def render_script(self, run: RunDir, task: Task) -> str:
         """Return the text that would be submitted, without side effects."""
-        ...
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Submit a job whose task has already been written.
@@ -38,15 +37,12 @@ class Launcher(Protocol):
         Raises:
             SchedulerError: the job was refused.
         """
-        ...
 
     def query_states(self, snapshot: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Return the states of jobs by their ids in one query; `snapshot` is a snapshot of their run."""
-        ...
 
     def cancel(self, run: RunDir, job: Job) -> None:
         """Cancel a job and everything that it started."""
-        ...
 
 
 def make_launcher(spec: JobSpec, *, submits: bool = True) -> Launcher:

@@ -72,7 +72,6 @@ class RankStarter(Protocol):
 
     def make_rank_commands(self, log: Path) -> list[RankCommand]:
         """Return the processes that this supervisor starts, which write to `log`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -200,11 +200,9 @@ class Scheduler(Protocol):
 
     def describe_why_absent(self) -> str:
         """Return why jobs cannot be submitted from this machine; empty if they can."""
-        ...
 
     def render_script(self, job: JobRequest) -> str:
         """Return the text of a job's script, without side effects."""
-        ...
 
     def submit(self, script: Path, job: JobRequest) -> str:
         """Submit a script that was made for `job`; return the job's id, without "/", "_" and white space.
@@ -212,7 +210,6 @@ class Scheduler(Protocol):
         Raises:
             SchedulerError: the job was refused, with the scheduler's message.
         """
-        ...
 
     def list_queued_jobs(self, names: Sequence[str]) -> list[QueuedJob]:
         """Return this user's pending or running jobs with these names, without jobs that are being cancelled.
@@ -220,37 +217,29 @@ class Scheduler(Protocol):
         Raises:
             SchedulerError: the scheduler does not answer.
         """
-        ...
 
     def query_states(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
         """Return the states of jobs, queried at once; jobs unknown to the scheduler are missing from the result."""
-        ...
 
     def cancel(self, ids: Sequence[str]) -> str:
         """Cancel pending or running jobs; return an error message, or empty. Finished jobs are not an error."""
-        ...
 
     def hold(self, ids: Sequence[str]) -> str:
         """Hold pending jobs until they are released; return an error message, or empty."""
-        ...
 
     def release(self, ids: Sequence[str]) -> str:
         """Release held jobs; return an error message, or empty."""
-        ...
 
     def list_partitions(self) -> Sequence[PartitionLimits]:
         """Return the limits of jobs per partition; empty if unknown."""
-        ...
 
     # --- inside a job
 
     def find_position(self, environ: Mapping[str, str]) -> ProcessPosition | None:
         """Return the position of a process in its job, from its environment; None outside jobs of this scheduler."""
-        ...
 
     def find_end_time(self, job_id: str, environ: Mapping[str, str]) -> float | None:
         """Return the Unix time of a running job's time limit; None if there is none or it is unknown."""
-        ...
 
     def find_end_reason(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
         """Return why a job was ended from outside; None if it still runs, is unknown, or exited by itself.
@@ -259,7 +248,6 @@ class Scheduler(Protocol):
             job_id: the job.
             restart: index of the start, if the scheduler itself requeued the job; None: the last start.
         """
-        ...
 
 
 @runtime_checkable
@@ -268,7 +256,6 @@ class SupportsNodeExclusion(Protocol):
 
     def exclude(self, ids: Sequence[str], nodes: str) -> str:
         """Exclude exactly these nodes for pending jobs; return an error message, or empty."""
-        ...
 
 
 @runtime_checkable
@@ -277,11 +264,9 @@ class SupportsStartDelay(Protocol):
 
     def end_delay(self, id_: str, after: str) -> str:
         """Allow a pending job to start as soon as job `after` has finished; return an error message, or empty."""
-        ...
 
     def delay(self, id_: str, minutes: int) -> str:
         """Delay the start of a pending job until at least `minutes` from now; return an error message, or empty."""
-        ...
 
 
 def exclude_nodes(scheduler: Scheduler, ids: Sequence[str], nodes: str) -> str:

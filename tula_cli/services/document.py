@@ -135,7 +135,6 @@ class ReportPackage(Protocol):
     @property
     def command(self) -> Callable[..., None]:
         """The function of `tula report`."""
-        ...
 
     def build(self, runs: Sequence[Run], *, now: float) -> Document:
         """Build the report of the runs of a job at a Unix time.
@@ -143,15 +142,12 @@ class ReportPackage(Protocol):
         Raises:
             TulaError: a record of the run cannot be read.
         """
-        ...
 
     def render_text(self, document: Document, form: TextForm) -> str:
         """Return a document as text."""
-        ...
 
     def render_page(self, document: Document) -> str:
         """Return a document as one HTML page."""
-        ...
 
     def plot(self, recommendation: Recommendation, against: TradeOff) -> Any:
         """Return a `matplotlib.figure.Figure` of the configurations: `Recommendation.plot`.
@@ -159,7 +155,6 @@ class ReportPackage(Protocol):
         Raises:
             SpecError: matplotlib is not installed.
         """
-        ...
 
 
 def load_report_package() -> ReportPackage:

@@ -86,7 +86,6 @@ class SiteBilling(Protocol):
         Raises:
             SpecError: SLURM does not report its billing.
         """
-        ...
 
     def check_balance(
         self, spec: JobSpec, billing: JobBilling, *, nodes: int, hours: float | None, max_hours: float | None
@@ -98,11 +97,9 @@ class SiteBilling(Protocol):
             hours: expected total duration of its jobs; None if there is no prediction.
             max_hours: the upper end of the 90 % interval of that duration; None if unknown.
         """
-        ...
 
     def find_charge(self, task: TrainTask, jobs: Sequence[str]) -> SiteCharge | None:
         """Return the charge of a training's jobs, by their ids; None if accounting reports nothing."""
-        ...
 
 
 def _load_site_billing() -> SiteBilling:

@@ -36,7 +36,6 @@ class TrackersPackage(Protocol):
     @property
     def command(self) -> Callable[..., None]:
         """The function of `tula export`."""
-        ...
 
     def export(
         self,
@@ -55,11 +54,9 @@ class TrackersPackage(Protocol):
             SpecError: no tracker is named and the job has none, or the arguments are not compatible.
             TrackerError: not all could be sent.
         """
-        ...
 
     def export_while_waiting(self, run: Run, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
         """Yield the events of waiting for jobs (None: trainings), and the warnings of exporting the run meanwhile."""
-        ...
 
 
 def load_trackers_package() -> TrackersPackage:

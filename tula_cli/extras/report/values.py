@@ -182,7 +182,6 @@ class PaperFigures(Protocol):
 
     def build_gradient_figures(self, curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
         """Yield a figure per logged quantity against samples seen."""
-        ...
 
 
 def find_paper_figures() -> PaperFigures | None:

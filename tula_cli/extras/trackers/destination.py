@@ -54,27 +54,21 @@ class TrackedRun(Protocol):
     @property
     def id(self) -> str:
         """The tracker's id of the run, with which it can be opened again."""
-        ...
 
     def params(self, values: Mapping[str, Scalar]) -> None:
         """Log parameters. A parameter that was sent before may have another value."""
-        ...
 
     def tags(self, values: Mapping[str, str]) -> None:
         """Set text tags, such as outcomes of attempts and the reason of a choice; later values replace earlier ones."""
-        ...
 
     def points(self, points: Sequence[Point]) -> None:
         """Log points of curves, ascending by samples. Positions that a resumed training repeats are not logged again."""
-        ...
 
     def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         """Log single finite numbers of the whole run, which has trained `samples`; later values replace earlier ones."""
-        ...
 
     def artifact(self, path: Path) -> None:
         """Upload a file; one of the same name is replaced."""
-        ...
 
     def close(self, state: State, *, at: float) -> None:
         """Send buffered values, and set the state of the run.
@@ -83,7 +77,6 @@ class TrackedRun(Protocol):
             state: "running" if more values will follow.
             at: Unix time of its end so far.
         """
-        ...
 
 
 class Exporter(Protocol):
@@ -91,7 +84,6 @@ class Exporter(Protocol):
 
     def open(self, run: TrackerRun, *, known: str | None) -> TrackedRun:
         """Start a run, or open it again if it was started before, with the tracker's id `known`."""
-        ...
 
 
 def compute_digest(content: Any) -> str:

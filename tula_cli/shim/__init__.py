@@ -68,8 +68,9 @@ Each rank writes these files, every JSON file completely or not at all:
                            causes, "saved" (path -> when its torch.save began); {"kind": "note"}: "text"; {"kind": "load"}: "path" of a file that torch.load has
                            read before the first step, "written"
     files-<host>-<pid>.jsonl  with "files": {"path", "folder", "late": whether training had begun, "existed": whether
-                           the file existed before this start, "copy": of the earlier file; null with existed if it was
-                           too large}, before each change; {"stepped": Unix time of the first step}
+                           the file existed before any process of this start opened it, "copy": of the earlier file; null
+                           with existed if it was too large}, before each change; {"stepped": Unix time of the first step}
+    before/                with "files": the copies, and for each path that a process has created a file *.created
     rehearsal.json         rank 0 of a resume test, once there is a checkpoint: the "steps" and its "samples" before
                            it, "dataset" (samples that the data loader reports), and whether the process was killed:
                            "killed"

@@ -1,6 +1,8 @@
 """Files outside of its folder that a probe changes are restored, however it writes them; those that it only reads stay."""
 
+import contextlib
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from tula_cli.run.script_attempt import ScriptAttempt
 
 SHIM = Path(tula_cli.__file__).parent / "shim"
 SCRIPT = """
-import mmap, os, shutil, sqlite3, sys, tempfile, time
+import contextlib, mmap, os, shutil, sqlite3, sys, tempfile, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tula_shim import file_changes
@@ -63,6 +65,11 @@ CHANGES: dict[str, tuple[dict[str, str], str]] = {
         "c = sqlite3.connect('file:a%20b.db?mode=rwc', uri=True); c.execute('create table t (x)'); c.commit()",
     ),
     "a file that was opened before the first step": ({"a": "1"}, "f.write('2'); f.close()"),
+    "a file has the time of an older file": ({"a": "1"}, "shutil.copy2('a', 'b'); open('b', 'a').write('2')"),
+    "a database is left with a write-ahead log": (
+        {},
+        "c = sqlite3.connect('a'); c.execute('pragma journal_mode=wal'); c.execute('create table t (x)'); c.commit(); os._exit(0)",
+    ),
 }
 
 READS: dict[str, tuple[dict[str, str], str]] = {
@@ -73,6 +80,18 @@ READS: dict[str, tuple[dict[str, str], str]] = {
     "a temporary file without a name": ({}, "tempfile.TemporaryFile(dir='.').write(b'2')"),
     "a temporary file with a name": ({}, "tempfile.NamedTemporaryFile(dir='.').write(b'2')"),
     "a temporary folder": ({}, "d = tempfile.mkdtemp(dir='.'); shutil.rmtree(d)"),
+    "another job writes into a folder of a new folder": (
+        {},
+        "os.makedirs('d'); os.system('mkdir d/e; echo 2 > d/e/a')",
+    ),
+    "another job creates a file that could not be opened": (
+        {},
+        "\nwith contextlib.suppress(OSError): open('a', 'r+')\nos.system('echo 2 > a'); open('a', 'r+')",
+    ),
+    "another job creates a file that could not be renamed": (
+        {},
+        "\nwith contextlib.suppress(OSError): os.rename('b', 'a')\nos.system('echo 2 > a'); open('a', 'r+')",
+    ),
 }
 
 
@@ -88,9 +107,9 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def probe(
-    folder: Path, files: dict[str, str], code: str, *limits: int, processes: int = 1
+    folder: Path, files: dict[str, str], code: str, *limits: int, processes: int = 1, age: float = 60.0
 ) -> tuple[ScriptAttempt, Path]:
-    """Run a script in a folder with these files; "->a" is a link."""
+    """Run a script in a folder with these files, of an age in seconds; "->a" is a link."""
     attempt, work = ScriptAttempt(folder / "run", "probe", 1), folder / "work"
     attempt.path.mkdir(parents=True)
     work.mkdir()
@@ -100,21 +119,27 @@ def probe(
             (work / name).symlink_to(content[2:])
         else:
             (work / name).write_text(content)
-            os.utime(work / name, (time.time() - 60, time.time() - 60 - len(name)))
+            os.utime(work / name, (time.time() - age, time.time() - age - len(name)))
     time.sleep(0.02)
     (attempt.path / "plan.json").write_text("{}")
-    command = [sys.executable, "-c", SCRIPT + code, str(SHIM), str(attempt.path), str(work), *map(str, limits)]
     for _ in range(processes):
-        subprocess.run(command, check=True, timeout=60)
+        run_process(attempt, work, code, *limits)
     return attempt, work
 
 
+def run_process(attempt: ScriptAttempt, work: Path, code: str, *limits: int) -> None:
+    command = [sys.executable, "-c", SCRIPT + code, str(SHIM), str(attempt.path), str(work), *map(str, limits)]
+    subprocess.run(command, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("age", [60.0, -600.0], ids=["older", "newer"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_undone(tmp_path: Path, name: str) -> None:
+def test_a_change_is_undone(tmp_path: Path, name: str, age: float) -> None:
+    """A file server's clock, or another job's change, may make existing files newer than the probe."""
     files, code = CHANGES[name]
     opened = "f = open('a', 'a'); " * ("before the first step" in name)
     _, expected = probe(tmp_path / "untouched", files, "")
-    attempt, work = probe(tmp_path / "probe", files, opened + RUN + code)
+    attempt, work = probe(tmp_path / "probe", files, opened + RUN + code, age=age)
     assert tree(work) != tree(expected), "the script has written"
     words = move_probe_files(attempt)
     assert tree(work) == tree(expected)
@@ -146,3 +171,74 @@ def test_beyond_the_limit_only_what_has_changed_is_reported(tmp_path: Path) -> N
     words = move_probe_files(attempt)
     assert f"the script changed {work / 'c'}, and tula could not restore" in words and str(work / "b") not in words
     assert (work / "a").read_text() == "1" * 60
+
+
+def test_what_another_process_of_the_probe_has_created_did_not_exist_before(tmp_path: Path) -> None:
+    """On a second node, the journals of the first are not read."""
+    attempt, work = probe(tmp_path, {}, RUN + "Path('a').write_text('1'); os.mkdir('d'); Path('d/a').write_text('1')")
+    for host in ("", "import socket; socket.gethostname = lambda: 'node2'; "):
+        run_process(
+            attempt, work, host + RUN + "open('a', 'a').write('2'); os.makedirs('d', exist_ok=True); open('d/a', 'r+')"
+        )
+    rows = attempt.read_changed_files("node2")
+    assert [row["existed"] for row in rows if "path" in row] == [False] * 3
+    move_probe_files(attempt)
+    assert tree(work) == {}
+
+
+def test_an_existing_folder_is_not_one_that_the_probe_has_created(tmp_path: Path) -> None:
+    opened = "os.makedirs('d', exist_ok=True); "
+    attempt, work = probe(tmp_path, {"d/a": "1"}, opened + RUN + opened + "os.system('echo 2 > d/b')")
+    assert move_probe_files(attempt) == "" and (work / "d/b").exists(), "another job may have written it"
+
+
+def test_what_another_process_has_removed_did_exist_before(tmp_path: Path) -> None:
+    attempt, work = probe(tmp_path, {"a": "1"}, RUN + "os.remove('a')")
+    run_process(
+        attempt, work, "import socket; socket.gethostname = lambda: 'node2'; " + RUN + "open('a', 'w').write('2')"
+    )
+    assert [row["existed"] for row in attempt.read_changed_files("node2") if "path" in row] == [True]
+    move_probe_files(attempt)
+    assert tree(work) == {"a": b"1".hex()}
+
+
+def test_a_file_that_was_not_copied_stays_under_its_new_name(tmp_path: Path) -> None:
+    attempt, work = probe(
+        tmp_path, {"a": "1" * 60}, RUN + "os.replace('a', 'b'); os.replace('b', 'c'); Path('a').write_text('2')", 10
+    )
+    words = move_probe_files(attempt)
+    assert (work / "c").read_text() == "1" * 60 and str(work / "c") in words
+
+
+WAL = "c = sqlite3.connect('a'); c.execute('pragma journal_mode=wal'); "
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_the_log_of_a_database_is_restored_with_it_or_not_at_all(tmp_path: Path, copied: bool) -> None:
+    """Rows 1 and 2 are of another job: 1 in the database, 2 in its write-ahead log. Row 3 is the probe's."""
+    work = tmp_path / "work"
+    setup = f"import sqlite3, os; os.chdir({str(work)!r}); {WAL} c.execute('create table t (x)'); c.execute('insert into t values (1)'); c.commit(); c.execute('pragma wal_checkpoint(truncate)'); c.execute('insert into t values (2)'); c.commit(); os._exit(0)"
+    attempt, _ = probe(tmp_path, {}, "")
+    subprocess.run([sys.executable, "-c", setup], check=True, timeout=60)
+    code = f"{WAL} c.execute('insert into t values (3)'); c.commit(); c.execute('pragma wal_checkpoint(truncate)'); c.execute('insert into t values (4)'); c.commit(); os._exit(0)"
+    run_process(attempt, work, RUN + code, *([] if copied else [1]))
+    words = move_probe_files(attempt)
+    with contextlib.closing(sqlite3.connect(work / "a")) as database:
+        rows = [row for (row,) in database.execute("select x from t order by x")]
+    assert rows == ([1, 2] if copied else [1, 2, 3, 4])
+    assert ("could not restore" in words) is not copied
+
+
+def test_the_log_of_an_unchanged_database_stays(tmp_path: Path) -> None:
+    """It may hold the rows of another job."""
+    work = tmp_path / "work"
+    attempt, _ = probe(tmp_path, {}, "")
+    setup = f"import sqlite3, os; os.chdir({str(work)!r}); {WAL} c.execute('create table t (x)'); c.commit(); c.close()"
+    subprocess.run([sys.executable, "-c", setup], check=True, timeout=60)
+    run_process(
+        attempt, work, RUN + "c = sqlite3.connect('a'); c.execute('insert into t values (2)'); c.commit(); os._exit(0)"
+    )
+    words = move_probe_files(attempt)
+    assert str(work / "a-wal") in words and "could not restore" in words
+    with contextlib.closing(sqlite3.connect(work / "a")) as database:
+        assert database.execute("select x from t").fetchall() == [(2,)]

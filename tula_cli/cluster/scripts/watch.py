@@ -6,7 +6,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +29,8 @@ from tula_cli.words import join_first_words
 
 MAX_FILES_NAMED = 3
 """Maximum files listed by name; further ones are counted."""
+DATABASE_SUFFIXES = ("-journal", "-wal", "-shm")
+"""Suffixes of the files with changes that are not in their SQLite database yet."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ class ChangedFile:
             return self.path.is_symlink() and self.copy.is_symlink() and self.path.readlink() == self.copy.readlink()
         return self.path.is_file() and filecmp.cmp(self.path, self.copy, shallow=False)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the file stays as it is: it existed, and is unchanged or cannot be restored."""
+        try:
+            return self.existed and (self.copy is None or self.is_unchanged())
+        except OSError:
+            return True
+
 
 def move_probe_files(attempt: ScriptAttempt) -> str:
     """Move files that a start created after its first step into its folder, and restore changed or removed ones.
@@ -70,7 +80,9 @@ def move_probe_files(attempt: ScriptAttempt) -> str:
     stepped = min((row["stepped"] for row in rows if "stepped" in row), default=None)
     if stepped is None:
         return ""
-    folders = sorted({Path(row["path"]) for row in rows if row.get("folder") and not row["existed"]}, reverse=True)
+    existing = {row["path"] for row in rows if row.get("existed")}
+    created = {row["path"] for row in rows if row.get("folder")} - existing
+    folders = sorted(map(Path, created), reverse=True)
     moved: list[str] = []
     remaining: list[str] = []
     for file in _list_changed_files(rows, folders, since=stepped):
@@ -93,26 +105,39 @@ def move_probe_files(attempt: ScriptAttempt) -> str:
 
 def _list_changed_files(
     rows: Sequence[Mapping[str, Any]], folders: Iterable[Path], *, since: float
-) -> Iterable[ChangedFile]:
-    """Yield the files that were changed after the first step, according to the journal or their modification time."""
+) -> list[ChangedFile]:
+    """Return the files that were changed after the first step, according to the journal or their modification time.
+
+    A file in a folder that the probe created counts as created by the probe, even if C code has written it.
+    """
     by_path: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if "path" in row and not row["folder"]:
             by_path.setdefault(row["path"], []).append(row)
+    files: dict[str, ChangedFile] = {}
+    changed: list[ChangedFile] = []
     for name, events in by_path.items():
-        copy = next((event["copy"] for event in events if event["copy"]), None)
-        modified = next((event["modified"] for event in events if event.get("modified")), None)
-        existed = any(event["existed"] for event in events)
-        if not existed and not os.path.lexists(name):
+        file = _make_changed_file(Path(name), events)
+        if not file.existed and not os.path.lexists(name):
             continue  # a renamed draft or a deleted temporary file
-        if any(event["late"] for event in events) or read_change_time(Path(name), follow_symlinks=False) >= since:
-            yield ChangedFile(Path(name), existed, None if copy is None else Path(copy), modified)
-    new_files = {
-        file for folder in folders for file in folder.rglob("*") if file.is_file() and str(file) not in by_path
-    }
-    for file in sorted(new_files):
-        if read_change_time(file, follow_symlinks=False) >= since:
-            yield ChangedFile(file, False, None)
+        database = next((files.get(name.removesuffix(end)) for end in DATABASE_SUFFIXES if name.endswith(end)), None)
+        if database is not None and database.is_kept:
+            # It belongs to the current database, and may hold the transactions of another job.
+            file = replace(file, existed=True, copy=None)
+        files[name] = file
+        if any(event["late"] for event in events) or read_change_time(file.path, follow_symlinks=False) >= since:
+            changed.append(file)
+    new_files = {file for folder in folders for file in folder.glob("*") if file.is_file() and str(file) not in by_path}
+    new_files = {path for path in new_files if read_change_time(path, follow_symlinks=False) >= since}
+    return [*changed, *(ChangedFile(path, existed=False, copy=None) for path in sorted(new_files))]
+
+
+def _make_changed_file(path: Path, events: Iterable[Mapping[str, Any]]) -> ChangedFile:
+    """Return a path as the processes of a node have recorded it."""
+    copies = [event["copy"] for event in events if event["copy"]]
+    times = [event["modified"] for event in events if event["modified"]]
+    existed = any(event["existed"] for event in events)
+    return ChangedFile(path, existed, Path(copies[0]) if copies else None, times[0] if times else None)
 
 
 def _restore_file(file: ChangedFile, target: Path) -> bool:

@@ -28,9 +28,9 @@ from tula_cli.worker.measure.fake_tensor_step import (
     LiveStorages,
     Recording,
     build_fake_step,
+    estimate_footprints,
     estimate_library_bytes,
 )
-from tula_cli.worker.measure.inspect import estimate_footprints
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 

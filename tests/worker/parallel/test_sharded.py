@@ -24,7 +24,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import add_weights_digest
 from tula_cli.run.records.probes import GradientStats, Measured
 from tula_cli.worker.build.weights import SafeLoadPlanner, _MetadataUnpickler, read_weights
-from tula_cli.worker.measure import inspect
+from tula_cli.worker.measure.fake_tensor_step import describe_gathered_part
 from tula_cli.worker.parallel import sharded_checkpoint
 from tula_cli.worker.parallel.sharding import list_fsdp_blocks
 from tula_cli.worker.ranks import Ranks
@@ -190,7 +190,7 @@ def test_a_parameter_that_cannot_be_divided_is_named_before_anything_runs() -> N
 
 def test_a_block_inside_another_is_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Sequential(nn.Linear(16, 8, bias=False))))
-    gathering = inspect.describe_gathered_part(model)
+    gathering = describe_gathered_part(model)
     assert gathering.values == {"blocks": 1, "largest": 512, "outside": 256}
 
 

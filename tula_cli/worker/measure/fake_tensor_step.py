@@ -1,4 +1,13 @@
-"""Estimate of the memory of an optimizer step: runs it on fake tensors, without a GPU, and records each allocation."""
+"""Estimate of the memory of an optimizer step: runs it on fake tensors, without a GPU, and records each allocation.
+
+Fake tensors have shapes and storages but no data. A dispatch mode sees every operation, forward and backward, and records
+when each storage is created and freed. One run with fake tensors is enough for all batches: its batch is a prime number,
+so that sizes divisible by it grow with the batch. The recording is then replayed at any batch, for a GPU through a
+simulation of PyTorch's allocator.
+
+A recording lacks memory that no operation allocates, such as the workspaces that cuDNN or oneDNN choose by measuring.
+`estimate_library_bytes` estimates the memory of libraries besides tensors; probes correct both.
+"""
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,11 +22,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.allocator import AllocatorPeaks, compute_peak_without_allocator, replay_allocations
 from tula_cli.optim.gradient_stats import chunk_indices
 from tula_cli.plugins import is_import_string
-from tula_cli.run.records.probes import Components
+from tula_cli.run.records.probes import Components, Footprint
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker import messages
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.activation_checkpointing import apply_activation_checkpointing
 from tula_cli.worker.build.batches import Collate, ModelCall, allocate_batch, list_named_entries, make_batch
@@ -28,6 +39,7 @@ from tula_cli.worker.measure.meter import split_memory
 from tula_cli.worker.methods.ags import list_excluded_parameters
 from tula_cli.worker.methods.plain import Memory
 from tula_cli.worker.methods.table import get_method
+from tula_cli.worker.parallel.sharding import list_fsdp_blocks
 
 # --- Storages
 
@@ -508,3 +520,61 @@ def _use_foreach_kernels(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
+
+
+# --- The estimates of a job
+
+MICRO_BATCHES = tuple(2**power for power in range(17))
+"""Micro-batches at which an estimate is reported; between them memory is approximately linear."""
+
+
+def estimate_footprints(fake_step: FakeStep, *, largest: int) -> tuple[Footprint, ...]:
+    """Return the estimates at micro-batches of 1, 2, 4 ... up to the first one that is not below `largest`.
+
+    The peak is the maximum over several moments of a step, each linear in the batch; at small batches it may be a
+    moment that does not depend on the batch size (a large layer's gradient, a refresh of the factors).
+    """
+    below = [size for size in MICRO_BATCHES if size < largest]
+    sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
+    accumulate, margin = fake_step.spec.train.accumulate, fake_step.compute_allocator_margin()
+    gathered = _count_gathered_bytes(fake_step.model) if fake_step.spec.train.is_sharded else 0
+    components = {
+        size * accumulate: _add_unattributed_bytes(fake_step.measure_memory(size), gathered) for size in sizes
+    }
+    return tuple(
+        Footprint(local_batch=b, memory=memory, room=round(margin * memory.peak)) for b, memory in components.items()
+    )
+
+
+def _count_gathered_bytes(model: nn.Module) -> int:
+    """Return the bytes gathered besides a rank's shard of a model at the peak of a step (`train.parallel: fsdp`).
+
+    Parameters outside all blocks stay gathered throughout. At the peak, the largest block accounts for its parameters,
+    those of the next block, which is prefetched, its gradient, and the gradient of the block before, which is being
+    reduced.
+    """
+    blocks, outside_blocks = _list_block_sizes(model)
+    return outside_blocks + 4 * max(blocks, default=0)
+
+
+def _list_block_sizes(model: nn.Module) -> tuple[list[int], int]:
+    """Return the bytes of each block's parameters, without nested blocks, and of the parameters outside all blocks."""
+    counted: set[nn.Parameter] = set()
+    blocks = []
+    for block in list_fsdp_blocks(model):  # inner blocks come first
+        parameters = set(block.parameters()) - counted
+        blocks.append(count_tensor_bytes(parameters))
+        counted |= parameters
+    return blocks, count_tensor_bytes(model.parameters()) - sum(blocks)
+
+
+def describe_gathered_part(model: nn.Module) -> Diagnostic:
+    """Describe which part of a model is gathered at a time (`train.parallel: fsdp`)."""
+    blocks, outside_blocks = _list_block_sizes(model)
+    return messages.gathered_blocks(blocks=len(blocks), largest=max(blocks, default=0), outside=outside_blocks)
+
+
+def _add_unattributed_bytes(memory: Components, extra: int) -> Components:
+    """Return the memory with additional bytes that belong neither to a state nor to the batch."""
+    raised = {name: getattr(memory, name) + extra for name in ("activations", "peak", "reserved")}
+    return memory.model_copy(update=raised) if extra else memory

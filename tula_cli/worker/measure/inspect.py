@@ -26,7 +26,7 @@ from tula_cli.host.machine import read_machine_memory, read_processor_name
 from tula_cli.models.self_tuning import find_most_expensive_job
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Components, Footprint
+from tula_cli.run.records.probes import Footprint
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import messages
 from tula_cli.worker.build import parameter_groups, zoo
@@ -53,80 +53,17 @@ from tula_cli.worker.device import (
     make_autocast_context,
     read_process_memory,
 )
-from tula_cli.worker.measure.fake_tensor_step import FakeStep, build_fake_step
+from tula_cli.worker.measure.fake_tensor_step import (
+    FakeStep,
+    build_fake_step,
+    describe_gathered_part,
+    estimate_footprints,
+)
 from tula_cli.worker.measure.first_samples import describe_error, find_class_numbers, load_first_samples
 from tula_cli.worker.methods.table import get_method
-from tula_cli.worker.parallel.sharding import list_fsdp_blocks, require_fsdp_support
+from tula_cli.worker.parallel.sharding import require_fsdp_support
 from tula_cli.worker.train.evaluation import build_metrics, list_gathered_metrics
 from tula_cli.worker.train.learning_rate import check_user_schedule
-
-# --- Memory footprint
-#
-# Fake tensors have shapes and storages but no data. A dispatch mode sees every operation, forward and backward, and
-# records when each storage is created and freed. One run with fake tensors is enough for all batches: its batch is a
-# prime number, so that sizes divisible by it grow with the batch. The recording is then replayed at any batch, for a
-# GPU through a simulation of PyTorch's allocator.
-#
-# A recording lacks memory that no operation allocates, such as the workspaces that cuDNN or oneDNN choose by measuring.
-# `estimate_library_bytes` estimates the memory of libraries besides tensors; probes correct both.
-
-MICRO_BATCHES = tuple(2**power for power in range(17))
-"""Micro-batches at which an estimate is reported; between them memory is approximately linear."""
-
-
-def estimate_footprints(fake_step: FakeStep, *, largest: int) -> tuple[Footprint, ...]:
-    """Return the estimates at micro-batches of 1, 2, 4 ... up to the first one that is not below `largest`.
-
-    The peak is the maximum over several moments of a step, each linear in the batch; at small batches it may be a
-    moment that does not depend on the batch size (a large layer's gradient, a refresh of the factors).
-    """
-    below = [size for size in MICRO_BATCHES if size < largest]
-    sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
-    accumulate, margin = fake_step.spec.train.accumulate, fake_step.compute_allocator_margin()
-    gathered = _count_gathered_bytes(fake_step.model) if fake_step.spec.train.is_sharded else 0
-    components = {
-        size * accumulate: _add_unattributed_bytes(fake_step.measure_memory(size), gathered) for size in sizes
-    }
-    return tuple(
-        Footprint(local_batch=b, memory=memory, room=round(margin * memory.peak)) for b, memory in components.items()
-    )
-
-
-def _count_gathered_bytes(model: nn.Module) -> int:
-    """Return the bytes gathered besides a rank's shard of a model at the peak of a step (`train.parallel: fsdp`).
-
-    Parameters outside all blocks stay gathered throughout. At the peak, the largest block accounts for its parameters,
-    those of the next block, which is prefetched, its gradient, and the gradient of the block before, which is being
-    reduced.
-    """
-    blocks, outside_blocks = _list_block_sizes(model)
-    return outside_blocks + 4 * max(blocks, default=0)
-
-
-def _list_block_sizes(model: nn.Module) -> tuple[list[int], int]:
-    """Return the bytes of each block's parameters, without nested blocks, and of the parameters outside all blocks."""
-    counted: set[nn.Parameter] = set()
-    blocks = []
-    for block in list_fsdp_blocks(model):  # inner blocks come first
-        parameters = set(block.parameters()) - counted
-        blocks.append(count_tensor_bytes(parameters))
-        counted |= parameters
-    return blocks, count_tensor_bytes(model.parameters()) - sum(blocks)
-
-
-def describe_gathered_part(model: nn.Module) -> Diagnostic:
-    """Describe which part of a model is gathered at a time (`train.parallel: fsdp`)."""
-    blocks, outside_blocks = _list_block_sizes(model)
-    return messages.gathered_blocks(blocks=len(blocks), largest=max(blocks, default=0), outside=outside_blocks)
-
-
-def _add_unattributed_bytes(memory: Components, extra: int) -> Components:
-    """Return the memory with additional bytes that belong neither to a state nor to the batch."""
-    raised = {name: getattr(memory, name) + extra for name in ("activations", "peak", "reserved")}
-    return memory.model_copy(update=raised) if extra else memory
-
-
-# --- The inspection
 
 if __name__ == "__main__":
     gc.disable()  # collections find hardly anything and take a fifth of the import time

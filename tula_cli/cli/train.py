@@ -77,11 +77,8 @@ def _show_training_summary(screen: Screen, training: "PreparedTraining", summary
 
     run = training.run
     files = run.get_training(summary.signature)
-    weights, charge, gain = (
-        files.find_weights(),
-        find_site_charge(run, summary.signature),
-        find_baseline_saving(run, summary),
-    )
+    weights, charge = files.find_weights(), find_site_charge(run, summary.signature)
+    gain = find_baseline_saving(run, summary)
     data = {**dict(summary), "causes": summary.causes, "weights": weights, "site_charge": charge}
     data |= {} if gain is None else {"gain": gain}
     parts = show_train.render_summary(

@@ -108,11 +108,8 @@ def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
 
 def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
     """Yield model, data and hardware, one line each."""
-    shape = (
-        f", each {inspection.sample}"
-        if inspection.sample
-        else f", of shape {'x'.join(map(str, inspection.sample_shape))}"
-    )
+    dimensions = "x".join(map(str, inspection.sample_shape))
+    shape = f", each {inspection.sample}" if inspection.sample else f", of shape {dimensions}"
     classes = "" if inspection.classes is None else f", {inspection.classes} classes"
     capacity = "" if inspection.capacity is None else f", {format_bytes(inspection.capacity)} per rank"
     if inspection.script:
@@ -144,11 +141,10 @@ def describe_site(site: "Site | None") -> str:
     if default_partition is None:
         return f"SLURM has no default partition. Set cluster.slurm.partition to one of {', '.join(p.name for p in site.partitions)}."
     words = f"Section cluster is filled in from SLURM: partition {describe_partition(default_partition)}"
-    others = [
-        partition.name for partition in list_partitions_with_gpus(site.partitions) if partition is not default_partition
-    ]
-    if others and default_partition not in list_partitions_with_gpus(site.partitions):
-        words += f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} GPUs"
+    with_gpus = list_partitions_with_gpus(site.partitions)
+    if with_gpus and default_partition not in with_gpus:
+        names = ", ".join(partition.name for partition in with_gpus)
+        words += f"; {names} {'has' if len(with_gpus) == 1 else 'have'} GPUs"
     return words
 
 

@@ -41,10 +41,9 @@ def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCu
 
 def build_comparison_sections(report: CompareReport, curves: Sequence[TrainingCurve]) -> Iterator[Section]:
     """Yield the sections of a comparison: result tables, metrics during training, and gradient diagnostics."""
-    metrics = (
-        report.metric,
-        *(name for name in report.columns if name == "perplexity" and not report.has_script_metrics),
-    )
+    metrics = [report.metric]
+    if "perplexity" in report.columns and not report.has_script_metrics:
+        metrics.append("perplexity")
     tables = [build_comparison_table(report)]
     if report.first_round:
         tables.append(build_comparison_table(report, first_round=True))

@@ -111,10 +111,8 @@ def _draw_curve(axes: "Axes", figure: Figure, series: Series, style_index: int, 
     from matplotlib.lines import Line2D
 
     order = np.argsort(np.array(series.x, dtype=float))  # points in ascending order of x
-    x, y = (
-        _convert_to_floats(series.x, _get_x_scale(figure))[order] + shift,
-        _convert_to_floats(series.y, figure.y_scale)[order],
-    )
+    x = _convert_to_floats(series.x, _get_x_scale(figure))[order] + shift
+    y = _convert_to_floats(series.y, figure.y_scale)[order]
     known = ~np.isnan(x + y)
     measured = np.ones(len(x), dtype=bool) if series.measured is None else np.array(series.measured)[order]
     color, style = COLORS[SERIES_COLORS[style_index % len(SERIES_COLORS)]], series.style

@@ -272,12 +272,9 @@ def query_slurm_billing(spec: JobSpec, ask: CommandRunner) -> tuple[JobBilling, 
         )
     qos, factor, unsure = find_usage_factor(spec, ask, config)
     dearest = max(offers, key=lambda offer: offer.node)
-    least = min(offer.node for offer in offers)
-    between = (
-        f" (the most expensive option; others cost at least {format_number(least)}, depending on partition and node type)"
-        if least < dearest.node
-        else ""
-    )
+    least, between = min(offer.node for offer in offers), ""
+    if least < dearest.node:
+        between = f" (the most expensive option; others cost at least {format_number(least)}, depending on partition and node type)"
     by_qos = "" if factor == 1 else f", usage factor {factor:g} of QOS {qos}"
     words = f"{dearest.words}{by_qos}{between}{f'; {unsure}, so 1 is assumed' if unsure else ''}"
     return replace(dearest, usage_factor=factor, qos=qos, words=words), unsure

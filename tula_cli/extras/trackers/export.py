@@ -108,7 +108,7 @@ class Session:
         require_ownership(run.path)
         self.run, self.destination, self.reports = run, destination, reports
         self.path = run.path / FOLDER / destination.record_path.name
-        self.sent = self._read_export_record()
+        self.sent = self._read_sent_runs()
         self.problem = self.hint = ""  # why the newest update failed, and what to do; empty if it did not
         self.new_runs = self.new_points = self.files = 0
         self._exporter: Exporter | None = None
@@ -121,7 +121,7 @@ class Session:
             to=self.destination.to,
             uri=self.destination.uri,
             project=self.destination.project,
-            runs=len(self.sent.runs),
+            runs=len(self.sent),
             new_runs=self.new_runs,
             new_points=self.new_points,
             files=self.files,
@@ -147,7 +147,7 @@ class Session:
             time.sleep(LOCK_POLL_SECONDS)
         problem = hint = ""
         try:
-            self.sent = self._read_export_record()
+            self.sent = self._read_sent_runs()
             self._send_snapshot(self.run.read_snapshot(), active=active)
         except TrackerError as error:
             self._open, self._exporter = {}, None  # their connection may be lost
@@ -158,21 +158,16 @@ class Session:
             self._lock.release()
         self.problem, self.hint = problem, hint
 
-    def _read_export_record(self) -> ExportRecord:
-        known, destination = read_record(self.path, _RECORD), self.destination
-        return ExportRecord(
-            to=destination.to,
-            uri=destination.uri,
-            project=destination.project,
-            runs={} if known is None else known.runs,
-        )
+    def _read_sent_runs(self) -> dict[str, SentRun]:
+        record = read_record(self.path, _RECORD)
+        return {} if record is None else record.runs
 
     def _send_snapshot(self, snapshot: Snapshot, *, active: bool) -> None:
         files = tuple(path for name in SENT_FILES if (path := snapshot.path / name).is_file())
         if not active:  # while jobs run, the report would change with each update
             files += self.reports(self.run)
         self._send_run(make_run_payload(self.run, snapshot, active=active, artifacts=files))
-        parent = self.sent.runs["run"].id
+        parent = self.sent["run"].id
         for tasks in _list_trainings(snapshot):
             moving = active and _may_continue(snapshot, tasks)
             payload = make_training_payload(snapshot, tasks, self.run.id, parent, active=moving)
@@ -182,7 +177,7 @@ class Session:
     def _send_run(self, payload: RunPayload) -> None:
         """Send new points, and all other values if one of them has changed; close the run if it has ended."""
         key, digest = payload.run.key, payload.compute_digest()
-        known = self.sent.runs.get(key, SentRun(id=""))
+        known = self.sent.get(key, SentRun(id=""))
         points = [point for point in payload.points if point.samples > known.samples]
         changed = digest != known.digest
         if not changed and not points:
@@ -222,8 +217,10 @@ class Session:
                 yield WarningEvent(error.message)
 
     def _record_run(self, key: str, sent: SentRun) -> None:
-        self.sent = self.sent.model_copy(update={"runs": {**self.sent.runs, key: sent}})
-        write_record(self.path, self.sent)
+        self.sent = {**self.sent, key: sent}
+        tracker = self.destination
+        record = ExportRecord(to=tracker.to, uri=tracker.uri, project=tracker.project, runs=self.sent)
+        write_record(self.path, record)
         self._lock.renew()
 
 

@@ -160,11 +160,9 @@ def make_training_payload(
         **_list_predicted_values(first),
         **(environment[-1] if environment else {}),
     }
-    texts = (
-        {}
-        if summary is None
-        else {"ended": summary.ended, "relaunches": "; ".join(summary.causes), "currency": summary.currency}
-    )
+    texts: dict[str, str] = {}
+    if summary is not None:
+        texts = {"ended": summary.ended, "relaunches": "; ".join(summary.causes), "currency": summary.currency}
     outcome_tags = {key: redact_secrets(text) for key, text in texts.items() if text}
     return RunPayload(
         run=TrackerRun(task.job, "training", group, began, parent),

@@ -136,8 +136,9 @@ def _render_csv_rows(rows: Iterable[Sequence[Cell]]) -> str:
 def _render_text(document: Document, markup: "Markdown | Latex", *, end: str) -> str:
     blocks = [markup.render_header(document), markup.render_facts(document.facts)]
     for section in document.sections:
-        blocks += [markup.render_heading(section.title), *map(markup.escape_text, section.text)]
-        blocks += [markup.emphasise_text(f"Missing: {section.missing.removesuffix('.')}.") if section.missing else ""]
+        blocks += [markup.heading.format(markup.escape_text(section.title)), *map(markup.escape_text, section.text)]
+        if section.missing:
+            blocks.append(markup.emphasis.format(markup.escape_text(f"Missing: {section.missing.removesuffix('.')}.")))
         blocks += [markup.render_facts(section.facts), *map(markup.render_table, section.tables)]
         blocks += [
             f"{markup.render_figure_caption(figure)}: {markup.escape_text(_describe_figure(figure))}"
@@ -154,6 +155,8 @@ def render_markdown(document: Document) -> str:
 class Markdown:
     """GitHub-flavoured Markdown."""
 
+    heading, emphasis = "## {}", "*{}*"  # of an escaped text
+
     def escape_text(self, text: str) -> str:
         r"""Escape text for Markdown (``*``, ``_``, brackets, HTML tags) and join its lines into one.
 
@@ -165,12 +168,6 @@ class Markdown:
     def render_header(self, document: Document) -> str:
         title, question, answer = map(self.escape_text, (document.title, document.question, document.answer))
         return f"# {title}\n\n**{question}**\n\n{answer}"
-
-    def render_heading(self, title: str) -> str:
-        return f"## {self.escape_text(title)}"
-
-    def emphasise_text(self, text: str) -> str:
-        return f"*{self.escape_text(text)}*"
 
     def render_facts(self, facts: Sequence[Fact]) -> str:
         return "\n".join(f"- {self.escape_text(fact.name)}: {self.escape_text(fact.value)}" for fact in facts)
@@ -206,6 +203,8 @@ def render_latex(document: Document) -> str:
 class Latex:
     """LaTeX of class article, without packages."""
 
+    heading, emphasis = r"\section*{{{}}}", r"\emph{{{}}}"  # of an escaped text
+
     def escape_text(self, text: str) -> str:
         """Escape text for LaTeX.
 
@@ -230,12 +229,6 @@ class Latex:
             f"\\begin{{document}}\n\\title{{{title}}}\n\\author{{}}\n\\date{{{made}}}\n\\maketitle\n"
             f"\\noindent\\textbf{{{question}}}\n\n\\noindent {answer}"
         )
-
-    def render_heading(self, title: str) -> str:
-        return rf"\section*{{{self.escape_text(title)}}}"
-
-    def emphasise_text(self, text: str) -> str:
-        return rf"\emph{{{self.escape_text(text)}}}"
 
     def render_facts(self, facts: Sequence[Fact]) -> str:
         items = [rf"\item[{{{self.escape_text(fact.name)}}}] {self.escape_text(fact.value)}" for fact in facts]

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +49,14 @@ def kill_leftovers(mark: str, *, spare: Collection[int]) -> list[int]:
         spare: ids of processes that are not killed.
     """
     spared = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
+    *_, allocation, index = mark.rsplit("|", 3)
     killed: set[int] = set()
     deadline = time.monotonic() + REAP_TIMEOUT_SECONDS
-    while alive := [pid for pid in _find_leftover_pids(mark) if pid not in spared]:
+    while alive := [
+        pid
+        for pid, (their_allocation, their_index) in _find_marked_processes(mark).items()
+        if pid not in spared and (their_allocation != allocation or their_index == index)
+    ]:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -60,14 +65,6 @@ def kill_leftovers(mark: str, *, spare: Collection[int]) -> list[int]:
             break
         time.sleep(POLL_SECONDS / 10)
     return sorted(killed)
-
-
-def _find_leftover_pids(mark: str) -> Iterator[int]:
-    """Yield the processes of this run and task that this supervisor, or one of an earlier allocation, has started."""
-    _, _, allocation, index = mark.rsplit("|", 3)
-    for pid, (their_allocation, their_index) in _find_marked_processes(mark).items():
-        if their_allocation != allocation or their_index == index:
-            yield pid
 
 
 def _find_marked_processes(mark: str) -> dict[int, tuple[str, str]]:

@@ -34,12 +34,12 @@ from tula_cli.run.files import make_folder, read_change_time, read_record, write
 from tula_cli.run.imports import list_import_strings
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec, get_beta2_half_life
+from tula_cli.spec.scripts.placeholders import PYTHON_PATTERN
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_measurement_signature
 
 # --- The inspection of a script's job
 
-PYTHON_COMMAND_PATTERN = re.compile(r"python(\d(\.\d+)?)?")
 IMPORT_SECONDS = 60.0
 """Timeout in seconds of the trial import of torch; no warning is given after a timeout."""
 
@@ -93,7 +93,7 @@ def _find_missing_program(script: Script) -> tuple[Diagnostic, SpecError] | None
 def _find_missing_torch(spec: JobSpec, script: Script) -> tuple[Diagnostic, SpecError] | None:
     """Return a warning and an error as `_find_missing_program` if the Python of a script, unless tula's, lacks torch."""
     program = shlex.split(script.command)[0]
-    python = shutil.which(program) if PYTHON_COMMAND_PATTERN.fullmatch(Path(program).name) else None
+    python = shutil.which(program) if PYTHON_PATTERN.fullmatch(Path(program).name) else None
     is_tulas = python is None or Path(python).parent == Path(sys.executable).parent
     if python is None or is_tulas or spec.cluster.setup:  # set-up lines may activate another Python
         return None

@@ -19,14 +19,13 @@ from tula_cli.spec.scripts.placeholders import (
     SCRIPT_SUFFIXES,
     fill_text,
     find_placeholders,
+    separate_python_options,
 )
 
 _LAUNCHERS = LAUNCHER_PACKAGES | {"composer", "env", "nice", "numactl", "srun", "stdbuf", "taskset", "torchrun", "uv"}
 """Programs that run the user's program unchanged."""
 _SHELL_PATTERN = re.compile(r"(ba|da|k|z)?sh")
-_PYTHON_INLINE_PATTERN, _PYTHON_MODULE_PATTERN = re.compile(r"-[bBdEhiIOqsSuvx]*c"), re.compile(r"-[bBdEhiIOqsSuvx]*m")
 _SHELL_INLINE_PATTERN = re.compile(r"-[a-z]*c[a-z]*")
-_PYTHON_VALUE_OPTIONS = re.compile(r"-X|-W|--check-hash-based-pycs")
 _SHELL_VALUE_OPTIONS = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
 
 
@@ -50,7 +49,7 @@ def split_command(command: str) -> list[str]:
 
 def list_module_names(words: Sequence[str]) -> list[str]:
     """Return the modules that a command runs with -m."""
-    return [words[position] for position, role in _classify_words(words) if role is _Role.MODULE]
+    return [word for word, role in _classify_words(words) if role is _Role.MODULE]
 
 
 def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | None = None) -> Program | None:
@@ -68,8 +67,7 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
         SpecError: there is no file of that name.
     """
     workdir, lenient = workdir.resolve(), False
-    for position, role in _classify_words(words):
-        word = words[position]
+    for word, role in _classify_words(words):
         if role is _Role.MODULE:
             if program := _find_module(word, workdir, sys.path[1:] if path is None else path):
                 return program
@@ -101,18 +99,19 @@ class _Role(Enum):
     WORD = auto()
 
 
-def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
+def _classify_words(words: Sequence[str]) -> Iterator[tuple[str, _Role]]:
+    """Yield the words of a command, with Python's options separated, and their roles."""
     python = shell = False  # a python or shell command was found whose file has not followed yet
     expected_role: _Role | None = None
-    for position, word in enumerate(words):
+    for word, position, is_python_option in separate_python_options(words):
         role, expected_role = expected_role, None
-        if role is None and word.startswith(("-", "+")):
+        if role is None and (is_python_option or word.startswith(("-", "+"))):
             role = _Role.OPTION
-            if (python and _PYTHON_INLINE_PATTERN.fullmatch(word)) or (shell and _SHELL_INLINE_PATTERN.fullmatch(word)):
+            if (python and word == "-c") or (shell and _SHELL_INLINE_PATTERN.fullmatch(word)):
                 role = _Role.INLINE
-            elif word in ("-m", "--module") or (python and _PYTHON_MODULE_PATTERN.fullmatch(word)):
+            elif word in ("-m", "--module"):
                 expected_role, python = _Role.MODULE, False
-            elif (python and _PYTHON_VALUE_OPTIONS.fullmatch(word)) or (shell and _SHELL_VALUE_OPTIONS.fullmatch(word)):
+            elif shell and _SHELL_VALUE_OPTIONS.fullmatch(word):
                 expected_role = _Role.OPTION
         elif role is None and (python or shell):
             role, python, shell = _Role.RUN, False, False
@@ -120,7 +119,7 @@ def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
             role = _Role.WORD if position else _Role.FIRST
             name = PurePath(word).name
             python, shell = bool(PYTHON_PATTERN.fullmatch(name)), bool(_SHELL_PATTERN.fullmatch(name))
-        yield position, role
+        yield word, role
 
 
 def _find_file(word: str, role: _Role, workdir: Path) -> Path | None:
@@ -160,8 +159,7 @@ def _find_module(module: str, workdir: Path, path: Sequence[str]) -> Program | N
 
 def is_started_unchanged(program: Program, words: Sequence[str], workdir: Path) -> bool:
     """Return whether a command starts a Python program by itself or by a known launcher, which load no code for it."""
-    for position, role in _classify_words(words):
-        word = words[position]
+    for word, role in _classify_words(words):
         if program.module == word if role is _Role.MODULE else word and _find_file(word, role, workdir) == program.file:
             return program.file.suffix == ".py"
         is_launcher = PurePath(word).name in _LAUNCHERS or PYTHON_PATTERN.fullmatch(PurePath(word).name)

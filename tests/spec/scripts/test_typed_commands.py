@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tula_cli.errors import SpecError
 from tula_cli.services.init import make_job_from_command
 from tula_cli.spec.load import validate_job
-from tula_cli.spec.scripts.launchers import KnownFacts, UnknownFact
-from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill_command
+from tula_cli.spec.scripts.launchers import KnownFacts, UnknownFact, has_launcher
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill_command, find_program_name
 from tula_cli.spec.scripts.recognition import recognise_line
+from tula_cli.spec.scripts.shell import ShellWord
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROWS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[2] / "fixtures/commands/typed.yaml").read_text())
@@ -49,6 +50,45 @@ def test_what_is_not_known_is_named_and_never_guessed(row: dict[str, Any]) -> No
         recognise_line(row["command"])
     assert row["refused"] in error.value.message + error.value.hint
     assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("start", "command"),
+    [
+        ("python -mtorch.distributed.run --nproc_per_node 4 t.py", "python t.py"),
+        ("python -um torch.distributed.run --nproc_per_node 4 t.py", "python -u t.py"),
+        ("python -OOumtorch.distributed.run --nproc_per_node 4 -m pkg.t", "python -OOu -m pkg.t"),
+        ("python -uX dev -Wignore -m torch.distributed.run --nproc_per_node 4 t.py", "python -uX dev -Wignore t.py"),
+        ("python --check-hash-based-pycs never -mtorch.distributed.run --nproc_per_node 4 t.py",
+         "python --check-hash-based-pycs never t.py"),
+        ("srun --ntasks-per-node 1 python -mtorch.distributed.run --nproc_per_node 4 t.py", "python t.py"),
+        ("srun --ntasks-per-node 4 python -um pkg.t --interpreter python -mpkg", "python -u -m pkg.t --interpreter python -mpkg"),
+    ],
+)  # fmt: skip
+def test_options_of_python_may_be_combined_and_attached(start: str, command: str) -> None:
+    result = recognise_line(f"{start} -b 8")
+    assert (result.script["command"], result.gpus_per_node) == (f"{command} -b {{local_batch}}", 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "has_one"),
+    [
+        ("python -mtorch.distributed.run t.py", True),
+        ("uv run python -um deepspeed.launcher.runner t.py", True),
+        ("python t.py -mtorchrun", False),
+        ("python -Wtorchrun t.py", False),
+    ],
+)
+def test_a_launcher_is_seen_after_combined_options_of_python(line: str, has_one: bool) -> None:
+    assert has_launcher([ShellWord(word, word) for word in line.split()]) is has_one
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("python -mpkg.t -b 8", "pkg.t"), ("python -um torch.distributed.run -m pkg.t -m x", "pkg.t")],
+)
+def test_the_name_of_a_command_is_its_module(command: str, name: str) -> None:
+    assert find_program_name(command) == name
 
 
 @pytest.mark.parametrize(

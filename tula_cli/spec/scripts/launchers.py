@@ -3,11 +3,17 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.placeholders import PYTHON_PATTERN, RANK_VARIABLES, SCRIPT_SUFFIXES, SHELL_SUFFIXES
+from tula_cli.spec.scripts.placeholders import (
+    PYTHON_PATTERN,
+    RANK_VARIABLES,
+    SCRIPT_SUFFIXES,
+    SHELL_SUFFIXES,
+    separate_python_options,
+)
 from tula_cli.spec.scripts.shell import (
     Option,
     ShellWord,
@@ -172,7 +178,8 @@ def is_program_start(words: Sequence[ShellWord]) -> bool:
 
 def has_launcher(words: Sequence[ShellWord]) -> bool:
     """Return whether the words contain a supported launcher."""
-    return any(word.name in _LAUNCHERS or word.text in _LAUNCHERS for word in words)
+    separated = separate_python_options([word.text for word in words])
+    return any({word.text, PurePath(word.text).name} & _LAUNCHERS.keys() for word in separated)
 
 
 def _strip_prefix(words: Sequence[ShellWord]) -> tuple[list[ShellWord], list[str]]:
@@ -256,22 +263,21 @@ def _parse_unwrapped_launch(words: Sequence[ShellWord], known_facts: KnownFacts)
 
 
 def _parse_python_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> Launch:
-    index = 1
-    while index < len(words) and words[index].text.startswith("-") and words[index].text not in ("-m", "-c", "-"):
-        index += 2 if words[index].text in ("-W", "-X") else 1
-    if words[index : index + 1] and words[index].text in ("-m", "-c"):
-        index += 1
-    if index >= len(words):
+    program: list[ShellWord] = []
+    for text, position, is_python_option in separate_python_options([word.text for word in words]):
+        word = words[position]
+        program.append(word if text == word.text else replace(word, text=text, raw=text))
+        if position and not is_python_option:
+            break
+    else:
         raise SpecError("the command has a launcher but no script", _COMPLETE_COMMAND_HINT)
-    name = words[index].name
+    name, arguments, is_module = program[-1].name, words[position + 1 :], program[-2].text == "-m"
     if (launcher := _LAUNCHERS.get(name)) and launcher is not _SRUN:
-        start = words[: index + 1] if launcher is _ACCELERATE else words[: index - (words[index - 1].text == "-m")]
-        return _parse_launch(launcher, start, words[index + 1 :], known_facts)
-    if words[index - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
+        start = program if launcher is _ACCELERATE else program[: -2 if is_module else -1]
+        return _parse_launch(launcher, start, arguments, known_facts)
+    if is_module and re.search(r"launch|\.distributed\b|elastic", name):
         raise SpecError(f"{name} is a launcher that tula does not support", _PROCESS_COUNT_HINT)
-    return _make_launch_without_launcher(
-        Launch(tuple(words[: index + 1]), tuple(words[index + 1 :])), known_facts, is_script=True
-    )
+    return _make_launch_without_launcher(Launch(tuple(program), tuple(arguments)), known_facts, is_script=True)
 
 
 # --- Launchers

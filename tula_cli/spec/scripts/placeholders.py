@@ -4,8 +4,9 @@ import difflib
 import itertools
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
+from typing import NamedTuple
 
 PLACEHOLDERS = {
     "batch": "samples per optimizer step, over all GPUs",
@@ -109,13 +110,46 @@ def find_shell_word(command: str) -> str:
     return next((word for word in bare.split() if _SHELL_WORD_PATTERN.fullmatch(word)), "")
 
 
+class PythonWord(NamedTuple):
+    """A word of a command after `separate_python_options`."""
+
+    text: str
+    position: int  # of the command's word that contains it
+    is_option: bool  # an option of Python, or the value of one
+
+
+_PYTHON_OPTION_WITH_VALUE = re.compile(r"-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
+
+
+def separate_python_options(words: Sequence[str]) -> Iterator[PythonWord]:
+    """Yield the words of a command, with -m and -c of each Python in it as words of their own: -umpkg gives -u -m pkg.
+
+    The module and the code that follow them are not options, but the program that Python runs.
+    """
+    awaits_program = awaits_value = False
+    for position, word in enumerate(words):
+        if awaits_value or not awaits_program or word == "-" or not word.startswith("-"):
+            yield PythonWord(word, position, awaits_value)
+            awaits_program = awaits_value or bool(PYTHON_PATTERN.fullmatch(PurePath(word).name))
+            awaits_value = False
+        elif (match := _PYTHON_OPTION_WITH_VALUE.fullmatch(word)) and match[2] in "cm":
+            options = [f"-{letters}" for letters in match.group(1, 2) if letters]
+            yield from (PythonWord(option, position, is_option=True) for option in options)
+            if match[3]:
+                yield PythonWord(match[3], position, is_option=False)
+            awaits_program = False
+        else:
+            yield PythonWord(word, position, is_option=True)
+            awaits_value = word == "--check-hash-based-pycs" or (match is not None and not match[3])
+
+
 LAUNCHER_PACKAGES = {"torch", "accelerate", "deepspeed"}
 """Packages whose modules start another program, as in `python -m torch.distributed.run train.py`."""
 
 
 def find_program_name(command: str) -> str:
     """Return the displayed name of a command: the file name of its script, else its module or program."""
-    words = shlex.split(command)
+    words = [word.text for word in separate_python_options(shlex.split(command))]
     files = [word for word in words if PurePath(word).suffix in SCRIPT_SUFFIXES]
     modules = [] if files else [name for flag, name in itertools.pairwise(words) if flag == "-m"]
     if modules:  # skips a launcher's module; a later -m may be an option of the program

@@ -30,7 +30,13 @@ from tula_cli.services.init import (
     warn_other_programs,
 )
 from tula_cli.spec.scripts.command_text import find_training_command
-from tula_cli.spec.scripts.launchers import NODES_QUESTION, KnownFacts, UnknownFact, read_slurm_options
+from tula_cli.spec.scripts.launchers import (
+    NODES_QUESTION,
+    KnownFacts,
+    UnknownFact,
+    divide_processes,
+    read_slurm_options,
+)
 from tula_cli.spec.scripts.proposal import list_missing_keys
 from tula_cli.spec.scripts.recognition import RecognisedCommand, recognise_command
 from tula_cli.spec.scripts.shell import Option, ShellWord
@@ -96,8 +102,15 @@ class _SbatchRequest:
 
     @property
     def tasks_per_node(self) -> int:
+        """Number of tasks per node; `--ntasks` has precedence over `--ntasks-per-node`, as in SLURM.
+
+        Raises:
+            SpecError: the nodes would have different numbers of tasks.
+        """
         total = self.get_number("ntasks")
-        return self.get_number("ntasks_per_node") or (max(1, total // self.nodes) if total else 1)
+        if total > self.nodes:
+            return divide_processes(total, self.nodes, among=format_count(self.nodes))
+        return 1 if total else self.get_number("ntasks_per_node") or 1
 
     @property
     def gpus(self) -> tuple[int, str, str]:

@@ -84,6 +84,25 @@ def test_a_script_that_is_more_than_one_command_is_refused_with_its_line(name: s
     assert error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("options", "nodes", "per_node"),
+    [
+        ("--nodes=2 --ntasks=8 --ntasks-per-node=8", 2, 4),
+        ("--ntasks=8 --ntasks-per-node=4", 2, 4),
+        ("--nodes=2 --ntasks=9", 2, None),
+        ("--ntasks=10 --ntasks-per-node=4", 3, None),
+    ],
+)
+def test_all_tasks_are_divided_equally_among_the_nodes(options: str, nodes: int, per_node: int | None) -> None:
+    text = f"#!/bin/bash\n#SBATCH {options} --gres=gpu:4\nsrun python t.py -b 4 --epochs 2\n"
+    if per_node is None:
+        with pytest.raises(SpecError, match=f"cannot be divided equally among {nodes} nodes"):
+            make_job_from_sbatch(text, "job.sbatch")
+    else:
+        recognised = make_job_from_sbatch(text, "job.sbatch").recognised
+        assert (recognised.nodes, recognised.gpus_per_node) == (nodes, per_node)
+
+
 def test_words_of_an_array_reach_the_command_as_they_are() -> None:
     script = made("array_and_heredoc").recognised.script
     assert script["command"] == "python t.py --epochs {epochs} --lr {lr} --batch-size {local_batch} --name 'a b'"

@@ -328,19 +328,36 @@ def _ask_for_processes(what: str, hint: str, known_facts: KnownFacts) -> int:
     )
 
 
+def divide_processes(total: int, parts: int, *, among: str, key: str = NODES_QUESTION) -> int:
+    """Return the number of processes divided by a number of nodes, or of processes per node.
+
+    Args:
+        among: the parts in words.
+        key: what the number of parts is, in words.
+
+    Raises:
+        SpecError: there is a remainder.
+    """
+    if total % parts:
+        raise SpecError(
+            f"{format_count(total, 'process')} cannot be divided equally among {among}",
+            f"give a multiple of the number of {key}",
+        )
+    return total // parts
+
+
+def _count_nodes(total: int, per_node: int) -> int:
+    among = f"nodes with {format_count(per_node, 'process')} each"
+    return divide_processes(total, per_node, among=among, key=PROCESSES_QUESTION)
+
+
 def _count_processes_per_node(
     each: Option | None, total: Option | None, machines: int, known_facts: KnownFacts, *, missing: str
 ) -> int:
-    """Return the processes per node, from an option for them or for the processes of all nodes."""
-    world = _parse_count(total) if each is None else None
-    if world is None:
-        return parse_count_option(each or total, PROCESSES_QUESTION, known_facts, missing=missing)
-    if world % machines:
-        raise SpecError(
-            f"{format_count(world, 'process')} cannot be divided equally among {format_count(machines)}",
-            "give a multiple of the number of nodes",
-        )
-    return world // machines
+    """Return the processes per node, from an option for the processes of all nodes, or for those of one."""
+    if (world := _parse_count(total)) is not None:
+        return divide_processes(world, machines, among=format_count(machines))
+    return parse_count_option(each or total, PROCESSES_QUESTION, known_facts, missing=missing)
 
 
 def _set_process_counts(
@@ -378,7 +395,8 @@ def _parse_launch(
         processes = 1
     else:
         missing = f"--{launcher.per_node or launcher.total}".replace("--n ", "-n ").split()[0]
-        processes = _count_processes_per_node(each, total, machines, known_facts, missing=missing)
+        total_of_nodes = None if launcher is _COMPOSER else total
+        processes = _count_processes_per_node(each, total_of_nodes, machines, known_facts, missing=missing)
     if launcher is _ACCELERATE:
         launcher_words = {*_ACCELERATE_OPTIONS.replace("--", "").split(), "multi_gpu"}
         others = [word for option in options if option.meaning not in launcher_words for word in option.words]
@@ -386,7 +404,7 @@ def _parse_launch(
         launch = Launch(program, tuple(remaining_words[1:]), "node")
         return _set_process_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
-        machines = max(1, parse_count_option(total, PROCESSES_QUESTION, known_facts) // processes) if total else 1
+        machines = _count_nodes(parse_count_option(total, PROCESSES_QUESTION, known_facts), processes) if total else 1
         # Composer's scripts may need NODE_RANK, which torchrun does not set.
         start = (ShellWord("env", "env"), make_placeholder_word("NODE_RANK={node_rank}"), *start)
     module = [ShellWord("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
@@ -504,6 +522,8 @@ def _parse_srun_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> L
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
     if not (each or tasks) and known_facts.tasks_per_node:
         return _set_process_counts(launch, "srun", machines, known_facts.tasks_per_node, nodes, None)
+    if not (nodes or known_facts.nodes) and (per_node := _parse_count(each)) and (total := _parse_count(tasks)):
+        machines = _count_nodes(total, per_node)
     per_node = _count_processes_per_node(each, tasks, machines, known_facts, missing="srun's --ntasks-per-node")
     return _set_process_counts(launch, "srun", machines, per_node, nodes, each or tasks)
 

@@ -29,7 +29,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.parent.mkdir()
     program.write_text(
         "#!/bin/sh\n"
-        'case "$1" in *compute-apps*) echo "4711, 812, python"; exit;; esac\n'
+        'case "$1" in *compute-apps*) echo "4711, 812, train, the model"; exit;; esac\n'
         f'echo "$@" >> {tmp_path}/asked\n'
         f'echo "GPU-1, $(head -n 1 {path})"\n'
         f'if [ $(wc -l < {path}) -gt 1 ]; then sed -i 1d {path}; fi\n'
@@ -92,7 +92,7 @@ def test_where_it_does_not_come_back_it_is_said_who_holds_it(nvidia_smi: Path, m
     memory = GpuMemory()
     memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False)
     answer = memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False)
-    assert answer == "8500 MiB of GPU-1; held by pid 4711 (python, 812 MiB)"
+    assert answer == "8500 MiB of GPU-1; held by pid 4711 (train, the model, 812 MiB)"
 
 
 def test_without_nvidia_smi_its_holders_tell(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,10 @@ def find_device_holders() -> dict[int, str]:
 
 def read_used_gpu_memory(gpus: Sequence[str]) -> dict[str, int]:
     """Return the used bytes of the GPUs (named as in CUDA_VISIBLE_DEVICES; empty: all); empty without nvidia-smi."""
-    query = ["--query-gpu=uuid,memory.used", *([f"--id={','.join(gpus)}"] if gpus else [])]
-    rows = [row for row in _run_nvidia_smi(*query) if len(row) == 2 and row[1].isdigit()]
+    selection = [f"--id={','.join(gpus)}"] if gpus else []
+    rows = [
+        row for row in _run_nvidia_smi("--query-gpu=uuid,memory.used", *selection) if len(row) == 2 and row[1].isdigit()
+    ]
     return {uuid: int(mebibytes) * 2**20 for uuid, mebibytes in rows}
 
 
@@ -132,12 +134,16 @@ def _is_device(link: Path) -> bool:
     return any(re.fullmatch(form, target) for form in DEVICE_FILES)
 
 
-def _run_nvidia_smi(*arguments: str) -> list[list[str]]:
-    """Return the rows that nvidia-smi prints; empty if it is missing, fails or hangs."""
-    command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
+def _run_nvidia_smi(query: str, *arguments: str) -> list[list[str]]:
+    """Return the rows that nvidia-smi prints; empty if it is missing, fails or hangs.
+
+    Args:
+        query: the columns, separated by commas; the last one may contain commas.
+    """
+    command = ["nvidia-smi", query, *arguments, "--format=csv,noheader,nounits"]
     try:
         completed = run_command(command, timeout=NVIDIA_SMI_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
         return []
     lines = completed.stdout.splitlines() if completed.returncode == 0 else []
-    return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+    return [[cell.strip() for cell in line.split(",", query.count(","))] for line in lines if line.strip()]

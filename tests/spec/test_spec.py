@@ -390,6 +390,12 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
         ("cluster.slurm={partition: gpu}", "cluster.slurm", "kind: slurm"),
         ("schedule.kind=multistep", "schedule.milestones", "is required"),
         ('dataset.args={files: ["a\\0b"]}', "the job file", "dataset.args.files[0] contains a null character"),
+        (
+            'dataset.args={a: [x, "\\0", "\\0"], b: "\\0"}',
+            "the job file",
+            "dataset.args.a[1] contains a null character",
+        ),
+        ("dataset.args={a: [1, .nan, .inf], b: .nan}", "dataset.args", "a[1] is nan"),
         ("optimizer={lr: 0.1, momentum: 0.9, args: {momentum: 0.5}}", "optimizer.momentum", "remove one of the two"),
         ("schedule.milestones=[3]", "schedule.milestones", "multistep"),
         ("name=../up", "name", "letters"),

@@ -130,7 +130,8 @@ def find_null_character(content: object) -> str:
         if isinstance(item, Mapping | list) and id(item) not in seen:
             seen.add(id(item))  # Python code may pass a mapping that contains itself
             pairs = item.items() if isinstance(item, Mapping) else ((f"[{n}]", inner) for n, inner in enumerate(item))
-            pending += [(f"{path}{'' if isinstance(item, list) else '.'}{key}", inner) for key, inner in pairs]
+            inside = [(f"{path}{'' if isinstance(item, list) else '.'}{key}", inner) for key, inner in pairs]
+            pending += reversed(inside)
     return ""
 
 
@@ -141,7 +142,7 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
         value: arguments for user code.
 
     Raises:
-        ValueError: a value cannot be represented (with its path), or there are too many levels or values.
+        ValueError: a value cannot be represented (with the path of the first), or there are too many levels or values.
     """
     pending, seen = [("", value, 0)], 0
     while pending:
@@ -152,9 +153,11 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
                 f"must have at most {_MAX_DEPTH} levels and {_MAX_VALUES} values; write larger arguments to a file that your code reads"
             )
         if isinstance(item, dict):
-            pending += [(f"{path}.{_check_key(path, key)}", inner, depth + 1) for key, inner in item.items()]
+            inside = [(f"{path}.{_check_key(path, key)}", inner, depth + 1) for key, inner in item.items()]
+            pending += reversed(inside)
         elif isinstance(item, list):
-            pending += [(f"{path}[{number}]", inner, depth + 1) for number, inner in enumerate(item)]
+            inside = [(f"{path}[{number}]", inner, depth + 1) for number, inner in enumerate(item)]
+            pending += reversed(inside)
         elif isinstance(item, float) and not math.isfinite(item):
             raise ValueError(
                 f"{path[1:]} is {item}, which tula cannot store; write it as text ('{item!s}') and convert it in your code"

@@ -273,9 +273,13 @@ def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
     )
 
 
-def _list_overrides(file: "JobFile | None") -> tuple[str, ...]:
-    """Return the overrides (`a.b=c`) of a run's settings, the last one of each key."""
-    return tuple({text.partition("=")[0].strip(): text for text in (file.overrides if file else ())}.values())
+def _list_overrides(file: "JobFile | None", new_overrides: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the overrides (`a.b=c`) of a run's settings that no later one replaces, by its key or by the mapping around."""
+    overrides = file.overrides if file else ()
+    keys = [text.partition("=")[0].strip() + "." for text in (*overrides, *new_overrides)]
+    return tuple(
+        text for number, text in enumerate(overrides) if not keys[number].startswith(tuple(keys[number + 1 :]))
+    )
 
 
 def _list_changing_overrides(file: "JobFile | None", new_overrides: Sequence[str]) -> tuple[str, ...]:
@@ -283,17 +287,15 @@ def _list_changing_overrides(file: "JobFile | None", new_overrides: Sequence[str
     from tula_cli.spec.merge import flatten_mapping
     from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
-    overrides = _list_overrides(file)
+    overrides = _list_overrides(file, new_overrides)
     job = dict[str, object]()
     if overrides and file is not None:
         with contextlib.suppress(SpecError):
             job = dict(flatten_mapping(read_yaml(Path(file.path))))
-    replaced_keys = {text.partition("=")[0].strip() for text in new_overrides}
     changing = []
     for text in overrides:
         key, _, value = text.partition("=")
-        is_changed = key.strip() not in job or job[key.strip()] != parse_yaml(value, source=f"--set {key}")
-        if is_changed and key.strip() not in replaced_keys:
+        if key.strip() not in job or job[key.strip()] != parse_yaml(value, source=f"--set {key}"):
             changing.append(text)
     return tuple(changing)
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import make_runs
 import pytest
@@ -335,6 +336,24 @@ def test_files_beside_the_code_that_are_too_many_to_link_are_reported(
     (warning,) = run_code.choose_code(None, job(), here, keep=True).warnings
     assert warning == messages.folder_with_many_files(paths=".", most=3, folder=str(here))
     assert [path.name for path in run.get_code_dir(take(run, job(), here)).iterdir()] == ["mine.py"]
+
+
+def test_code_that_cannot_be_read_is_not_reported_as_too_large(
+    here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(here, mine="import pack", pack__init="", pack__other="")
+    unreadable = {here, here / "pack" / "other.py"}
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) not in unreadable)
+    scan = os.scandir
+
+    def scan_readable(folder: Path) -> Any:
+        if folder == here:
+            raise PermissionError
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scan_readable)
+    (warning,) = run_code.choose_code(None, job(), here, keep=True).warnings
+    assert warning == messages.code_unreadable(paths="., pack/other.py")
 
 
 def test_code_that_changes_between_plan_and_submission_is_refused(here: Path, run: RunDir) -> None:

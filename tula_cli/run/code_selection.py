@@ -233,10 +233,14 @@ def list_entries(folder: Path) -> list[Path] | None:
 def list_selection_warnings(selection: Selection) -> tuple[Diagnostic, ...]:
     """Return warnings about files that the snapshot cannot hold, with the consequences."""
     warnings = []
-    if selection.left_out:
+    folders = {module.parent for module in selection.modules}
+    unreadable = [path for path in {*selection.left_out, *folders} if not os.access(path, os.R_OK)]
+    if unreadable:
+        warnings.append(messages.code_unreadable(paths=_join_paths(sorted(unreadable), selection.base)))
+    if too_large := [path for path in selection.left_out if path not in unreadable]:
         warnings.append(
             messages.files_too_large_to_copy(
-                paths=_join_paths(selection.left_out, selection.base),
+                paths=_join_paths(too_large, selection.base),
                 file_megabytes=MAX_FILE_BYTES // 10**6,
                 total_megabytes=MAX_TOTAL_BYTES // 10**6,
                 files=MAX_FILE_COUNT,
@@ -244,9 +248,7 @@ def list_selection_warnings(selection: Selection) -> tuple[Diagnostic, ...]:
         )
     if selection.keys:
         warnings.append(messages.secrets_linked(paths=_join_paths(selection.keys, selection.base)))
-    large_folders = [
-        folder for folder in {module.parent for module in selection.modules} if list_entries(folder) is None
-    ]
+    large_folders = [folder for folder in folders if folder not in unreadable and list_entries(folder) is None]
     if large_folders:
         warnings.append(
             messages.folder_with_many_files(

@@ -76,6 +76,14 @@ def files_too_large_to_copy(*, paths: str, file_megabytes: int, total_megabytes:
 
 
 @diagnostic
+def code_unreadable(*, paths: str) -> str:
+    return (
+        f"No permission to read {paths}, so the code snapshot does not contain their contents."
+        " If a job needs these, change the permissions."
+    )
+
+
+@diagnostic
 def secrets_linked(*, paths: str) -> str:
     return (
         f"Judging by their names, these files may contain secrets: {paths}. They are linked instead of copied: a change to"

@@ -7,6 +7,14 @@ from tula_cli import words
 from tula_cli.host.processes import tag_lines
 
 
+def test_alternative_numbers_of_nodes():
+    assert [words.describe_node_counts(counts) for counts in ((), (1,), (2, 4, 8))] == [
+        "no nodes",
+        "1 node",
+        "2, 4 or 8 nodes",
+    ]
+
+
 def test_progress_leaves_out_what_is_not_known():
     record = {"samples": 640, "batch": 64, "step_time": 0.5}
     assert words.describe_progress(**record, epoch=2.5, all_epochs=4, loss=0.25, remaining=30.0) == (

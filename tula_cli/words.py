@@ -75,8 +75,8 @@ def format_count(count: int, noun: str = "node") -> str:
 
 
 def describe_node_counts(counts: Sequence[int]) -> str:
-    """Return alternative numbers of nodes in words: 2, 4 or 8 nodes."""
-    return " or ".join(filter(None, (join_words(counts[:-1]), format_count(counts[-1]))))
+    """Return alternative numbers of nodes in words: 2, 4 or 8 nodes; "no nodes" without any."""
+    return " or ".join(filter(None, (join_words(counts[:-1]), *map(format_count, counts[-1:])))) or "no nodes"
 
 
 def describe_pending_probes(probes: int) -> str:

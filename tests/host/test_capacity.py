@@ -21,6 +21,7 @@ SLURM_STEP = "0::/system.slice/slurmstepd.scope/job_7/step_0\n"
         (SLURM_STEP, {"system.slice/slurmstepd.scope/job_7/memory.max": "8192"}, 8192),
         (SLURM_STEP, {"system.slice/slurmstepd.scope/job_8/memory.max": "8192"}, TOTAL),
         ("9:cpu,cpuacct:/a\n4:memory:/slurm/uid_0\n", {"memory/slurm/memory.limit_in_bytes": "4096"}, 4096),
+        ("no colon\n4:memory:/a:b\n", {"memory/a:b/memory.limit_in_bytes": "4096"}, 4096),
         ("9:cpu,cpuacct:/a\n", {"memory/a/memory.limit_in_bytes": "4096"}, TOTAL),
     ],
 )

@@ -46,7 +46,7 @@ def _read_cgroup_limits(groups: Path, membership: Path) -> Iterator[int]:
     """Yield the memory limit of each group of the process, and of its parent groups."""
     limit_files = [groups / "memory.max", groups / "memory/memory.limit_in_bytes"]  # paths inside a container
     for line in (_read_text(membership) or "").splitlines():
-        _, controllers, path = line.split(":", 2)
+        controllers, _, path = line.partition(":")[2].partition(":")
         if not controllers:
             limit_files += [groups / inner / "memory.max" for inner in _list_parents(path)]
         elif "memory" in controllers.split(","):

@@ -22,7 +22,7 @@ from make_results import Truth, make_footprint, make_inspection, make_probe, mak
 from typer.testing import CliRunner
 
 from tula_cli import words
-from tula_cli.cli import app
+from tula_cli.cli import app, runs
 from tula_cli.cluster import inspection as cluster_inspection
 from tula_cli.cluster import inspection as inspecting
 from tula_cli.cluster import launcher as cluster_launcher
@@ -30,6 +30,7 @@ from tula_cli.cluster.slurm import site
 from tula_cli.errors import DiskFull, Infeasible, JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_runs_of_job
+from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
@@ -323,6 +324,19 @@ def test_an_override_that_equals_the_job_file_is_not_named(cluster):
     (diagnostic,) = tula("status", "--json").json["diagnostics"]
     assert diagnostic["code"] == "earlier-overrides-apply"
     assert "earlier" not in tula("train", "--set", "train.epochs=8", "--dry-run").err, "another value replaces it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "new_overrides", "remaining"),
+    [
+        (["a.b={c: 1}", "a.b.c=2", "a.b={c: 3}"], [], ["a.b={c: 3}"]),
+        (["a.b={c: 1}", "a.b.c=2", "a.bc=4"], [], ["a.b={c: 1}", "a.b.c=2", "a.bc=4"]),
+        (["a=1", "b=2", "a =3"], [], ["b=2", "a =3"]),
+        (["a.b=1", "b=2"], ["a={c: 1}"], ["b=2"]),
+    ],
+)
+def test_overrides_are_listed_in_an_order_that_means_the_same(overrides, new_overrides, remaining):
+    assert runs._list_overrides(JobFile(path="job.yaml", overrides=tuple(overrides)), new_overrides) == tuple(remaining)
 
 
 def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
@@ -1014,6 +1028,30 @@ def test_init_writes_the_hooks_of_a_script_once(here):
     assert tula("init", "--hooks", "--force").code == 0
     assert tula("init", "--hooks", "--from-command", "x").code == 2
     assert tula("init", "--hooks", "--from-sbatch", "x").code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("--hooks -o other.py", "--output"),
+        ("--hooks --output job.yaml", "--output"),
+        ("--hooks --full", "--full"),
+        ("slurm --hooks", "slurm"),
+        ("local --from-sbatch job.sbatch", "local"),
+    ],
+)
+def test_an_option_of_init_without_effect_is_refused(here, words, option):
+    answer = tula("init", *words.split(), "--force")
+    assert (answer.code, answer.err.startswith(f"error: {option} ")) == (2, True), answer.err
+    assert not (here / "tula_hooks.py").exists() and not (here / "other.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "root"), [([], "~/tula-observed"), (["--folder", "tula-observed"], "here"), (["--folder", "~/x"], "~/x")]
+)
+def test_the_folder_of_installed_hooks_is_the_given_one(here, words, root):
+    answer = tula("observe", "--install", "hooks", *words, "--json").json
+    assert answer["data"]["root"] == (str(here / "tula-observed") if root == "here" else root)
 
 
 def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):

@@ -66,6 +66,9 @@ def init(
     init asks for it, or exits with an error if there is no terminal.
     """
     if hooks:
+        unused = {kind: "kind", "--output": "output", "--full": "full"}
+        given = {option: parameter in screen.given_options for option, parameter in unused.items()}
+        _refuse_options(given, tuple(unused), to="--hooks")
         return _write_hooks(screen, command or script, force=force)
     refuse_option(command is not None and script is not None, "--from-command", "and --from-sbatch cannot be combined")
     from tula_cli.cluster.slurm import site
@@ -88,6 +91,8 @@ def init(
 
     _check_output_path(output, force=force)
     if script is not None:
+        is_local = kind == "local" and "kind" in screen.given_options
+        refuse_option(is_local, "local", "cannot be combined with --from-sbatch, which writes a job for SLURM")
         kind = "slurm"
     offered = site.query_site() if kind == "slurm" else None
     gpus = devices.count_gpus()

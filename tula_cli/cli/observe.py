@@ -51,7 +51,7 @@ def observe(
             raise SpecError(
                 "--install cannot be combined with a command or --report", "run tula observe --install FOLDER alone"
             )
-        root = Path("~") / DEFAULT_OBSERVATIONS_FOLDER if folder == Path(DEFAULT_OBSERVATIONS_FOLDER) else folder
+        root = folder if "folder" in screen.given_options else Path("~") / folder
         if not str(root).startswith("~"):
             root = root.absolute()
         service.install_observer(install, root)

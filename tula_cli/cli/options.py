@@ -124,6 +124,10 @@ def register_command(app: typer.Typer, function: Callable[..., None], *, example
     def wrapper(ctx: typer.Context, **values: Any) -> None:
         screen = ctx.obj if isinstance(ctx.obj, Screen) else Screen()
         screen.command = name
+        sources = {parameter: ctx.get_parameter_source(parameter) for parameter in values}
+        screen.given_options = frozenset(
+            parameter for parameter, source in sources.items() if source and source.name == "COMMANDLINE"
+        )
         screen.as_json, screen.quiet, screen.verbose = values["as_json"], values["quiet"], values["verbose"]
         screen.color = False if values["no_color"] else None
         try:

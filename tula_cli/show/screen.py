@@ -84,6 +84,7 @@ class Screen:
         self.color = color
         self.out = out or sys.stdout
         self.err = err or sys.stderr
+        self.given_options: frozenset[str] = frozenset()  # names of the parameters that the command line sets
         self.run_id: str | None = None
         # overrides of the job (--set), including those of earlier commands that still apply
         self.overrides: tuple[str, ...] = ()

@@ -150,7 +150,7 @@ def register_command(app: typer.Typer, function: Callable[..., None], *, example
 
 
 def _list_fields(parameter: inspect.Parameter) -> list[tuple[inspect.Parameter, Option | None]]:
-    """Return the fields of a parameter if it is a class of options, else the parameter itself."""
+    """Return the fields of a class of options, or the parameter itself; each with its `Option`, None if it has none."""
     if _is_class_of_options(parameter):
         return [(field, find_option(field)) for field in inspect.signature(parameter.annotation).parameters.values()]
     return [(parameter, find_option(parameter))]

@@ -544,8 +544,8 @@ def classify_failure(text: str, *, exit_code: int | None = None, device: str = "
 
 
 def _classify_text(text: str, exit_code: int | None) -> OutcomeClass:
-    if row := _find_first_match(text, exit_code):
-        return row[0]
+    if outcome_and_match := _find_first_match(text, exit_code):
+        return outcome_and_match[0]
     if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
         return "host_oom"
     if _find_deciding_chain(text, exit_code) or (exit_code == 2 and _USAGE_ERROR_PATTERN.search(text)):

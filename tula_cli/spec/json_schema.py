@@ -179,7 +179,7 @@ def _list_merged_sections(root: Schema, parts: Schema) -> set[str]:
 
 
 def _list_referenced_sections(value: Any) -> Iterator[str]:
-    """Yield the sections that a schema refers to, except in lists."""
+    """Yield the sections that a schema refers to, without those of array items."""
     for key, nested in value.items():
         if key == "$ref":
             yield nested.rpartition("/")[2]

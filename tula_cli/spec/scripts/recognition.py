@@ -66,7 +66,7 @@ class RecognisedCommand:
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """The placeholders of the command."""
+        """Names in braces in the command, such as lr in {lr}."""
         return frozenset(find_placeholders(self.script["command"]))
 
     @property

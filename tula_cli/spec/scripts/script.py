@@ -20,7 +20,7 @@ from tula_cli.spec.sections import Dataset, Model, Optimizer
 
 
 def _require_known_placeholders(text: str) -> str:
-    find_placeholders(text)
+    find_placeholders(text)  # raises ValueError if one is unknown
     return text
 
 

@@ -785,6 +785,7 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
         ),
         ("0::/system.slice/slurmstepd.scope/job_7/step_0", "system.slice/slurmstepd.scope/job_7/step_0/memory.events"),
         ("3:cpu:/x\n0::/", None),
+        ("no colons\n0::/", None),
     ],
 )
 def test_kills_for_memory_are_counted_in_the_own_cgroup(

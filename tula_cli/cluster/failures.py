@@ -203,10 +203,10 @@ def _list_oom_counters(cgroups: str) -> list[Path]:
     """Return the files in which cgroups v1 and v2 keep the count, from the lines of /proc/self/cgroup."""
     counters = []
     for line in cgroups.splitlines():
-        _, controllers, path = line.split(":", 2)
+        controllers, _, path = line.partition(":")[2].partition(":")
         if "memory" in controllers.split(","):
             counters.append(CONTROL_GROUPS_FOLDER / "memory" / path.lstrip("/") / "memory.oom_control")
-        elif not controllers and path != "/":
+        elif not controllers and path.strip("/"):
             counters.append(CONTROL_GROUPS_FOLDER / path.lstrip("/") / "memory.events")
     return counters
 

@@ -97,6 +97,7 @@ def test_the_name_of_a_command_is_its_module(command: str, name: str) -> None:
         ("torchrun --nproc_per_node=$N t.py -b 8", {"processes per node": "4"}, 4, 32),
         ("python t.py --gpus 4 -b 8", {"processes per node": "2"}, 2, 16),
         ("srun python t.py -b 8", {"processes per node": "2"}, 2, 16),
+        ("composer -n $N --world_size $W t.py -b 8", {"processes per node": "2", "nodes": "3"}, 2, 48),
         ("bash dist.sh -b 8", {"processes per node": "8"}, 8, 64),
         ("torchrun --nproc_per_node 4 t.py --train_batch_size 64", {"batch of --train_batch_size": "all"}, 4, 64),
         ("torchrun --nproc_per_node 4 t.py --train_batch_size 64", {"batch of --train_batch_size": "one"}, 4, 256),

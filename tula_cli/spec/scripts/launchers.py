@@ -404,7 +404,10 @@ def _parse_launch(
         launch = Launch(program, tuple(remaining_words[1:]), "node")
         return _set_process_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
-        machines = _count_nodes(parse_count_option(total, PROCESSES_QUESTION, known_facts), processes) if total else 1
+        if world := _parse_count(total):
+            machines = _count_nodes(world, processes)
+        elif total:
+            machines = parse_count_option(total, NODES_QUESTION, known_facts)
         # Composer's scripts may need NODE_RANK, which torchrun does not set.
         start = (ShellWord("env", "env"), make_placeholder_word("NODE_RANK={node_rank}"), *start)
     module = [ShellWord("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []

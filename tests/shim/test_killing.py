@@ -60,3 +60,30 @@ def test_a_checkpoint_that_still_grows_is_that_of_its_beginning(
 ) -> None:
     growing = {step: "x" * step for step in range(10, 14)}
     assert killed_at(tmp_path, monkeypatch, growing, name=name) == (10, 15)
+
+
+@pytest.mark.parametrize("name", ["c", "c/shard"])
+def test_a_checkpoint_that_is_overwritten_in_place_is_another_even_if_it_is_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    longer = {step: f"{step}" + "x" * step for step in range(10, 90, 2)}
+    assert killed_at(tmp_path, monkeypatch, longer, name=name) == (14, 15)
+
+
+def test_a_file_differs_at_its_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = {step: "x" * (supervision.SAMPLE_BYTES * 3 + step) + f"{step}" for step in range(10, 90, 2)}
+    assert killed_at(tmp_path, monkeypatch, longer, name="c") == (14, 15)
+
+
+def test_the_files_of_a_folder_are_written_one_after_the_other(tmp_path: Path) -> None:
+    """Each of three checkpoints writes two files, at different steps; a log only grows."""
+    folder, files, new = tmp_path / "c", supervision._CheckpointFiles(), []
+    folder.mkdir()
+    for number, name in enumerate("ababab"):
+        (folder / name).write_text(f"{number}")
+        with (folder / "log").open("a") as log:
+            log.write("line")
+        for path in (folder / name, folder / "log"):
+            os.utime(path, (LATER + number, LATER + number))
+        new.append(files.is_new_checkpoint(str(folder)))
+    assert new == [True, False] * 3

@@ -190,7 +190,7 @@ class StepKiller:
         self._since = 0.0  # Unix time of the first step whose checkpoints count
         self._checkpoint: dict[str, Any] | None = None
         self._last = 0  # step after which the process is killed
-        self._seen = _NewestCheckpoint()
+        self._files = _CheckpointFiles()
 
     def after_step(self, step: int, before: float | None, rank: int, dataset: int | None) -> None:
         """Request the planned checkpoint, record a new one, and kill the process the planned number of steps after the first.
@@ -224,11 +224,8 @@ class StepKiller:
 
     def _find_checkpoint(self, step: int, samples: float | None, dataset: int | None) -> None:
         """Record the newest checkpoint, taken to hold the previous step: a script may save at each step."""
-        seen = _find_newest_checkpoint(str(self.wanted["checkpoint"]))
-        if seen.changed < self._since:
-            return
-        before, self._seen = self._seen, seen
-        if not seen.is_newer_than(before):
+        newest = _find_newest_checkpoint(str(self.wanted["checkpoint"]))
+        if newest.changed < self._since or not self._files.is_new_checkpoint(newest.path):
             return
         if self._checkpoint is None:
             self._last = step - 1 + int(self.wanted["after"])
@@ -250,30 +247,90 @@ class StepKiller:
         write_json(self.plan.folder / "rehearsal.json", self._checkpoint)
 
 
+SAMPLE_BYTES = 2**16
+"""Bytes at the start and at the end of a file by which a rewritten file differs from one that grows."""
+
+
+class _FileState(NamedTuple):
+    inode: int
+    changed: int  # modification time (ns)
+    size: int  # bytes
+    sample: bytes  # its first and last bytes
+
+
+class _CheckpointFiles:
+    """The files of the newest checkpoint: a new one begins when a file that this one has written is written again.
+
+    A file may grow, and files may be added, while a thread still writes the same checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._path, self._inode = "", 0
+        self._files: dict[str, _FileState] = {}
+        self._written: set[str] = set()  # files that this checkpoint has written
+
+    def is_new_checkpoint(self, path: str) -> bool:
+        """Return whether the file or folder at a path holds another checkpoint than at the last call."""
+        before = self._files
+        try:
+            inode = os.stat(path).st_ino  # noqa: PTH116
+            files = {file: _read_file_state(file, before.get(file)) for file in _list_files(path)}
+            rewritten = {
+                file for file in before.keys() & files.keys() if _is_rewritten(file, before[file], files[file])
+            }
+        except OSError:
+            return False  # removed or replaced meanwhile: the next call sees the result
+        is_new = (path, inode) != (self._path, self._inode) or bool(rewritten & self._written)
+        self._path, self._inode, self._files = path, inode, files
+        self._written = (set() if is_new else self._written) | rewritten | (files.keys() - before.keys())
+        return is_new
+
+
+def _read_file_state(path: str, before: _FileState | None) -> _FileState:
+    """Return the state of a file; it is read only if it has changed."""
+    status = os.stat(path)  # noqa: PTH116
+    if before is not None and before[:3] == (status.st_ino, status.st_mtime_ns, status.st_size):
+        return before
+    return _FileState(status.st_ino, status.st_mtime_ns, status.st_size, _read_sample(path, status.st_size))
+
+
+def _is_rewritten(path: str, before: _FileState, state: _FileState) -> bool:
+    """Return whether a file has been written anew, and not only become longer."""
+    if state.inode != before.inode:
+        return True
+    if state.changed <= before.changed:
+        return False
+    return state.size <= before.size or _read_sample(path, before.size) != before.sample
+
+
+def _read_sample(path: str, size: int) -> bytes:
+    """Return the first and the last SAMPLE_BYTES of the first `size` bytes of a file."""
+    with open(path, "rb") as file:
+        start = file.read(min(SAMPLE_BYTES, size))
+        file.seek(max(0, size - SAMPLE_BYTES))
+        return start + file.read(min(SAMPLE_BYTES, size))
+
+
 class _NewestCheckpoint(NamedTuple):
-    """The checkpoint that was written last, judging by its files."""
+    """The checkpoint that was written last."""
 
     changed: float = 0.0  # modification time (Unix time) of its newest file
     path: str = ""
-    inode: int = 0
-    size: int = 0  # bytes
-
-    def is_newer_than(self, before: _NewestCheckpoint) -> bool:
-        """Return whether this is another checkpoint, not the previous one still being written (which grows)."""
-        if (self.path, self.inode) != (before.path, before.inode):
-            return True
-        return self.changed > before.changed and os.path.isfile(self.path) and self.size <= before.size  # noqa: PTH113
 
 
 def _find_newest_checkpoint(pattern: str) -> _NewestCheckpoint:
-    return max((_read_state_of_path(path) for path in glob.iglob(pattern, recursive=True)), default=_NewestCheckpoint())  # noqa: PTH207 - an absolute pattern
+    paths = glob.iglob(pattern, recursive=True)  # noqa: PTH207 - an absolute pattern
+    return max((_NewestCheckpoint(_read_change_time(path), path) for path in paths), default=_NewestCheckpoint())
 
 
-def _read_state_of_path(path: str) -> _NewestCheckpoint:
-    """Return the state of the file or folder at a path; for a folder, its newest file determines the time."""
-    files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
+def _list_files(path: str) -> list[str]:
+    """Return the files of a folder, or the path itself if it is a file."""
+    return [str(file) for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [path]  # noqa: PTH112
+
+
+def _read_change_time(path: str) -> float:
+    """Return the modification time (Unix time) of the newest file at a path; 0 if it is removed meanwhile."""
     try:
-        created, changed = os.stat(path), max((file.stat().st_mtime for file in files), default=0.0)  # noqa: PTH116
+        return max((os.stat(file).st_mtime for file in _list_files(path)), default=0.0)  # noqa: PTH116
     except OSError:
-        return _NewestCheckpoint()  # removed or replaced meanwhile
-    return _NewestCheckpoint(changed, path, created.st_ino, created.st_size)
+        return 0.0

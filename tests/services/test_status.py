@@ -189,6 +189,18 @@ def test_a_running_job_names_the_probe_that_runs_and_what_is_left(run):
     assert job.node_hours_left == pytest.approx(2 * 50 / 3600)
 
 
+def test_a_pause_between_two_sessions_is_not_time_of_a_probe(run):
+    name, other = make.add_probes(run, 2, (8, 16, 32, 64, 128)), make.add_probes(run, 1, (32,))
+    day = 86_400
+    run.write_attempt(make.attempt(name, end=START + 25, outcome="signal"))
+    run.write_attempt(make.attempt(name, number=2, start=START + day))
+    run.write_attempt(make.attempt(other, start=START + day + 15))
+    for local, seconds in ((8, 10), (16, 20), (32, day + 10), (64, day + 20)):
+        make.add_measured(run, 2, local, at=START + seconds)
+    seen = services_status.read_run_status(run, make.FakeLauncher({name: "running"}), now=START + day + 20)
+    assert next(job for job in seen.jobs if job.id == name).left == pytest.approx(10)
+
+
 def test_probes_that_do_not_fit_are_done(run):
     name = make.add_probes(run, 1, (32, 64, 128))
     run.write_attempt(make.attempt(name, end=START + 40, outcome="device_oom"))

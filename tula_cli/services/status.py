@@ -1,9 +1,8 @@
 """The progress of runs and their jobs, from the scheduler and their files; and the errors that exit reasons map to."""
 
 import dataclasses
-import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,18 +277,28 @@ def _estimate_remaining_seconds(
     return None if pace is None else pace * (progress.total - progress.done)
 
 
-def compute_mean_probe_seconds(results: Iterable[Result], attempts: list[Attempt]) -> float | None:
-    """Return the mean seconds per probe so far, including the start of its workers; None before the first probe."""
-    moments: dict[int, list[float]] = {}
+def compute_mean_probe_seconds(
+    results: Iterable[Result], tasks: Iterable[ProbeTask], attempts: Iterable[Attempt]
+) -> float | None:
+    """Return the mean seconds per probe so far, including the start of its workers; None before the first probe.
+
+    A probe begins with the previous one on the same number of nodes, or with a later start of a job: pauses do not count.
+    """
+    nodes = {task.id: task.nodes for task in tasks}
+    starts: defaultdict[int, list[float]] = defaultdict(list)
+    ends: defaultdict[int, list[float]] = defaultdict(list)
+    for attempt in attempts:
+        if attempt.task in nodes:
+            starts[nodes[attempt.task]].append(attempt.started_at)
     for result in results:
         if isinstance(result, Measured):
-            moments.setdefault(result.nodes, []).append(result.measured_at)
-    starts = sorted(attempt.started_at for attempt in attempts)
-    spans = []
-    for times in moments.values():
-        starts_before = [start for start in starts if start <= min(times)]
-        marks = sorted([*starts_before[-1:], *times])
-        spans += [later - earlier for earlier, later in itertools.pairwise(marks)]
+            ends[result.nodes].append(result.measured_at)
+    spans = [
+        end - max(earlier)
+        for node_count, times in ends.items()
+        for end in times
+        if (earlier := [begin for begin in (*starts[node_count], *times) if begin < end])
+    ]
     return sum(spans) / len(spans) if spans else None
 
 
@@ -359,7 +368,7 @@ def read_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[st
     if only is not None:
         snapshot.require_readable(only)
     results = {result.id: result for result in snapshot.results}
-    pace = compute_mean_probe_seconds(snapshot.results, snapshot.attempts)
+    pace = compute_mean_probe_seconds(snapshot.results, snapshot.probe_tasks, snapshot.attempts)
     tasks = [task for task in snapshot.tasks if only is None or task.job in only]
     jobs_with_tasks = [
         job for job in snapshot.jobs if (only is None or job.id in only) and snapshot.list_tasks_of_job(job.id)

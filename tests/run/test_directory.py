@@ -227,6 +227,26 @@ def test_what_is_not_there_is_none(run):
     )
 
 
+def test_entries_that_are_removed_while_they_are_listed(run, monkeypatch):
+    """`tula clean` may remove an entry between its listing and the reading of its time."""
+
+    def exists_until_now(path):
+        exists = path.exists()
+        if "gone" in path.name:
+            path.rename(path.with_name("a"))
+        return exists
+
+    for folder in ("train/ab12cd34", "train/gone", "train/ab12cd34/out", "train/ab12cd34/out-gone", "logs"):
+        (run.path / folder).mkdir(parents=True)
+    for log in ("a.001.log", "gone.001.log"):
+        (run.path / "logs" / log).touch()
+    monkeypatch.setattr(Path, "is_dir", exists_until_now)
+    monkeypatch.setattr(Path, "is_file", exists_until_now)
+    assert run.list_train_signatures() == ["ab12cd34", "gone"]
+    assert [log.name for log in run.list_logs()] == ["gone.001.log", "a.001.log"]
+    assert run.get_training("ab12cd34").find_script_output() == run.path / "train/ab12cd34/out"
+
+
 def test_reads_what_was_written(run):
     make.add_measured(run, 2, 64)
     make.add_out_of_memory(run, 2, 128)

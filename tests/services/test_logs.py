@@ -90,6 +90,16 @@ def test_a_log_that_may_not_be_read_is_named(run, monkeypatch):
     assert error.value.hint == f"make it readable: chmod u+r {path}"
 
 
+def test_a_log_that_is_removed_after_it_is_listed(run, monkeypatch):
+    make.add_probes(run, 1, (32,))
+    log = write_log(run, "probe-n001", 1, "first\n")
+    listed = [run.get_log_path("gone", 1), log]
+    monkeypatch.setattr(RunDir, "list_logs", lambda _: listed)
+    assert logs.find_last_written_run([run], None) is run
+    assert texts(logs.read_logs(run)) == ["first"]
+    assert logs.describe_missing_output(run, LogQuery()).endswith("job with output: tula logs --job probe-n001")
+
+
 def test_no_logs_yet(run):
     assert list(logs.read_logs(run)) == []
 

@@ -3,6 +3,7 @@
 Links are not followed.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -181,11 +182,12 @@ def _has_type_matching_name(name: str, mode: int) -> bool:
 
 def _list_entries(folder: Path) -> dict[str, int]:
     """Return the file modes of a folder's entries by name, without following links; empty without such a folder."""
-    try:
-        with os.scandir(folder) as entries:
-            return {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
-    except OSError:
-        return {}
+    modes: dict[str, int] = {}
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                modes[entry.name] = entry.stat(follow_symlinks=False).st_mode
+    return modes
 
 
 def _list_folders(folder: Path) -> list[Path]:

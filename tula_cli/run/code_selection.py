@@ -12,6 +12,7 @@ from pathlib import Path
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import TulaError
 from tula_cli.run import messages
+from tula_cli.run.disk_space import measure_file_size
 from tula_cli.run.imports import find_source_file, is_foreign_folder, list_files_of_imports, list_import_roots
 from tula_cli.run.secrets import is_key_file, is_private_file
 from tula_cli.spec.job import JobSpec
@@ -196,7 +197,7 @@ def _classify_package_files(
     package: Path, modules: set[Path], others: list[Path], left_out: list[Path], keys: list[Path]
 ) -> None:
     """Sort a package's other files, breadth-first, into those to copy, those beyond the limits, and keys."""
-    total, waiting = sum(file.stat().st_size for file in others), deque([package])
+    total, waiting = sum(map(measure_file_size, others)), deque([package])
     while waiting:
         folder = waiting.popleft()
         inside = list_entries(folder)
@@ -208,7 +209,7 @@ def _classify_package_files(
         keys.extend(entry for entry in plain if is_key_file(entry))
         plain = [entry for entry in plain if not is_key_file(entry)]
         for entry in sorted(plain, key=lambda entry: entry.suffix != ".py"):
-            size = entry.stat().st_size
+            size = measure_file_size(entry)
             exceeds_limit = size > MAX_FILE_BYTES or total + size > MAX_TOTAL_BYTES or len(others) >= MAX_FILE_COUNT
             if exceeds_limit or not os.access(entry, os.R_OK):
                 left_out.append(entry)

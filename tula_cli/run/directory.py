@@ -18,6 +18,7 @@ from tula_cli.run.files import (
     list_names,
     make_folder,
     make_write_error,
+    read_change_time,
     read_record,
     read_records,
     read_text,
@@ -417,7 +418,7 @@ class RunDir:
     def list_train_signatures(self) -> list[str]:
         """Return the signatures of existing trainings, most recently changed first."""
         folders = [path for path in (self.path / "train").glob("*") if path.is_dir()]
-        return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
+        return [path.name for path in sorted(folders, key=read_change_time, reverse=True)]
 
     def find_newest_script_saves(self) -> tuple[ScriptCheckpointSave, ...]:
         """Return the checkpoints that a script saved: at each batch those of the training that saved last, newest batch last."""
@@ -520,7 +521,7 @@ class RunDir:
 
     def list_logs(self) -> list[Path]:
         logs = [path for path in (self.path / "logs").glob("*.log") if path.is_file()]
-        return sorted(logs, key=lambda path: path.stat().st_mtime)
+        return sorted(logs, key=read_change_time)
 
 
 class Run(RunDir):

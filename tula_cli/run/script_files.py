@@ -17,6 +17,7 @@ from pathlib import Path
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.run import code_selection, messages
 from tula_cli.run.code_selection import Selection
+from tula_cli.run.disk_space import measure_file_size
 from tula_cli.run.imports import (
     follow_imports,
     is_foreign_folder,
@@ -178,7 +179,7 @@ def _list_folders_between(file: Path, base: Path, program: Program) -> Iterator[
 
 def _select_bounded_files(program: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
     """Return the files to copy and those beyond the limits; files nearest to the command's file come first."""
-    copied, left_out, total = [program.file], [], program.file.stat().st_size
+    copied, left_out, total = [program.file], [], measure_file_size(program.file)
     for file in sorted(
         listed.keys() - {program.file}, key=lambda file: (_compute_folder_distance(program.file, file), file)
     ):
@@ -187,7 +188,7 @@ def _select_bounded_files(program: Program, base: Path, listed: Mapping[Path, bo
             or not _is_text_file(file)
         ):
             continue
-        size = file.stat().st_size
+        size = measure_file_size(file)
         fits_limits = size <= code_selection.MAX_FILE_BYTES and total + size <= code_selection.MAX_TOTAL_BYTES
         if fits_limits and len(copied) < code_selection.MAX_FILE_COUNT and os.access(file, os.R_OK):
             copied.append(file)

@@ -13,6 +13,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.run import messages
 from tula_cli.run.damage import list_curve_warnings, warn_damaged_record
+from tula_cli.run.disk_space import measure_file_size
 from tula_cli.run.files import list_files, list_names, read_change_time, read_record, read_records, read_text
 from tula_cli.run.parsed_spec import find_spec_damage
 from tula_cli.run.records.failures import Failure
@@ -330,9 +331,8 @@ class Snapshot:
 
         They show errors from before a supervisor started.
         """
-        return sorted(
-            (path for path in self.list_started_logs(ids) if path.stat().st_size), key=lambda path: path.stat().st_mtime
-        )
+        logs = (path for path in self.list_started_logs(ids) if measure_file_size(path))
+        return sorted(logs, key=read_change_time)
 
     # --- Reading
 

@@ -16,6 +16,7 @@ from tula_cli.run.files import (
     make_read_error,
     open_file,
     parse_json_object,
+    read_change_time,
     read_json_lines,
     read_lines,
     read_record,
@@ -129,7 +130,7 @@ class TrainingRun:
     def find_script_output(self) -> Path | None:
         """Return the output folder of a script (`{out}`) that was written last; None without a script."""
         folders = [path for path in self.path.glob("out*") if path.is_dir()]
-        return max(folders, key=lambda path: path.stat().st_mtime, default=None)
+        return max(folders, key=read_change_time, default=None)
 
     def read_evaluations(self) -> list[EvaluationRecord]:
         """Return the results of `tula evaluate` on its weights, oldest first."""

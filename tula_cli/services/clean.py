@@ -4,7 +4,6 @@ Nothing is removed from a run that a job may still write to.
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from tula_cli.host import machine_lock
 from tula_cli.run import format as run_format
 from tula_cli.run.clean import CleanPolicy, RemovableEntry, list_removable_entries, measure_disk_usage, remove_entry
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import read_change_time
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.backend import get_backend
@@ -229,8 +229,8 @@ def _lock_run(disk_usage: RunDiskUsage) -> Iterator[None]:
         )
     try:
         with contextlib.suppress(FileNotFoundError):
-            entries = os.scandir(disk_usage.path / "jobs")
-            newest = max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=0.0)
+            times = (read_change_time(path, follow_symlinks=False) for path in (disk_usage.path / "jobs").iterdir())
+            newest = max(times, default=0.0)
             if newest > disk_usage.changed:
                 raise TulaError("a job was submitted for this run in the meantime; no file of the run was deleted")
         yield

@@ -15,7 +15,8 @@ from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.host.failures import find_root_failure
 from tula_cli.plugins import suggest_nearest
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.files import make_read_error, open_file, read_lines, read_lines_reversed
+from tula_cli.run.disk_space import measure_file_size
+from tula_cli.run.files import make_read_error, open_file, read_change_time, read_lines, read_lines_reversed
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.tasks import BaseTask, Task
 from tula_cli.run.snapshot import Snapshot
@@ -167,7 +168,7 @@ def describe_missing_output(run: RunDir, query: LogQuery) -> str:
         f"{newest.task or newest.file.name} has {'ended without output' if ended else 'not written a line yet'}"
     )
     with_output = [
-        log for log in _LogReader(run, LogQuery()).list_attempt_logs() if log.task and log.file.stat().st_size
+        log for log in _LogReader(run, LogQuery()).list_attempt_logs() if log.task and measure_file_size(log.file)
     ]
     task = _read_task(run, with_output[-1].task) if with_output else None
     return description if task is None else f"{description}. The newest job with output: tula logs --job {task.job}"
@@ -227,17 +228,19 @@ class _LogReader:
     def skip_to_end(self, logs: Iterable[_AttemptLog]) -> None:
         """Mark logs as read to their ends."""
         for log in logs:
-            self._set_offset(log, log.file.stat().st_size)
+            self._set_offset(log, measure_file_size(log.file))
             self._shown_failures.add((log.task, log.attempt))
 
     def _set_offset(self, log: _AttemptLog, offset: int) -> None:
-        self._offsets[log.file], self._inodes[log.file] = offset, log.file.stat().st_ino
+        self._offsets[log.file] = offset
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            self._inodes[log.file] = log.file.stat().st_ino
 
     def read_last_lines(self, logs: Sequence[_AttemptLog], count: int) -> list[LogLine]:
         """Return the last requested lines of logs, read backwards, and mark the logs as read."""
         lines: list[LogLine] = []
         for log in reversed(logs):
-            self._set_offset(log, log.file.stat().st_size)
+            self._set_offset(log, measure_file_size(log.file))
             lines[:0] = reversed(list(itertools.islice(self._read_backwards(log), count - len(lines))))
         return lines
 
@@ -304,7 +307,7 @@ def make_rate_limited_check(
 def find_last_written_run(runs: Iterable[Run], job: str | None) -> Run | None:
     """Return the run that wrote a log last, among those that have the job; None if there is none."""
     having = [run for run in runs if job is None or job in _list_job_ids(run.read_snapshot())]
-    return max(having, key=lambda run: max((log.stat().st_mtime for log in run.list_logs()), default=0.0), default=None)
+    return max(having, key=lambda run: max(map(read_change_time, run.list_logs()), default=0.0), default=None)
 
 
 def _list_job_ids(snapshot: Snapshot) -> list[str]:
@@ -340,7 +343,7 @@ def _group_logs_by_attempt(files: Iterable[Path]) -> list[list[_AttemptLog]]:
     """Return the logs of each attempt, lowest ranks first; the attempt that wrote last comes last."""
     logs_by_attempt: defaultdict[tuple[str, int], list[_AttemptLog]] = defaultdict(list)
     for number, path in enumerate(files):
-        name, changed = _LOG_NAME_PATTERN.fullmatch(path.name), path.stat().st_mtime
+        name, changed = _LOG_NAME_PATTERN.fullmatch(path.name), read_change_time(path)
         if name is None:  # a log of the scheduler: each one is a group
             logs_by_attempt["", -number].append(_AttemptLog(path, "", 0, changed))
         else:

@@ -333,6 +333,36 @@ def test_a_job_whose_record_is_damaged_holds_a_run(run: RunDir) -> None:
     assert "unknown whether the job of that file is running" in found(run).kept
 
 
+def list_also_a_removed_draft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the listing of a folder contain a draft that is renamed before its status is read."""
+    draft = folder / ".a.json.draft"
+    draft.touch()
+    entries, scandir = list(os.scandir(folder)), os.scandir
+    draft.unlink()
+
+    class Listing(list[os.DirEntry[str]]):
+        def __enter__(self) -> list[os.DirEntry[str]]:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(os, "scandir", lambda path: Listing(entries) if path == folder else scandir(path))
+
+
+def test_a_draft_that_is_renamed_while_its_folder_is_listed_hides_no_other_entry(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = trained(run, 100, 200, 300, 400, best=200)
+    list_also_a_removed_draft(folder, monkeypatch)
+    item = found(run)
+    assert len(item.holdings) == 2
+    slurm_job(run)
+    list_also_a_removed_draft(run.path / "jobs", monkeypatch)
+    with pytest.raises(TulaError, match="was submitted for this run in the meantime"):
+        service.remove_files([item])
+
+
 def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
     folder = trained(run, 100, 200, 300)
     item = found(run)

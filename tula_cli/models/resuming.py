@@ -103,9 +103,7 @@ def _describe_other_lr(begin: ObservedStart, same: ObservedStart, more: Observed
     different = _find_first_difference(begin, same, more, 1.0) if same.rates else None
     if different is None:
         return ()
-    samples, observed, expected = different
-    figures = f"{format_number(observed, 4)} after {samples} samples instead of {format_number(expected, 4)}"
-    return (f"{_describe_resumed_start(begin, more)} its learning rate is {figures}",)
+    return (f"{_describe_resumed_start(begin, more)} its learning rate is {_describe_difference(*different)}",)
 
 
 def _explain_missing_checkpoint(begin: ObservedStart | None) -> str:
@@ -235,17 +233,34 @@ def _describe_schedule_fault(
     A scheduler that counts optimizer steps and resumes at the step of the checkpoint is wrong at another batch, however
     little of its curve a short training shows. All others are judged by the learning rates that were used.
     """
-    at, schedule_before, after = f"at batch {half.batch}", same.schedule, half.schedule
-    counts_steps = after is not None and after.per_step and after.moves is not False
-    if schedule_before and after and counts_steps and abs(schedule_before.at - after.at) <= 1 < after.at:
-        why = f"the schedule counts steps, but steps before the checkpoint had {begin.batch} samples"
-        return f"{at} its schedule ({after.name}) resumes at step {after.at}, as at batch {same.batch}: {why}"
-    differing = [_find_first_difference(begin, same, half, factor) for factor in _list_curve_factors(same, half, ratio)]
-    if not differing or not all(differing):
+    if why := _describe_step_of_schedule(begin, same, half):
+        return why
+    factors = _list_curve_factors(same, half, ratio)
+    differences = [_find_first_difference(begin, same, half, factor) for factor in factors]
+    known_differences = [difference for difference in differences if difference is not None]
+    if not factors or len(known_differences) < len(factors):  # with one of the factors, the curves agree
         return ""
-    samples, observed, expected = max(point for point in differing if point is not None)
-    figures = f"{format_number(observed, 4)} after {samples} samples instead of {format_number(expected, 4)}"
-    return f"{at} its learning rate is {figures}: the schedule counts steps of the previous batch"
+    latest = max(known_differences)  # of the factor with which the curves agree longest
+    rate = _describe_difference(*latest)
+    return f"at batch {half.batch} its learning rate is {rate}: the schedule counts steps of the previous batch"
+
+
+def _describe_step_of_schedule(begin: ObservedStart, same: ObservedStart, half: ObservedStart) -> str:
+    """Describe a scheduler that counts steps, and is at the same step at half and full batch; empty if it is not."""
+    before, after = same.schedule, half.schedule
+    if before is None or after is None or not after.per_step or after.moves is False:
+        return ""
+    has_equal_step = abs(before.at - after.at) <= 1
+    if not has_equal_step or after.at <= 1:  # a new schedule is at step 0 or 1 at any batch
+        return ""
+    why = f"the schedule counts steps, but steps before the checkpoint had {begin.batch} samples"
+    return (
+        f"at batch {half.batch} its schedule ({after.name}) resumes at step {after.at}, as at batch {same.batch}: {why}"
+    )
+
+
+def _describe_difference(samples: int, rate: float, expected_rate: float) -> str:
+    return f"{format_number(rate, 4)} after {samples} samples instead of {format_number(expected_rate, 4)}"
 
 
 def _list_curve_factors(same: ObservedStart, half: ObservedStart, ratio: float | None) -> list[float]:

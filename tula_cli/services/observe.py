@@ -190,17 +190,15 @@ def list_observed_reports(root: Path, name: str | None = None) -> list[ObservedR
         SpecError: there is no such job.
         BadMeasurements: the job has not been measured; among several, those are left out.
     """
-    jobs = list_observed_jobs(root)
-    if name is None and jobs:
+    jobs = _require_jobs(list_observed_jobs(root), root)
+    if name is None:
         return [_make_report(max(jobs, key=lambda job: job.observed_at), jobs)]
-    path = Path(name or "").resolve()
+    path = Path(name).resolve()
     single = [job for job in jobs if name in (job.id, f"{job.script}/{job.id}") or job.path.resolve() == path]
     if single:
         return [_make_report(job, jobs) for job in single]
-    script_jobs = list_jobs_of_script(jobs, root, name or "")
-    measured = _measure_jobs(script_jobs)
-    if not measured:
-        return [_make_report(script_jobs[-1], jobs)]
+    script_jobs = list_jobs_of_script(jobs, root, name)
+    measured = _measure_jobs(script_jobs) or [measure_observed_job(script_jobs[-1])]  # which raises the reason
     return [make_observed_report(job, [other for other in measured if other is not job]) for job in measured]
 
 
@@ -210,13 +208,17 @@ def list_jobs_of_script(jobs: Sequence[ObservedJob], root: Path, name: str) -> l
     Raises:
         SpecError: there is none.
     """
-    if not jobs:
-        raise SpecError(f"no job was observed in {root}", "run tula observe -- COMMAND first")
-    script_jobs = [job for job in jobs if Path(name).name in (job.script, f"{job.script}.py")]
+    script_jobs = [job for job in _require_jobs(jobs, root) if Path(name).name in (job.script, f"{job.script}.py")]
     if not script_jobs:
         names = ", ".join(sorted({job.script for job in jobs}))
         raise SpecError(f"no job of script {name} was observed", f"observed scripts: {names}")
     return script_jobs
+
+
+def _require_jobs(jobs: Sequence[ObservedJob], root: Path) -> Sequence[ObservedJob]:
+    if not jobs:
+        raise SpecError(f"no job was observed in {root}", "run tula observe -- COMMAND first")
+    return jobs
 
 
 def _make_report(job: ObservedJob, jobs: Sequence[ObservedJob]) -> ObservedReport:

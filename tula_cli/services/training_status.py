@@ -13,6 +13,7 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, StepChange, TrainResult, Tuning
 from tula_cli.run.records.tasks import JobTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
+from tula_cli.run.training_run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -102,66 +103,74 @@ class SpentAndRemainingCost:
 def read_training_status(
     snapshot: Snapshot, tasks: Iterable[JobTask], states: Mapping[str, SchedulerState], *, now: float
 ) -> TrainingStatus | None:
-    """Return the status of the newest of these trainings, if possible of one that belongs to no comparison, or None."""
-    newest = _find_newest_train_task(snapshot, tasks)
-    if newest is None:
+    """Return the status of the newest training among `tasks`, preferring one outside comparisons; None if there is none."""
+    task = _find_newest_train_task(snapshot, tasks)
+    if task is None:
         return None
-    files, scheduler = snapshot.get_training(newest.signature), states.get(newest.job)
-    rows, result = files.read_sampled_metrics(), files.read_result()
-    steps = [row for row in rows if row["kind"] == "step"]
-    epochs = [row for row in rows if row["kind"] == "epoch"]
-    progress_rows = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
-    last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
-    latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
-    row = _find_newest_row_with_eta(rows)
-    workload, stage = newest.spec.workload, _find_stage_status(rows, result, nodes=newest.nodes)
-    prediction = newest.prediction and newest.prediction.get_prediction_at_batch(stage.batch if stage else newest.batch)
-    summary = files.read_summary() if result is not None else None
+    files, scheduler = snapshot.get_training(task.signature), states.get(task.job)
+    rows, result, energy = files.read_sampled_metrics(), files.read_result(), files.read_energy()
+    last_step, last_epoch = _find_last_row(rows, "step"), _find_last_row(rows, "epoch")
+    last_trained = max(last_step, last_epoch, key=lambda row: row.get("samples", -1))
+    position = _find_last_row(rows, "start", "step", "epoch")
+    stage = _find_stage_status(rows, result, nodes=task.nodes)
     is_running = scheduler is not None and scheduler.state == "running"
     status = TrainingStatus(
-        signature=newest.signature,
-        job=newest.job,
+        signature=task.signature,
+        job=task.job,
         finished=result is not None,
-        nodes=newest.nodes,
-        batch=newest.batch if result is None else result.batch,
-        attempt=newest.attempt,
-        epoch=float(progress_rows[-1]["epoch"] or 0.0) if progress_rows else 0.0,
-        # of a script only if its samples per epoch are known
-        epochs=None if progress_rows and progress_rows[-1]["epoch"] is None else workload.max_epochs,
-        samples=int(progress_rows[-1]["samples"]) if progress_rows else 0,
-        loss=latest.get("loss"),
+        nodes=task.nodes,
+        batch=task.batch if result is None else result.batch,
+        attempt=task.attempt,
+        epoch=float(position.get("epoch") or 0.0),
+        # A script of unknown length in epochs has none in its rows.
+        epochs=task.spec.workload.max_epochs if position.get("epoch", 0.0) is not None else None,
+        samples=int(position.get("samples", 0)),
+        loss=last_trained.get("loss"),
         top1=last_epoch.get("top1"),
         perplexity=last_epoch.get("perplexity"),
         tokens_per_second=last_step.get("tokens_per_second"),
         padding=last_step.get("padding"),
         metrics=last_epoch.get("metrics") or {},
-        lr=latest.get("lr"),
-        beta2=next((row.get("beta2") for row in reversed(rows) if row["kind"] in ("start", "stage")), None),
-        step_time=latest.get("step_time") or None
-        if summary is None or summary.actual_step is None
-        else summary.actual_step,
-        predicted_step=None if prediction is None else prediction.step_time,
-        eta=_estimate_remaining_training_seconds(
-            row,
-            finished=result is not None,
-            now=now - files.compute_clock_offset(rows) if _is_training(snapshot, newest.job, scheduler, row) else None,
-        ),
-        noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
+        lr=last_trained.get("lr"),
+        beta2=_find_last_row(rows, "start", "stage").get("beta2"),
+        step_time=_find_step_time(files, last_trained, finished=result is not None),
+        predicted_step=_find_predicted_step_time(task, task.batch if stage is None else stage.batch),
+        eta=0.0 if result is not None else _estimate_remaining_seconds(snapshot, task, scheduler, rows, now),
+        noise=_find_last_row(rows, "noise") or None,
         tuning=_make_tuning_status(files.read_tuning()),
-        kwh=energy.kwh if (energy := files.read_energy()) is not None else None,
-        samples_asked=workload.requested_samples,
+        kwh=None if energy is None else energy.kwh,
+        samples_asked=task.spec.workload.requested_samples,
         ags=_find_newest_scaling(rows),
         warnings=_list_training_warnings(rows),
         changes=files.read_step_changes(),
         stage=stage,
-        stages=newest.stages,
-        submitted=newest.job in {job.id for job in snapshot.jobs} or bool(progress_rows or result),
-        possible_nodes=() if len(newest.node_counts) == 1 or result is not None or is_running else newest.node_counts,
+        stages=task.stages,
+        submitted=task.job in {job.id for job in snapshot.jobs} or bool(position or result),
+        possible_nodes=task.node_counts if len(task.node_counts) > 1 and result is None and not is_running else (),
     )
-    if not newest.sizes:
+    if not task.sizes:
         return status
     until = now if is_running and result is None else None
-    return dataclasses.replace(status, spent=_compute_spent_and_remaining_cost(snapshot, newest, status, until=until))
+    return dataclasses.replace(status, spent=_compute_spent_and_remaining_cost(snapshot, task, status, until=until))
+
+
+def _find_last_row(rows: Sequence[Mapping[str, Any]], *kinds: str) -> Mapping[str, Any]:
+    """Return the last row of one of these kinds; empty if there is none."""
+    return next((row for row in reversed(rows) if row["kind"] in kinds), {})
+
+
+def _find_step_time(files: TrainingRun, last_trained: Mapping[str, Any], *, finished: bool) -> float | None:
+    """Return the step time (s) of a finished training, or else the newest one; None if it is unknown."""
+    summary = files.read_summary() if finished else None
+    if summary is not None and summary.actual_step is not None:
+        return summary.actual_step
+    return last_trained.get("step_time") or None
+
+
+def _find_predicted_step_time(task: TrainTask, batch: int) -> float | None:
+    """Return the predicted step time (s) of a training at a batch; None if there is no prediction."""
+    prediction = task.prediction and task.prediction.get_prediction_at_batch(batch)
+    return None if prediction is None else prediction.step_time
 
 
 def _compute_spent_and_remaining_cost(
@@ -225,8 +234,8 @@ def _find_stage_status(
     rows: Sequence[Mapping[str, Any]], result: TrainResult | None, *, nodes: int
 ) -> StageStatus | None:
     """Return the current ramp stage of a training; None if it has finished or its batch does not grow."""
-    newest = next((row for row in reversed(rows) if row["kind"] == "stage"), None)
-    if newest is None or result is not None:
+    newest = _find_last_row(rows, "stage")
+    if not newest or result is not None:
         return None
     return StageStatus(newest["batch"], newest["stage"], newest["stages"], newest.get("noise"), nodes)
 
@@ -239,12 +248,6 @@ def _find_newest_train_task(snapshot: Snapshot, tasks: Iterable[JobTask]) -> Tra
     trainings = [task for task in all_trainings if task.signature not in compared] or all_trainings
     submitted = {job.id: job.submitted_at for job in snapshot.jobs}
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
-
-
-def _find_newest_row_with_eta(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the newest row with a remaining time; empty if the newest start has not made a step yet."""
-    newest = [row for row in rows if row["kind"] in ("step", "branch", "start")][-1:]
-    return newest[0] if newest and newest[0]["kind"] != "start" else {}
 
 
 def _make_tuning_status(tuning: Tuning | None) -> TuningStatus | None:
@@ -266,13 +269,14 @@ def _is_training(snapshot: Snapshot, job: str, scheduler: SchedulerState | None,
     return not attempts or (attempts[-1].ended_at is None and row.get("time", 0.0) >= attempts[-1].started_at)
 
 
-def _estimate_remaining_training_seconds(
-    last_row: Mapping[str, Any], *, finished: bool, now: float | None
+def _estimate_remaining_seconds(
+    snapshot: Snapshot, task: TrainTask, scheduler: SchedulerState | None, rows: Sequence[Mapping[str, Any]], now: float
 ) -> float | None:
-    """Return the remaining seconds: those of the last row, less the time since then if it is training (`now` given)."""
-    if finished:
-        return 0.0
-    if not last_row.get("eta"):  # it is 0 before the first step
+    """Return the remaining seconds by the last row, less the time since then if the training runs; None if unknown."""
+    last_row = _find_last_row(rows, "step", "branch", "start")
+    if last_row.get("kind") == "start" or not last_row.get("eta"):  # the newest start has made no step
         return None
-    since = 0.0 if now is None else now - last_row["time"]
+    since = 0.0
+    if _is_training(snapshot, task.job, scheduler, last_row):
+        since = now - snapshot.get_training(task.signature).compute_clock_offset(rows) - last_row["time"]
     return max(0.0, float(last_row["eta"]) - since)

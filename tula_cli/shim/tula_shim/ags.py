@@ -149,6 +149,7 @@ class AgsHooks(MethodHooks):
         self.bind_optimizer(optimizer, model)
 
     def _find_largest_optimizer_and_model(self) -> tuple[Any, Any] | None:
+        """Return the largest of the optimizers that train the largest DDP model, and that model; None if there is none."""
         modules = self.split.list_modules()
         if not modules:
             return None
@@ -215,18 +216,27 @@ class AgsHooks(MethodHooks):
             self._notes.append(f"{words}; not scaled: {', '.join(others)}")
 
     def _wrap_optimizer(self, base: Any, model: Any, target: str) -> Any:
-        settings, library = self.settings, importlib.import_module(AGS_PACKAGE_NAME)
-        if not self.plan.is_training:  # the last steps of a probe have no reductions, as planned
+        """Return AGS around the optimizer `base` of a model.
+
+        Args:
+            target: what the factors scale, "gradient" or "update".
+
+        Raises:
+            ValueError: the settings do not fit the optimizer or the model.
+        """
+        library, preset = importlib.import_module(AGS_PACKAGE_NAME), self.settings["settings"]
+        names = ("b_large", "b_small", "available", "steps_per_epoch", "seed")
+        if not self.plan.is_training:
+            # Until the process exits, because the last steps of a probe have no reductions, as planned.
             warnings.simplefilter("ignore", library.MissedRefreshWarning)
-        wrapped = library.configure_ags({**settings["settings"], "apply_to": target})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", library.IdentityWarning)  # reported as a note instead
             return library.TulaOptimizer(
                 base,
                 model=model,
-                **wrapped,
-                exclude=() if settings["settings"].get("parameters") == "all" else None,
-                **{name: settings[name] for name in ("b_large", "b_small", "available", "steps_per_epoch", "seed")},
+                exclude=() if preset.get("parameters") == "all" else None,
+                **library.configure_ags({**preset, "apply_to": target}),
+                **{name: self.settings[name] for name in names},
             )
 
     def _count_reductions(self, model: Any) -> None:

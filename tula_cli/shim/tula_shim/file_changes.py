@@ -217,8 +217,9 @@ class FileChangeRecorder:
         except FileExistsError:
             pass  # copied by another process meanwhile
         except OSError:  # a file system without hard links
-            os.rename(draft, copy)  # noqa: PTH104
-            return str(copy)
+            if not os.path.lexists(copy):
+                os.rename(draft, copy)  # noqa: PTH104
+                return str(copy)
         os.remove(draft)  # noqa: PTH107
         return str(copy)
 

@@ -1,6 +1,7 @@
 """Full disks and file systems that do not answer: what is said of them, and what is kept back for that."""
 
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -127,6 +128,16 @@ def test_what_a_process_said_tells_the_folder() -> None:
     assert shortages.parse_shortage(message, ()).folder == "/dev/shm/x"
     quota = shortages.parse_shortage("OSError: [Errno 122] Disk quota exceeded", [Path("/dev/shm")])
     assert quota.quota and quota.description == "the disk quota for /dev/shm is used up"
+
+
+def test_of_two_folders_on_one_disk_the_first_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever other programs write between the two measurements."""
+    free = itertools.count(2**30, -4096)
+    monkeypatch.setattr(shortages, "count_free_bytes", lambda _: next(free))
+    folders = [tmp_path / "run", tmp_path / "job"]
+    for folder in folders:
+        folder.mkdir()
+    assert shortages.parse_shortage("OSError: [Errno 28] No space left on device", folders).folder == str(folders[0])
 
 
 def test_a_file_system_without_files_left_is_reported_so() -> None:

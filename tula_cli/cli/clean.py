@@ -84,7 +84,9 @@ def clean(
     result = service.remove_files(disk_usages)
     for problem in result.problems:
         screen.print_warning(f"cannot delete all files of {problem}")
-    return screen.print_answer(show_clean.make_clean_data(disk_usages, result), show_clean.describe_freed_space(result))
+    return screen.print_answer(
+        show_clean.make_clean_data(disk_usages, result), [show_clean.describe_freed_space(result)]
+    )
 
 
 def _find_runs_to_clean(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":

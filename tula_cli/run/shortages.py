@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.errors import DiskFull
@@ -57,16 +57,24 @@ def get_shortage(error: BaseException) -> Shortage | None:
     return measure_shortage(Path(error.folder or "."), needed=error.needed, quota=error.quota)
 
 
-def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
-    """Return the shortage described by a process's message; if it names no file, that of the fullest folder.
+def parse_shortage(text: str, folders: Sequence[Path]) -> Shortage:
+    """Return the shortage described by a process's message; if it names no file, that of the fullest disk.
 
     Args:
-        folders: folders that the process may have written to.
+        folders: folders that the process may have written to; of those on one disk, the first one counts.
     """
     quota = "quota" in text.lower()
     if named := _NAMED_PATH_PATTERN.search(text):
         return measure_shortage(Path(named[1]).parent, quota=quota)
-    return min((measure_shortage(folder, quota=quota) for folder in folders), key=lambda shortage: shortage.free)
+    first_folders = {_find_device(folder): folder for folder in reversed(folders)}.values()
+    return min((measure_shortage(folder, quota=quota) for folder in first_folders), key=lambda shortage: shortage.free)
+
+
+def _find_device(folder: Path) -> int | None:
+    try:
+        return folder.stat().st_dev
+    except OSError:
+        return None
 
 
 def find_remaining_shortage(shortage: Shortage) -> Shortage | None:

@@ -57,10 +57,9 @@ def _list_disk_usage_rows(disk_usage: "RunDiskUsage") -> list[list[str]]:
     return rows
 
 
-def describe_freed_space(result: "CleanResult") -> Iterator[str]:
-    """Yield the disk space that was freed, and the problems."""
-    yield f"freed {format_bytes(result.size)} in {result.files} {'file or folder' if result.files == 1 else 'files or folders'}"
-    yield from (f"not everything was deleted: {problem}" for problem in result.problems)
+def describe_freed_space(result: "CleanResult") -> str:
+    """Describe the disk space that was freed."""
+    return f"freed {format_bytes(result.size)} in {result.files} {'file or folder' if result.files == 1 else 'files or folders'}"
 
 
 def make_clean_data(disk_usages: "Sequence[RunDiskUsage]", done: "CleanResult | None") -> dict[str, Any]:

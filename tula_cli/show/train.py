@@ -242,10 +242,6 @@ def describe_best_epoch(summary: "Summary") -> str:
     )
 
 
-MIN_COUNTED_SHARE = 0.95
-"""Minimum share of the time over which energy must be counted to be compared with its prediction."""
-
-
 def render_summary(
     summary: "Summary",
     *,
@@ -268,7 +264,7 @@ def render_summary(
     yield _make_predicted_and_actual_table(summary, charge)
     if charge is not None:
         yield charge.description
-    if summary.actual_kwh is not None and (summary.counted or 0.0) < MIN_COUNTED_SHARE:
+    if summary.actual_kwh is not None and not summary.has_complete_energy:
         yield f"energy was measured during {format_percent(summary.counted)} % of the time (not while ranks start, and not before a failure)"
     yield from describe_step_changes(summary.changes)
     if summary.scaled is not None:
@@ -308,8 +304,7 @@ def _make_predicted_and_actual_table(summary: "Summary", charge: "SiteCharge | N
         table.add_row(f"SLURM's bill ({charge.currency})", *_compare_values(charge.predicted, charge.cost, 1))
     if summary.actual_kwh is not None or summary.predicted_kwh is not None:
         *energy, error = _compare_values(summary.predicted_kwh, summary.actual_kwh, 1)
-        has_counted_enough = (summary.counted or 0.0) >= MIN_COUNTED_SHARE
-        table.add_row("energy (kWh)", *energy, error if has_counted_enough else "-")
+        table.add_row("energy (kWh)", *energy, error if summary.has_complete_energy else "-")
     return table
 
 

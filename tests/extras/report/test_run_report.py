@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import make_reports as reports
 import make_runs as make
@@ -11,6 +12,7 @@ from make_reports import find_figure, find_section, find_series, find_table, mak
 from make_results import MIB, Truth
 
 from tula_cli.errors import SpecError
+from tula_cli.extras.report import training_sections
 from tula_cli.extras.report.run_report import build_document
 from tula_cli.extras.report.sections import build_scaling_study
 from tula_cli.models.time.noise import compute_trimmed_mean
@@ -206,6 +208,16 @@ def test_predicted_and_actual_are_those_of_the_summary(told: Document) -> None:
     assert rows["step time"] == pytest.approx((100.0, 105.0, 100 * (0.1 - 0.105) / 0.105))
     assert rows["time"] == pytest.approx((4.8, 6.0, -20.0))
     assert rows["cost"] == pytest.approx((0.16, 0.2, -20.0))
+
+
+def test_energy_that_was_counted_in_part_has_no_error() -> None:
+    errors = {}
+    for counted in (0.98, 0.5):
+        summary = make.summary(predicted_kwh=1.1, actual_kwh=1.0, counted=counted)
+        training = SimpleNamespace(part=SimpleNamespace(make_unique_key=str))
+        table = training_sections._build_predicted_against_actual(training, summary)  # type: ignore[arg-type]
+        errors[counted] = {row[0]: row[-1] for row in table.rows}["energy"]
+    assert errors == {0.98: pytest.approx(10.0), 0.5: None}
 
 
 def test_attempts_are_those_of_status_with_their_ends(whole: RunDir, told: Document) -> None:

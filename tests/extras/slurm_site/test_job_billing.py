@@ -74,6 +74,14 @@ def test_a_shared_node_gives_whole_cores_and_the_gpus_asked_for():
     assert billing.node == pytest.approx(4 + 1 + 50)
 
 
+def test_cores_per_gpu_that_are_no_number_are_an_error():
+    answer = PARTITION_24_11.replace("EXCLUSIVE", "NO")
+    ask = RecordedSlurm(get_user_name(), partitions=answer, nodes=NODE_24_11)
+    value = job(gpus=1, device="cuda", exclusive=False, extra={"cpus-per-gpu": "many"})
+    with pytest.raises(SpecError, match="cpus-per-gpu must be a number of cores, got 'many'"):
+        find_job_billing(value, None, ask=ask)
+
+
 def test_the_dearest_of_several_kinds_of_nodes_counts_and_is_reported():
     larger = NODE.replace("bl1", "bl3").replace("CPUEfctv=2", "CPUEfctv=8").replace("cpu=2", "cpu=8")
     ask = RecordedSlurm(get_user_name(), nodes=f"{NODE}\n{larger}")

@@ -431,6 +431,15 @@ def test_files_that_cannot_be_deleted_are_an_error(run: RunDir, monkeypatch: pyt
     assert (code, out) == (14, "") and f"cannot delete the files: {run.id}: cannot write" in err
 
 
+def test_files_that_could_not_all_be_deleted_are_named_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(run, 100, 200, 300, best=200)
+    result = service.CleanResult(1, 4096, (f"{run.id}: cannot write",))
+    monkeypatch.setattr(service, "remove_files", lambda _: result)
+    code, out, err = tula("--yes")
+    assert code == 0 and out == "freed 0.00391 MiB in 1 file or folder\n"
+    assert err.count(f"cannot delete all files of {run.id}: cannot write") == 1
+
+
 def test_json_tells_what_was_freed(run: RunDir) -> None:
     trained(run, 100, 200, 300, best=200)
     code, out, _ = tula("--yes", "--json")

@@ -114,6 +114,8 @@ def _build_predicted_against_actual(training: TrainingReportData, end: Summary) 
     for name, unit_name, factor, predicted, actual in quantities:
         if (predicted, actual) != (None, None):
             error = 100 * (predicted - actual) / actual if predicted is not None and actual else None
+            if name == "energy" and not end.has_complete_energy:
+                error = None
             rows.append((name, unit_name, convert_unit(predicted, factor), convert_unit(actual, factor), error))
     columns = (
         Column("", align="left"),

@@ -117,6 +117,8 @@ def _count_cpus_on_shared_node(spec: JobSpec, node: Node, config: Mapping[str, s
     """Return the CPUs of a job on a shared node: those of its tasks, in whole cores unless SLURM allocates CPUs."""
     slurm, ranks = get_slurm_section(spec), spec.cluster.gpus_per_node
     per_gpu = _get_extra_option(slurm, "cpus-per-gpu")
+    if not re.fullmatch(r"[0-9]*", per_gpu):
+        raise SpecError(f"cluster.slurm.extra: cpus-per-gpu must be a number of cores, got {per_gpu!r}")
     cpus = ranks * (slurm.cpus_per_task or int(per_gpu or 1))
     if spec.starts_one_task_per_node and slurm.cpus_per_task is None and not per_gpu:
         cpus = 1

@@ -263,6 +263,10 @@ class CountedEnergy(Record):
         return self.joules / 3.6e6
 
 
+MIN_COUNTED_SHARE = 0.95
+"""Minimum share of the time over which energy must be counted to be compared with its prediction."""
+
+
 class Summary(Record):
     """Predicted and actual figures, written when a training run has ended."""
 
@@ -296,6 +300,11 @@ class Summary(Record):
     changes: tuple[StepChange, ...] = ()  # changes of the step time during the training
     warnings: tuple[RecordedText, ...] = ()
     """For a script: deviations from its section of the job file, and that it cannot resume. Empty for tula's own loop."""
+
+    @property
+    def has_complete_energy(self) -> bool:
+        """Whether the energy was counted long enough to be compared with its prediction."""
+        return (self.counted or 0.0) >= MIN_COUNTED_SHARE
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -163,6 +163,21 @@ def test_processes_of_a_node_share_the_copies(tmp_path: Path) -> None:
     assert tree(work) == {"a": b"1".hex(), "b": b"1".hex()}
 
 
+def test_a_file_that_another_job_has_open_is_restored_in_place(tmp_path: Path) -> None:
+    attempt, work = probe(tmp_path, {"a": "1"}, "")
+    with (work / "a").open("a") as of_another_job:
+        run_process(attempt, work, RUN + "open('a', 'a').write('2')")
+        move_probe_files(attempt)
+        of_another_job.write("3")
+    assert (work / "a").read_text() == "13"
+
+
+def test_a_file_that_became_a_link_to_another_leaves_that_one_as_it_is(tmp_path: Path) -> None:
+    attempt, work = probe(tmp_path, {"best": "1", "old": "2"}, RUN + "os.link('old', 't'); os.replace('t', 'best')")
+    move_probe_files(attempt)
+    assert (work / "best").read_text() == "1" and (work / "old").read_text() == "2"
+
+
 def test_beyond_the_limit_only_what_has_changed_is_reported(tmp_path: Path) -> None:
     files = {"a": "1" * 60, "b": "1" * 60, "c": "1" * 60}
     attempt, work = probe(

@@ -1,5 +1,6 @@
 """Monitoring of a script's ranks by their supervisor, while they run and when they exit."""
 
+import contextlib
 import filecmp
 import os
 import shutil
@@ -47,6 +48,11 @@ class ChangedFile:
     existed: bool
     copy: Path | None
     modified: int | None = None
+
+    def can_be_rewritten(self) -> bool:
+        """Return whether the path can be written without a change of another one: it is a writable file without links."""
+        is_file = self.path.is_file() and not self.path.is_symlink()
+        return is_file and self.path.stat().st_nlink == 1 and os.access(self.path, os.W_OK)
 
     def is_unchanged(self) -> bool:
         """Return whether an existing file is unchanged; numpy.memmap, e.g., may open for writing and only read."""
@@ -136,8 +142,9 @@ def _make_changed_file(path: Path, events: Iterable[Mapping[str, Any]]) -> Chang
     """Return a path as the processes of a node have recorded it."""
     copies = [event["copy"] for event in events if event["copy"]]
     times = [event["modified"] for event in events if event["modified"]]
+    copy = Path(copies[0]) if copies else None
     existed = any(event["existed"] for event in events)
-    return ChangedFile(path, existed, Path(copies[0]) if copies else None, times[0] if times else None)
+    return ChangedFile(path, existed, copy, min(times, default=None))
 
 
 def _restore_file(file: ChangedFile, target: Path) -> bool:
@@ -146,6 +153,14 @@ def _restore_file(file: ChangedFile, target: Path) -> bool:
         return False
     if os.path.lexists(file.path):
         target.parent.mkdir(parents=True, exist_ok=True)
+    if file.copy is not None and not file.copy.is_symlink() and file.can_be_rewritten():
+        # In place, because another job may have it open.
+        shutil.copy2(file.path, target)
+        shutil.copyfile(file.copy, file.path)
+        with contextlib.suppress(PermissionError):  # the file of another user, who shares it
+            shutil.copystat(file.copy, file.path)
+        return True
+    if os.path.lexists(file.path):
         shutil.move(file.path, target)
     if file.copy is not None:
         file.path.parent.mkdir(parents=True, exist_ok=True)

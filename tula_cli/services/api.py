@@ -51,7 +51,6 @@ from tula_cli.run.job_runs import (
     make_runs,
     open_run,
     open_runs,
-    select_runs,
 )
 from tula_cli.run.records.probes import Measured, Result
 from tula_cli.run.records.recommendations import Recommendation
@@ -395,11 +394,7 @@ class ResolvedTarget:
         return find_settings_origin(self.runs[0], self.job, self.overrides)
 
     def require_measured(self) -> "ResolvedTarget":
-        """Return this target if at least one of its runs exists.
-
-        Raises:
-            BadMeasurements: no run exists yet.
-        """
+        """Return this target; raise BadMeasurements if none of its runs exists yet."""
         if not any(run.exists for run in self.runs):
             raise BadMeasurements(f"{self.runs[0].job_name} has no measurements yet", "call profile first")
         return self
@@ -731,10 +726,10 @@ def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
     """
     resolved = arguments.resolve(arguments.job)
     submission = arguments.make_submission(resolved, timeout=arguments.timeout, fresh=arguments.fresh)
-    runs = select_runs(resolved.runs, None)
-    if len(runs) > 1:
+    if len(resolved.runs) > 1:
         raise SpecError(
-            f"find_largest_batch works on one node type, but the job has {len(runs)}", "use tula profile --largest"
+            f"find_largest_batch works on one node type, but the job has {len(resolved.runs)}",
+            "use tula profile --largest",
         )
     profiled = arguments.run_work(profiling.run_profile(resolved.runs, submission, largest=True))
     if isinstance(profiled, DetachedJobs):

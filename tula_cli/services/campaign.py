@@ -404,9 +404,7 @@ def _choose_cheapest_plan(
     budget = _get_limit_or_infinity(query.budget)
     affordable = [plan for plan in within if is_within_limit(sum(prices[start.option.row] for start in plan), budget)]
     plan = min(affordable or within, key=lambda starts: (sum_costs(starts), compute_makespan(starts)))
-    if _choose_minimised_quantity(query).name == "cost" and not is_within_limit(
-        sum_costs(plan), _get_limit_or_infinity(query.budget)
-    ):
+    if _choose_minimised_quantity(query).name == "cost" and not is_within_limit(sum_costs(plan), budget):
         deadline_text = (
             "" if query.deadline_hours is None else f" within {format_duration(3600 * query.deadline_hours)}"
         )

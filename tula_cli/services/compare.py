@@ -39,6 +39,7 @@ from tula_cli.services.comparison.rows import (
 from tula_cli.services.plans import ComparePlan, TrainPlan
 from tula_cli.spec.job import JobSpec, describe_method_conflict
 from tula_cli.spec.load import validate_job
+from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import compute_train_signature
 
@@ -110,14 +111,12 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int | None = None) -> Job
         if not variant.training_method.describe_schedule_conflict(spec.schedule.kind) and not names_kind:
             # all rows use the job's schedule, not their method's default
             content["schedule"] = spec.schedule.model_dump(mode="json")
-        if variant.schedule:
-            content["schedule"] = {**content.get("schedule", {}), **variant.schedule}
     else:
         if not variant.training_method.uses_section("ags"):
             content.pop("ags", None)  # the section has no effect with this method
-        if own_settings := (*variant.optimizer, *variant.schedule):
+        if variant.optimizer:
             raise SpecError(
-                f"{method} sets {', '.join(own_settings)}, but tula cannot change the optimizer or schedule of a script",
+                f"{method} sets {', '.join(variant.optimizer)}, but tula cannot change the optimizer or schedule of a script",
                 f"remove {method} from [[--methods]]",
             )
         if variant.lr != 1.0:
@@ -125,7 +124,8 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int | None = None) -> Job
     if variant.preset:
         retained_ags = spec.ags.model_dump(include={"apply_to", "parameters"})
         content["ags"] = {"preset": variant.preset, **retained_ags}
-    return validate_job(variant.apply_settings(content), source=f"the job with method {method}")
+    apply_overrides(content, variant.settings, {})
+    return validate_job(content, source=f"the job with method {method}")
 
 
 # --- The plan
@@ -135,7 +135,6 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
     """Return the plan of a comparison: its trainings, with the first seed of every row before any second seed.
 
     Args:
-        inspect: returns the dataset's size if no probe has recorded it.
         now: Unix time.
 
     Raises:
@@ -303,7 +302,6 @@ def _make_short_cells(
     Args:
         run: the run; a row that has full trainings and no short one takes part in the second round in any case.
         cells: full trainings of the batch, without lbt.
-        compute_signature: returns the signature of a training of a job at a batch.
     """
     spec = run.spec
     epochs, short_cells = rounds.compute_short_epochs(spec), list[Cell]()

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
-from tula_cli.models.time.changes import NOISE_TEST, StepRatio, compare_step_times, find_changed_parts
+from tula_cli.models.time.changes import NOISE_TEST, compare_step_times, find_changed_parts
 from tula_cli.models.time.noise import compute_trimmed_mean, split_step_time
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import compare_jobs, list_runs_with_data
 from tula_cli.run.records.probes import Environment, GpuState, Measured, Result
-from tula_cli.run.records.results import JobFile, StepPart, StepParts
+from tula_cli.run.records.results import JobFile, StepPart
 from tula_cli.words import format_bytes, format_count, format_number, shorten_around_difference
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def compare_mappings(before: Mapping[str, Any], after: Mapping[str, Any]) -> tup
 
 
 def format_value(value: object, missing: str = "none") -> str:
-    """Return a compared value as text."""
     if value is None or isinstance(value, bool):
         return missing if value is None else str(value).lower()
     return f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -240,9 +239,12 @@ def _get_configuration(result: Result) -> tuple[int, int, int]:
 
 
 def _compare_results(before: Result, after: Result) -> StepDifference:
-    probe_before, probe_after = (result if isinstance(result, Measured) else None for result in (before, after))
-    steps = _compare_step_times(probe_before, probe_after)
-    step_parts = [_list_step_parts(probe) for probe in (probe_before, probe_after)]
+    probes = [result if isinstance(result, Measured) else None for result in (before, after)]
+    timed_before, timed_after = (probe if probe is not None and _has_step_time(probe) else None for probe in probes)
+    steps = (
+        compare_step_times(timed_before.step_times, timed_after.step_times) if timed_before and timed_after else None
+    )
+    step_parts = [split_step_time(probe) if probe is not None else None for probe in (timed_before, timed_after)]
     is_beyond_noise = steps is not None and steps.is_beyond_noise
     causes = (
         find_changed_parts(step_parts[0], step_parts[1]) if is_beyond_noise and step_parts[0] and step_parts[1] else ()
@@ -261,33 +263,15 @@ def _compare_results(before: Result, after: Result) -> StepDifference:
         compute=make_pair("compute"),
         sync=make_pair("sync"),
         data_wait=make_pair("data"),
-        memory=ValuePair(*(probe.memory.peak if probe else None for probe in (probe_before, probe_after))),
+        memory=ValuePair(*(probe.memory.peak if probe else None for probe in probes)),
         ratio=steps.ratio if steps else None,
         beyond_noise=is_beyond_noise,
         causes=causes,
     )
 
 
-def _compare_step_times(probe_before: Measured | None, probe_after: Measured | None) -> StepRatio | None:
-    """Return the comparison of the step times of two probes; None if either has no valid step time."""
-    if (
-        probe_before is None
-        or probe_after is None
-        or not (_has_step_time(probe_before) and _has_step_time(probe_after))
-    ):
-        return None
-    return compare_step_times(probe_before.step_times, probe_after.step_times)
-
-
 def _has_step_time(probe: Measured) -> bool:
     return bool(probe.step_times) and 0 < compute_trimmed_mean(probe.step_times) < math.inf
-
-
-def _list_step_parts(probe: Measured | None) -> StepParts | None:
-    """Return the breakdown of a probe's step time; None if it was not measured."""
-    if probe is None or not _has_step_time(probe):
-        return None
-    return split_step_time(probe)
 
 
 # --- The difference
@@ -359,11 +343,7 @@ def choose_run(runs: Sequence[Run]) -> Run:
 
 
 def compare_runs(before: Run, after: Run) -> RunDifference:
-    """Compare two runs; nothing is written, and the scheduler is not queried.
-
-    Args:
-        before: A, the baseline of the comparison.
-        after: B.
+    """Compare run A (`before`) with run B (`after`); nothing is written, and the scheduler is not queried.
 
     Raises:
         SpecError: both are the same run.

@@ -117,7 +117,7 @@ def estimate_memory(
 
     Args:
         capacity: bytes of one GPU, if it differs from the GPU found by the probes or the inspection.
-        inspector: inspects the model and the dataset, or returns a stored inspection; None builds them.
+        inspector: None builds the model and the dataset.
 
     Raises:
         SpecError: the job cannot be built, or has a script.
@@ -145,7 +145,8 @@ def estimate_memory(
         model.compute_largest_local_batch(capacity, margin=MEMORY_MARGIN), accumulate=spec.train.accumulate
     )
     sizes = list_local_batches(spec, inspection, largest=largest)
-    gpu = probed.has_gpu_probes or any(row.memory.libraries for row in inspection.footprints)
+    gpu = any(probe.environment.device == "cuda" for probe in probed.probes)
+    gpu = gpu or any(row.memory.libraries for row in inspection.footprints)
     processes = count_loader_processes(spec, inspection, ranks=spec.cluster.gpus_per_node)[1]
     return EstimateReport(
         inspection=inspection,
@@ -201,10 +202,6 @@ class _ProbedMemory:
             return cls(probes, [], None, "")  # out-of-memory and successful probes of another GPU do not transfer
         return cls(probes, sorted({probe.local_batch for probe in probes}), min(ooms, default=None), "")
 
-    @property
-    def has_gpu_probes(self) -> bool:
-        return any(probe.environment.device == "cuda" for probe in self.probes)
-
     def correct_largest_local_batch(self, estimate: int | None, *, accumulate: int) -> int | None:
         """Return the largest local batch that fits; results of probes take precedence over the model's `estimate`."""
         below = None if self.smallest_oom is None else (self.smallest_oom - 1) // accumulate * accumulate
@@ -234,7 +231,6 @@ def list_local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | 
     """Return the local batches of the search, up to and including the first that does not fit.
 
     Args:
-        inspection: provides the dataset's size.
         largest: the largest local batch that fits; None for no bound.
     """
     try:

@@ -115,8 +115,7 @@ def _find_training(runs: Sequence[Run], request: EvaluationRequest) -> tuple[Run
 
 def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str, Path]:
     """Return the name and file of the weights; for best and last, the checkpoint that they currently refer to."""
-    if requested not in (None, BEST, LAST):
-        assert requested is not None
+    if requested is not None and requested not in (BEST, LAST):
         path = Path(requested).expanduser().absolute()
         if not path.exists():  # the checkpoint of a sharded model is a folder
             raise SpecError(

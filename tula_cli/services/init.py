@@ -398,9 +398,6 @@ def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[in
 
     The smallest is half the current batch if that divides among the GPUs of the fewest nodes, else the current batch.
     The largest is 8 times the current batch or, if that is more, the current batch times the largest number of nodes.
-
-    Args:
-        batch: the current global batch.
     """
     half, remainder = divmod(batch, _BATCH_RANGE_BELOW)
     divides = not remainder and half % (min(nodes) * (recognised.gpus_per_node or 1) * recognised.accumulate) == 0
@@ -425,8 +422,6 @@ def _list_machine_warnings(recognised: RecognisedCommand, cluster_site: Site | N
 
 # --- The short job file
 
-MAX_SHORT_LINES = 40
-"""Lines of a job file as `tula init` writes it. Settings taken over from a long sbatch script may need more."""
 _FULL_HINT = (
     "# Every key with its default: tula init --full. To set one key on the command line: --set search.nodes=[2,4]"
 )

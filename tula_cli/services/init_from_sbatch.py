@@ -65,14 +65,14 @@ class _SbatchRequest:
     def get_text(self, name: str) -> str:
         return self.options[name].value.text if name in self.options else ""
 
-    def get_number(self, name: str, default: int = 0) -> int:
-        """Return the numeric value of an option, or `default` if it is not set.
+    def get_number(self, name: str) -> int:
+        """Return the numeric value of an option, or 0 if it is not set.
 
         Raises:
             SpecError: the value is not a number.
         """
         if not (text := self.get_text(name)):
-            return default
+            return 0
         if not re.fullmatch(r"[1-9]\d{0,5}", text):
             raise SpecError(
                 f"#SBATCH {self.options[name].text}: {text!r} must be an integer of at least 1",

@@ -85,15 +85,10 @@ def _list_gpu_problems(spec: JobSpec, report: ClusterReport) -> Iterator[Diagnos
         ranks, gpus = sum(node.ranks for node in nodes), max(len(node.gpus) for node in nodes)
         if 0 < gpus < ranks:
             yield messages.fewer_gpus_than_ranks(host=host, ranks=ranks, gpus=gpus)
-        else:
-            yield from _list_shared_gpu_problems(nodes)
-
-
-def _list_shared_gpu_problems(nodes: Iterable[NodeReport]) -> Iterator[Diagnostic]:
-    """Yield a problem for each group of ranks that are bound to one GPU of a node although it has enough GPUs."""
-    for node in nodes:
-        for ranks in node.shared_gpus:
-            yield messages.ranks_share_gpu(host=node.host, ranks=ranks, gpus=len(node.gpus))
+            continue
+        for node in nodes:  # ranks may be bound to one GPU although there are enough
+            for shared_by in node.shared_gpus:
+                yield messages.ranks_share_gpu(host=host, ranks=shared_by, gpus=len(node.gpus))
 
 
 def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[Diagnostic]:
@@ -158,11 +153,7 @@ class ClusterCheck:
     warnings: tuple[Diagnostic, ...]
 
     def require_sound(self, name: str) -> None:
-        """Raise an error if the job cannot run on these nodes.
-
-        Raises:
-            JobFailed: there are problems.
-        """
+        """Raise JobFailed if the job cannot run on these nodes."""
         if self.problems:
             raise JobFailed(f"{name} cannot run on these nodes: {' '.join(map(str, self.problems))}")
 
@@ -179,7 +170,6 @@ def run_node_check(
     """Check the nodes of the cluster in a job of about a minute, or attach to a check that is already running.
 
     Args:
-        launcher_for: returns the launcher that submits the job.
         nodes: number of nodes; None for the smallest number of the search that is at least two, if possible.
         timeout: seconds to wait at most.
 

@@ -33,15 +33,10 @@ MAX_EXIT_SECONDS = 60.0
 """How long to wait for a job to exit that has all its results."""
 
 
-def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
-    """Submit the jobs of a plan, one after another; jobs that are already waiting or running are left alone.
-
-    Returns:
-        The ids of the jobs to wait for.
-    """
+def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> None:
+    """Submit the jobs of a plan, one after another; jobs that are already waiting or running are left alone."""
     with lock_submission(run):
         submit_missing_tasks(run, launcher, plan.tasks, plan.code)
-    return plan.job_ids
 
 
 def wait_for_job_exits(
@@ -98,7 +93,6 @@ def plan_probes_of_runs(
     """Return the planned probes of each run; a run without a feasible configuration is left out with a warning.
 
     Args:
-        repeat_failed: whether failed probes are measured again.
         largest: whether to search for the largest batch that fits, one trial after another.
 
     Raises:
@@ -157,9 +151,6 @@ def make_dry_run(
     runs: Sequence[Run], submission: Submission, *, largest: bool = False
 ) -> Work[dict[str | None, DryRun]]:
     """Return the jobs that would be submitted on each node type; nothing is written.
-
-    Args:
-        runs, submission, largest: as of `run_profile`.
 
     Raises:
         Infeasible: no configuration is feasible.
@@ -229,15 +220,9 @@ class _SubmittedRun:
     run: Run
     plan: ProfilePlan
     launcher: Launcher
-    started: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.under_way = list_unfinished_jobs(self.run, self.launcher, self.plan.job_ids)
-
-    @property
-    def has_missing_jobs(self) -> bool:
-        """Whether some of the jobs are still to be submitted."""
-        return len(self.under_way) < len(self.plan.job_ids)
 
     @property
     def may_continue(self) -> bool:
@@ -345,7 +330,7 @@ class _ProfilingSession:
         for run, plan in missing:
             wait_for_job_exits(run, self.submission.launcher_for(run.spec), plan)
         jobs = [_SubmittedRun(run, plan, self.submission.launcher_for(run.spec)) for run, plan in missing]
-        if any(submitted.has_missing_jobs for submitted in jobs):
+        if any(len(submitted.under_way) < len(submitted.plan.job_ids) for submitted in jobs):
             for run, plan in missing:
                 yield from map(WarningEvent, warn_balance_for_probes(run.spec, plan.node_hours_at_most))
             planned_event = ProfilePlanned({run.type: plan for run, plan in planned}, self.cap, self.is_started)
@@ -358,7 +343,7 @@ class _ProfilingSession:
         self.submission.save_runs([run for run, _ in planned])
         with explain_interruption([run for run, _ in missing]):
             for submitted in jobs:
-                submitted.started = submit_probes(submitted.run, submitted.plan, submitted.launcher)
+                submit_probes(submitted.run, submitted.plan, submitted.launcher)
         return jobs
 
     def _wait_for_round(self, jobs: Sequence[_SubmittedRun], deadline: float | None) -> Work[None]:
@@ -370,7 +355,7 @@ class _ProfilingSession:
                 yield from wait_for_jobs(
                     submitted.run,
                     submitted.launcher,
-                    submitted.started,
+                    submitted.plan.job_ids,
                     timeout=self._compute_remaining_seconds(deadline),
                 )
 
@@ -378,8 +363,8 @@ class _ProfilingSession:
 def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Work[SubmittedProbes]:
     for submitted in jobs:
         yield from warn_about_submitted_jobs(
-            submitted.run, submitted.launcher, submitted.started, submitted.under_way, submitted.run.spec
+            submitted.run, submitted.launcher, submitted.plan.job_ids, submitted.under_way
         )
-    started = [job for submitted in jobs for job in submitted.run.prefix_job_names(submitted.started)]
+    started = [job for submitted in jobs for job in submitted.run.prefix_job_names(submitted.plan.job_ids)]
     unfinished = [job for submitted in jobs for job in submitted.run.prefix_job_names(submitted.under_way)]
     return SubmittedProbes(tuple(started), tuple(unfinished), {run.type: plan for run, plan in planned})

@@ -79,11 +79,7 @@ class SeedsReport:
         )
 
     def require_none_failed(self) -> None:
-        """Raise an error if trainings have failed and all are over.
-
-        Raises:
-            JobFailed: some have failed.
-        """
+        """Raise JobFailed if trainings have failed and all are over."""
         failed = [row.problem for row in self.trainings if row.problem]
         if failed and all(row.is_over for row in self.trainings):
             raise JobFailed(
@@ -126,12 +122,10 @@ class PreparedSeeds:
         return plan
 
     def make_report(self) -> SeedsReport:
-        """Return the trainings as they are now."""
         rows = tuple(_read_seed_training(self.run, training) for training in self.trainings)
         return SeedsReport(self.plan, rows, _sum_costs(rows))
 
     def list_scheduled(self, trainings: Sequence[SeedTraining]) -> list[ScheduledTraining]:
-        """Return the scheduled entries of trainings in the plan."""
         seeds = {training.seed for training in trainings}
         rows = zip(self.trainings, self.plan.schedule, strict=True)
         return [scheduled for training, scheduled in rows if training.seed in seeds]
@@ -161,10 +155,6 @@ def prepare_seed_trainings(runs: Sequence[Run], request: TrainRequest, inspect: 
     """Plan the trainings by the stored plan, or else by the one for the knee; nothing is written.
 
     The i-th training of the plan, counted from 0, has the seed `train.seed` + i.
-
-    Args:
-        request: the number of seeds, and options.
-        inspect: returns the dataset's size if no probe has recorded it.
 
     Raises:
         OtherFormat: the run has an older format.
@@ -289,7 +279,7 @@ def _submit_missing_trainings(
             submit_training(run, prepared.plan_training(training), launcher, after=after, follows=follows)
             unfinished.add(training.job_id)
     jobs = [training.job_id for training in prepared.missing_trainings]
-    yield from warn_about_submitted_jobs(run, launcher, jobs, under_way, run.spec)
+    yield from warn_about_submitted_jobs(run, launcher, jobs, under_way)
     if submission.should_wait(run.spec):
         yield from wait_for_jobs(run, launcher, jobs, timeout=submission.timeout)
     else:

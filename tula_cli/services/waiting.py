@@ -41,7 +41,6 @@ class Submission:
     clock: Callable[[], float] = time.monotonic
 
     def should_wait(self, spec: JobSpec) -> bool:
-        """Return whether to wait for jobs of this cluster."""
         return not spec.cluster.backend.has_queue if self.wait is None else self.wait
 
     def starts_one_by_one(self, spec: JobSpec) -> bool:
@@ -49,11 +48,7 @@ class Submission:
         return not spec.cluster.backend.has_queue
 
     def require_waiting(self, spec: JobSpec) -> None:
-        """Reject --no-wait for a command that starts several trainings one after the other.
-
-        Raises:
-            SpecError: the command is not to wait.
-        """
+        """Raise SpecError for --no-wait if the command starts several trainings one after the other."""
         if self.starts_one_by_one(spec) and self.wait is False:
             raise SpecError(
                 "[[--no-wait]] is not possible: on this machine trainings run one after the other, and this command starts each of them",
@@ -61,11 +56,7 @@ class Submission:
             )
 
     def require_confirmed(self, planned: Planned) -> None:
-        """Request confirmation before money is spent.
-
-        Raises:
-            OverBudget: the plan was not confirmed.
-        """
+        """Request confirmation before money is spent; raise OverBudget if the plan is not confirmed."""
         if not self.confirm(planned):
             raise OverBudget("not confirmed; nothing was submitted")
 
@@ -101,7 +92,7 @@ class Submission:
         """
         if self.should_wait(run.spec):
             return (yield from wait_for_jobs(run, launcher, jobs, timeout=self.timeout, list_results=list_results))
-        yield from warn_about_submitted_jobs(run, launcher, jobs, under_way, run.spec)
+        yield from warn_about_submitted_jobs(run, launcher, jobs, under_way)
         return DetachedJobs(tuple(jobs), tuple(under_way))
 
 
@@ -210,11 +201,7 @@ class _NewProbeResults:
 
 @contextlib.contextmanager
 def explain_interruption(runs: Sequence[Run]) -> Iterator[None]:
-    """Turn Ctrl-C into an error that states how to follow or stop the jobs of these runs.
-
-    Raises:
-        Interruption: Ctrl-C; submitted jobs continue to run.
-    """
+    """Turn Ctrl-C into an `Interruption` that states how to follow or stop the jobs of these runs, which continue to run."""
     try:
         yield
     except KeyboardInterrupt:
@@ -225,10 +212,10 @@ def explain_interruption(runs: Sequence[Run]) -> Iterator[None]:
 
 
 def warn_about_submitted_jobs(
-    run: RunDir, launcher: Launcher, jobs: Sequence[str], under_way: Sequence[str], spec: JobSpec
+    run: Run, launcher: Launcher, jobs: Sequence[str], under_way: Sequence[str]
 ) -> Iterator[Event]:
     """Warn of jobs that will not start or have other settings, and of environment variables not passed to sbatch."""
-    if spec.cluster.kind == "slurm" and (names := list_overriding_variables(os.environ)):
+    if run.spec.cluster.kind == "slurm" and (names := list_overriding_variables(os.environ)):
         yield WarningEvent(messages.environment_not_passed(variables=names))
     submitted = [job for job in run.read_jobs() if job.id in jobs]
     for id_, state in launcher.query_states(run.read_snapshot(strict=True), submitted).items():
@@ -236,7 +223,7 @@ def warn_about_submitted_jobs(
             yield WarningEvent(messages.job_will_not_start(job=id_, reason=state.reason))
     tasks = {task.job: task for task in run.read_tasks()}
     for id_ in under_way:
-        if id_ in tasks and tasks[id_].spec.cluster != spec.cluster:
+        if id_ in tasks and tasks[id_].spec.cluster != run.spec.cluster:
             yield WarningEvent(messages.other_cluster_section(job=id_))
 
 

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from tula_cli.cluster.scripts.metrics import is_lower_better
 from tula_cli.diagnostics import Diagnostic
@@ -361,14 +361,9 @@ def _add_gap(
     gap = compute_metric_gap(reference_stats, row_stats, metric)
     if row.method == REFERENCE_METHOD:
         return dataclasses.replace(row, gap=gap)
-    return dataclasses.replace(row, gap=gap, recovered=_compute_recovered_share_of_row(row, reference, plain, metric))
-
-
-def _compute_recovered_share_of_row(
-    row: ComparisonRow, reference: ComparisonRow | None, plain: ComparisonRow | None, metric: str
-) -> float | None:
     reference_stats, plain_stats, row_stats = _compute_stats_over_common_seeds(metric, reference, plain, row)
-    return compute_recovered_share(reference_stats, plain_stats, row_stats, metric)
+    recovered = compute_recovered_share(reference_stats, plain_stats, row_stats, metric)
+    return dataclasses.replace(row, gap=gap, recovered=recovered)
 
 
 def _compute_stats_over_common_seeds(metric: str, *rows: ComparisonRow | None) -> list[SeedStatistics | None]:
@@ -525,9 +520,6 @@ def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
     A batch that was not trained is judged by the next larger one that was. It keeps the accuracy if the upper end of
     the 90 % interval of the gap is within a point (for other metrics 2 %); with one seed there is no interval, and the
     gap itself is used.
-
-    Args:
-        run: the run, for the node type of the choice.
     """
     comparison = run.read_snapshot().comparison
     if comparison is None:
@@ -560,9 +552,8 @@ def _judge_accuracy(reference: ComparisonRow, row: ComparisonRow, metric: str) -
         )
     seeds = min(small.n, large.n)
     limit = f"{MAX_POINTS_LOST:g} point" if percent else f"{100 * MAX_SHARE_LOST:g} %"
-    outcome: Literal["keeps", "may lose"] = "keeps" if is_kept else "may lose"
     return Accuracy(
-        outcome=outcome,
+        outcome="keeps" if is_kept else "may lose",
         batch=row.batch,
         reference_batch=reference.batch,
         metric=metric,

@@ -98,7 +98,6 @@ def prepare_rate_search(
     """Plan a search; nothing is written.
 
     Args:
-        inspect: returns the dataset's size if no probe has recorded it.
         batch: global batch; None for the recommended one.
         nodes: number of nodes; None for the recommended one, or the fewest in search.nodes.
         node_type: the node type; None for the recommended one.

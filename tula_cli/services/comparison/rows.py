@@ -16,7 +16,6 @@ from tula_cli.errors import SpecError
 from tula_cli.plugins import suggest_nearest
 from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.methods import METHODS, TrainingMethod, get_training_method
 from tula_cli.spec.yaml_text import parse_yaml
 from tula_cli.words import format_count, split_outside_brackets
@@ -24,16 +23,11 @@ from tula_cli.words import format_count, split_outside_brackets
 # --- Requirements on a script
 
 DEFAULT_SEEDS = 3
-"""Default number of seeds."""
 _NO_LR_MESSAGE = "script.command has no {lr} that could be increased"
 
 
 def require_comparable_script(spec: JobSpec, *, seeds: int) -> None:
-    """Reject a job whose script's trainings cannot be compared.
-
-    Raises:
-        SpecError: the script reports no metric, or its command does not take the seed.
-    """
+    """Raise SpecError if a script reports no metric, or its command takes no seed although there are several seeds."""
     if not spec.workload.evaluates_held_out_data and not spec.workload.reported_metrics:
         raise SpecError(
             "the accuracy of the script is unknown: the job has no script.metric",
@@ -94,19 +88,12 @@ class Variant:
     lr: float = 1.0  # factor of optimizer.lr, or of script.reference.lr
     train: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # ignored for scripts
-    schedule: Mapping[str, Any] = field(default_factory=dict)  # ignored for scripts
     preset: str = ""  # ags.preset; replaces the job's section ags, except apply_to and parameters
     settings: tuple[str, ...] = ()  # overrides (path=value, in YAML) that are applied last
 
     @property
     def training_method(self) -> TrainingMethod:
         return get_training_method(self.method)
-
-    def apply_settings(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of a job with the row's settings."""
-        merged = {name: dict(section) if isinstance(section, Mapping) else section for name, section in content.items()}
-        apply_overrides(merged, self.settings, {})
-        return merged
 
 
 VARIANTS: dict[str, Variant] = {

@@ -74,11 +74,7 @@ class ComparisonResult:
     active: bool
 
     def require_none_failed(self) -> None:
-        """Raise an error if trainings have failed and no job is active any more.
-
-        Raises:
-            JobFailed: some trainings have failed.
-        """
+        """Raise JobFailed if trainings have failed and no job is active any more."""
         report = self.report
         failed = sum(row.count_trainings(*compare.UNFINISHED_END_STATES) for row in (*report.rows, *report.first_round))
         if failed and not report.complete and not self.active:
@@ -94,7 +90,6 @@ def prepare_comparison(
     """Plan a comparison; nothing is written.
 
     Args:
-        inspect: returns the dataset's size if no probe has recorded it.
         node_type: the node type; None for the recommended one.
 
     Raises:
@@ -133,7 +128,6 @@ def load_comparison(runs: Sequence[Run], *, node_type: str | None) -> tuple[Run,
 
 
 def read_comparison_result(run: Run, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
-    """Return the current table."""
     run_status = status.read_run_status(run, launcher, now=time.time())
     return ComparisonResult(
         accuracy.build_compare_report(run, comparison, jobs=run_status.jobs), run_status.has_active_jobs()
@@ -177,7 +171,7 @@ def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, subm
         while plan.missing:
             yield Note(f"submitting {words.format_count(len(plan.missing), 'training')}")
             jobs = trainings.submit_cells(run, plan, launcher, inspect=submission.inspect)
-            yield from warn_about_submitted_jobs(run, launcher, jobs, [], plan.spec)
+            yield from warn_about_submitted_jobs(run, launcher, jobs, [])
             yield Note(f"{words.format_count(len(jobs), 'training')} under way")
             if not submission.should_wait(run.spec):
                 if plan.state.undecided:

@@ -64,9 +64,6 @@ def train_cells_one_by_one(
 ) -> Iterator[ComparisonProgress]:
     """Run the missing trainings one after another, as on this machine; a failed training does not stop the others.
 
-    Args:
-        inspect: returns the dataset's size if no probe has recorded it.
-
     Raises:
         JobFailed: the first trainings have all failed.
     """

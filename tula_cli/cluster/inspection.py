@@ -120,7 +120,7 @@ INSPECTION_TIMEOUT = 600.0  # seconds, including the download of a dataset
 
 
 Inspect = Callable[[JobSpec], Inspection]
-"""Function that inspects a job: `inspect`, or a cached version."""
+"""Function that returns the size of a job's dataset and the memory estimate: `inspect`, or a cached version."""
 
 
 @dataclass(frozen=True)

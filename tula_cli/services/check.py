@@ -177,7 +177,6 @@ def check_job_on_all_node_types(
             stored by the first job of a run is used, unless the inspector requests a new one.
         node_type: check only this node type.
         online: as in `check`; if False, nothing is read from the runs.
-        inspector: inspects the model and the dataset, or returns a stored inspection.
 
     Raises:
         SpecError: the job cannot be built or has no such node type; or a user-defined scheduler is missing or
@@ -214,7 +213,7 @@ def check_job(
         spec: the job, which has passed the validation of its file.
         online: also build the model and the dataset, in a separate process. If False, the extent of the search is known
             only if `search.max_batch` bounds it.
-        inspector: inspects the model and the dataset, or returns a stored inspection; None builds them.
+        inspector: None builds the model and the dataset.
         run: the run of the job. Its trainings show how often a script saves checkpoints, its probes how long a step
             takes, and its node checks how much shared memory the nodes have.
 

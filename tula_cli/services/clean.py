@@ -96,9 +96,6 @@ def _make_run_disk_usage(run: RunDir, size: int, changed: float, *, keep_best: b
     """Return what can be removed from a run, with its size and last change.
 
     Nothing is removable if the run is damaged or of another format.
-
-    Args:
-        compared: remove the finished trainings of `tula compare` entirely.
     """
     try:
         run_format.require_known_format(run.path)

@@ -14,11 +14,7 @@ from tula_cli.words import format_count
 
 
 def describe_loader_and_scaling(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
-    """Return a line on the data loader and one on gradient scaling, if the job leaves them to tula.
-
-    Args:
-        inspection: inspection of its model and dataset; None if there is none yet.
-    """
+    """Return a line on the data loader and one on gradient scaling, if the job leaves them to tula."""
     loader_lines = _describe_loader(spec, inspection) if spec.workload.takes_workers else ()
     return (*loader_lines, *_describe_scaling(spec))
 

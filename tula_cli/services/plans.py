@@ -39,7 +39,6 @@ class ProfilePlan(MaxCost):
 
     @property
     def job_ids(self) -> tuple[str, ...]:
-        """The ids of the jobs."""
         return tuple(task.job for task in self.tasks)
 
 
@@ -57,7 +56,6 @@ class UpperBoundPlan(MaxCost):
 
     @property
     def first_job_node_hours(self) -> float:
-        """Node-hours of the first job."""
         return self.first_job_minutes / 60
 
 

@@ -32,9 +32,7 @@ def plan_probes(
 
     Args:
         run: the run, which may have results already or not exist yet.
-        inspection: dataset size and memory estimate.
         node_hours_of_other_types: node-hours that other node types of the same job have used or are about to use.
-        repeat_failed: whether failed probes are measured again.
 
     Raises:
         Infeasible: no configuration of the search can run.

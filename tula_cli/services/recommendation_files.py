@@ -186,9 +186,6 @@ def should_replace_recommendation(recommendation: Recommendation, stored: Recomm
     """Return whether an answer is stored without a request.
 
     That is the case for the first answer without overrides, and for an answer to the same criteria as the stored one.
-
-    Args:
-        stored: the answer that the run has stored; None if there is none.
     """
     return not recommendation.overrides if stored is None else recommendation.criteria == stored.criteria
 

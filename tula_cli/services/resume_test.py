@@ -70,21 +70,13 @@ class ResumeTestFinding:
         return "; ".join(self.rehearsal.faults or self.rehearsal.told)
 
     def require_found(self, name: str) -> None:
-        """Raise an error if the test was inconclusive.
-
-        Raises:
-            ResumeUntested: the test has no verdict.
-        """
+        """Raise ResumeUntested if the test was inconclusive."""
         if self.rehearsal.verdict is None:
             hint = "remove this cause and repeat the test; until then, trainings resume at the same batch, untested"
             raise ResumeUntested(f"the resume test of {name} was inconclusive: {self.why}", hint)
 
     def require_resumable_script(self, name: str, hint: str) -> None:
-        """Raise an error if the script cannot resume from its checkpoint.
-
-        Raises:
-            CannotResume: the script cannot resume.
-        """
+        """Raise CannotResume if the script cannot resume from its checkpoint."""
         if self.rehearsal.verdict == "none":
             raise CannotResume(f"{name} cannot resume after an interruption: {self.why}", hint)
 
@@ -119,7 +111,6 @@ def run_resume_test(
     """Test a script's resume, or return the finding of an earlier test of the same script and code.
 
     Args:
-        launcher_for: returns the launcher that submits the job.
         timeout: seconds to wait at most.
         fresh: run the test even if there is a verdict.
 

@@ -44,7 +44,6 @@ def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: LimitByN
     fewest nodes. Numbers of nodes without a feasible batch are left out.
 
     Args:
-        spec: the job; its search and cluster sections are read.
         dataset_size: training samples; no batch is larger.
         max_local_batch: the largest local batch that fits one GPU; None if memory sets no bound.
 
@@ -93,7 +92,6 @@ def choose_next_round(
     Args:
         results: results of the probes so far; failed probes, and numbers of nodes on which a script only failed,
             are proposed again only if no other configuration is left.
-        inspection: dataset size and memory estimate.
         attempts: attempts of the jobs so far, which show the cost of starting a job.
         trained: steps of the run's trainings, which are fitted in addition to the probes.
         others: measurements with other numbers of GPUs per node, for the step time.
@@ -415,7 +413,6 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: LimitByNodes, 
     training.
 
     Args:
-        spec: the job; a strategy other than auto is kept.
         largest: the largest local batch that fits one GPU.
         run: the run of the job, which need not exist yet.
     """

@@ -152,8 +152,7 @@ def check_balance(
 
     Args:
         spec: the job, with its billing filled in.
-        hours: expected total duration of its jobs; None if there is no prediction.
-        max_hours: the upper end of the 90 % interval of that duration.
+        hours, max_hours: as in `SiteBilling.check_balance`.
         site_billing: asks SLURM; None for the optional package `slurm_site`.
 
     Raises:
@@ -167,11 +166,7 @@ def check_balance(
 
 
 def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> BalanceCheck | None:
-    """Return whether the balance covers the remainder of a training.
-
-    Args:
-        remaining_share: share of the training that remains.
-    """
+    """Return whether the balance covers the remaining share of a training."""
     predicted, nodes = task.prediction, task.training_nodes
     if predicted is None:
         return check_balance(task.spec, nodes=nodes, hours=None)
@@ -195,11 +190,7 @@ def require_known_balance(balance_check: BalanceCheck | None) -> BalanceCheck:
 
 
 def require_sufficient_balance(balance_check: BalanceCheck) -> None:
-    """Enforce --within-balance.
-
-    Raises:
-        OverBudget: the balance is not sufficient, or cannot be determined.
-    """
+    """Raise OverBudget if the balance is not sufficient, or cannot be determined (--within-balance)."""
     if balance_check.lacking or balance_check.lacking_at_most:
         why = balance_check.lacking or f"At the upper end of the 90 % interval: {balance_check.lacking_at_most}"
         raise OverBudget(
@@ -225,11 +216,7 @@ def warn_balance_for_probes(
 
 
 def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
-    """Return SLURM's charge for a training; None if the price is of another kind, or nothing reports the charge.
-
-    Args:
-        run: the run with the training.
-    """
+    """Return SLURM's charge for a training; None if the price is of another kind, or nothing reports the charge."""
     training = run.get_training(signature)
     tasks = training.read_tasks()
     task = tasks[-1] if tasks else None

@@ -107,7 +107,6 @@ def make_job_status(
     Args:
         results: results of the run's probes by id.
         pace: mean seconds per probe so far; None before the first probe.
-        training: status of the run's newest training; None if there is none.
         now: Unix time.
     """
     tasks = snapshot.list_tasks_of_job(job.id)

@@ -46,7 +46,6 @@ class TrackersPackage(Protocol):
         """Send new values of the runs of a job, with their reports as Markdown, to trackers.
 
         Args:
-            runs: the runs.
             to: trackers or import strings; empty for those of section export.
             request: the destination, and whether to follow.
 
@@ -72,9 +71,7 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
     """Yield the events of waiting for jobs, and export the run meanwhile if its job file has a section export.
 
     Args:
-        run: the run whose jobs are waited for.
         jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
-        waiting: events of waiting for the jobs.
     """
     if not run.spec.export:
         yield from waiting

@@ -88,7 +88,6 @@ def plan_training(
     Args:
         run: the run, with or without probes and a recommendation.
         nodes: number of nodes, or the range within which each job uses what it is granted.
-        inspect: returns the dataset's size if no probe has recorded it.
 
     Raises:
         BadMeasurements: nodes or batch are neither given nor recommended.
@@ -365,9 +364,6 @@ def prepare_training(
     inspect: Inspect,
 ) -> Work[PreparedTraining]:
     """Plan a training on the chosen node type of a job; nothing is written.
-
-    Args:
-        inspect: returns the dataset's size if no probe has recorded it.
 
     Raises:
         OtherFormat: the run has an older format.

@@ -21,7 +21,6 @@ def make_training_error(task: TrainTask, attempts: Sequence[Attempt], *, saved_s
     """Return the error that describes how a training ended.
 
     Args:
-        task: the newest task of the training.
         attempts: all attempts, oldest first; the last one determines the error.
     """
     attempt = attempts[-1]

@@ -187,7 +187,7 @@ class StepKiller:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.wanted: dict[str, Any] = plan.rehearsal or {}
-        self._since = 0.0  # Unix time of the first step whose checkpoints count
+        self._has_started = False  # the first step whose checkpoints count is over
         self._checkpoint: dict[str, Any] | None = None
         self._last = 0  # step after which the process is killed
         self._files = _CheckpointFiles()
@@ -204,7 +204,6 @@ class StepKiller:
         """
         if not self.wanted or step < self.wanted.get("first", 1):
             return
-        self._since = self._since or time.time()
         if step == self.wanted.get("ask_at"):
             self._request_save(str(self.wanted.get("ask", "")), rank)
         if rank == 0:
@@ -223,9 +222,14 @@ class StepKiller:
             write_json(self.plan.folder / "save.json", {"then": "go on"})
 
     def _find_checkpoint(self, step: int, samples: float | None, dataset: int | None) -> None:
-        """Record the newest checkpoint, taken to hold the previous step: a script may save at each step."""
+        """Record the newest checkpoint, taken to hold the previous step: a script may save at each step.
+
+        It counts if it differs from that at the first call, whatever its time: file servers have other clocks.
+        """
         newest = _find_newest_checkpoint(str(self.wanted["checkpoint"]))
-        if newest.changed < self._since or not self._files.is_new_checkpoint(newest.path):
+        is_new = newest.path != "" and self._files.is_new_checkpoint(newest.path)
+        has_started, self._has_started = self._has_started, True
+        if not has_started or not is_new:
             return
         if self._checkpoint is None:
             self._last = step - 1 + int(self.wanted["after"])
@@ -233,10 +237,13 @@ class StepKiller:
         self._write_record()
 
     def _kill_process(self) -> None:
-        deadline, stable_seconds = time.time() + CHECKPOINT_TIMEOUT_SECONDS, float(self.wanted.get("settled", 2.0))
-        pattern = str(self.wanted["checkpoint"])
-        while time.time() - _find_newest_checkpoint(pattern).changed < stable_seconds and time.time() < deadline:
+        stable_seconds, pattern = float(self.wanted.get("settled", 2.0)), str(self.wanted["checkpoint"])
+        newest, unchanged_since = _find_newest_checkpoint(pattern), time.monotonic()
+        deadline = unchanged_since + CHECKPOINT_TIMEOUT_SECONDS
+        while unchanged_since + stable_seconds > time.monotonic() < deadline:
             time.sleep(stable_seconds / 20)
+            before, newest = newest, _find_newest_checkpoint(pattern)
+            unchanged_since = unchanged_since if newest == before else time.monotonic()
         assert self._checkpoint is not None
         self._checkpoint["killed"] = True
         self._write_record()

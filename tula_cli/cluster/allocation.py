@@ -78,7 +78,6 @@ class Allocation:
         """Return the allocation of a process, read from its environment.
 
         Args:
-            environ: environment of the process.
             scheduler: scheduler of the job; None: SLURM if the environment is that of a SLURM job, else this machine.
 
         Raises:

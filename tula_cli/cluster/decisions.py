@@ -314,8 +314,12 @@ class _FailureContext:
 
         Failures of the file system are not the program's fault: they count only among themselves and in their allocation.
         """
-        attempts = [*self.history.earlier, self.history.attempt.model_copy(update={"failure": self.failure})]
-        counted = count_attempts_towards_limit(attempts, self.outcome, self.history.allocation)
+        history = self.history
+        attempts = [*history.earlier, history.attempt.model_copy(update={"failure": self.failure})]
+        if self.outcome == "storage":
+            counted = sum(each.outcome == "storage" and each.allocation == history.allocation for each in attempts)
+        else:
+            counted = sum(each.outcome in COUNTED_OUTCOMES and each.outcome != "storage" for each in attempts)
         return counted < self.task.max_attempts
 
     def compute_fewer_workers(self) -> int | None:
@@ -373,15 +377,6 @@ class _FailureContext:
             return 0
         # The first is the failure that is being handled.
         return 1 + sum(attempt.outcome == "supervisor" for attempt in history.earlier)
-
-
-def count_attempts_towards_limit(
-    attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["done"] | None, allocation: str
-) -> int:
-    """Return how many attempts count towards the limit of restarts after an attempt with `outcome`."""
-    if outcome == "storage":
-        return sum(attempt.outcome == "storage" and attempt.allocation == allocation for attempt in attempts)
-    return sum(attempt.outcome in COUNTED_OUTCOMES and attempt.outcome != "storage" for attempt in attempts)
 
 
 def _mask_varying_parts(failure: Failure) -> str:

@@ -126,11 +126,8 @@ def _is_disk_full(run: RunDir, task: Task, exited: RankExit) -> bool:
 def add_shortage_to_failure(run: RunDir, task: Task, failure: Failure, text: str) -> Failure:
     """Return a failure with the missing space added if the disk was full; other failures are returned as they are.
 
-    A thread that could not start under `cluster.memory_per_gpu` on CPUs becomes out-of-memory.
-
-    Args:
-        failure: why the attempt ended.
-        text: output of the process about the failure.
+    A thread that could not start under `cluster.memory_per_gpu` on CPUs becomes out-of-memory, if `text`, the output of
+    the process, shows it.
     """
     if (
         failure.outcome == "host_limit"
@@ -168,18 +165,8 @@ def write_exit_report(run: RunDir, task: Task, attempt: Attempt, exited: RankExi
     # The failure of another rank is recorded as a lost peer, since that rank has reported it with its own clock.
     outcome = failure.outcome if failure.rank in (None, exited.rank) else "peer"
     identity = {"task": task.id, "attempt": attempt.number, "rank": exited.rank, "host": get_node_name()}
-    run.write_failure(
-        failure.model_copy(
-            update={
-                **identity,
-                "pid": attempt.pid,
-                "outcome": outcome,
-                "message": failure.summary,
-                "detail": exited.words,
-                "failed_at": time.time(),
-            }
-        )
-    )
+    report = {"pid": attempt.pid, "outcome": outcome, "message": failure.summary, "detail": exited.words}
+    run.write_failure(failure.model_copy(update={**identity, **report, "failed_at": time.time()}))
 
 
 def find_root_cause(run: RunDir, task: Task, attempt: Attempt, failure: Failure) -> Failure:
@@ -227,10 +214,7 @@ SUPERVISOR_OUTCOMES: tuple[OutcomeClass, ...] = ("disk", "storage", "supervisor"
 
 @contextlib.contextmanager
 def record_supervisor_errors(run: RunDir, record_error: Callable[[Exception], None]) -> Iterator[None]:
-    """Record errors of a supervisor itself, and raise them again.
-
-    Args:
-        record_error: records an error, as far as that is still possible.
+    """Record errors of a supervisor itself, as far as that is still possible, and raise them again.
 
     Raises:
         DiskFull, StorageFailed: an operation that the file system refused.
@@ -240,20 +224,15 @@ def record_supervisor_errors(run: RunDir, record_error: Callable[[Exception], No
     except RunGone:
         raise
     except Exception as error:
-        named_error = convert_os_error(error, run)
+        named_error = error
+        if isinstance(error, OSError) and error.errno in (*FULL_DISK_ERRNOS, *IO_ERRNOS):
+            name = error.filename if isinstance(error.filename, str) else ""
+            named_error = make_write_error(Path(name) if name else run.path / "logs", error)
         with contextlib.suppress(Exception):  # the first error matters, and the scheduler's log shows it too
             record_error(named_error)
         if named_error is not error:
             raise named_error from error
         raise
-
-
-def convert_os_error(error: Exception, run: RunDir) -> Exception:
-    """Return the user-facing error (DiskFull, StorageFailed) for an OSError of the file system; else `error`."""
-    if isinstance(error, OSError) and error.errno in (*FULL_DISK_ERRNOS, *IO_ERRNOS):
-        name = error.filename if isinstance(error.filename, str) else ""
-        return make_write_error(Path(name) if name else run.path / "logs", error)
-    return error
 
 
 def convert_error_to_failure(error: Exception, run: RunDir, task: Task) -> Failure:

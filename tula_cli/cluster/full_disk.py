@@ -16,9 +16,6 @@ from tula_cli.run.shortages import find_remaining_shortage, measure_shortage
 def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
     """Check that the disk has enough space again, if the last attempt failed on a full disk.
 
-    Args:
-        last_attempt: the newest attempt of a training.
-
     Raises:
         DiskFull: space is still missing.
     """

@@ -128,7 +128,6 @@ class ResourceLimit:
     """A resource limit that makes programs fail, and how such failures are recognised.
 
     Args:
-        name: name of the resource.
         signs: regular expression of messages that programs print at the limit.
         signals: signals by which the kernel kills such programs.
         settings: names of the limit in the shell, with the kernel's constants.
@@ -174,10 +173,8 @@ class NotInspectable(JobFailed):
     """The model and the dataset cannot be built on this machine, so their properties are not known yet.
 
     Args:
-        message: why they cannot be built.
         remedy: what would make building possible on this machine.
         on_node_hint: what to do instead.
-        evidence: as of `JobFailed`.
     """
 
     def __init__(
@@ -232,7 +229,6 @@ def find_exceeded_limit(error: JobFailed, stderr: str, code: int = 0) -> tuple[R
     """Return the resource limit that a program exceeded, with the line or signal that shows it; None if nothing shows one.
 
     Args:
-        error: how the program failed.
         code: its exit code; 128 + N if signal N killed it.
     """
     for limit in RESOURCE_LIMITS:
@@ -312,10 +308,8 @@ class CachedInspection:
 
     Args:
         root: folder of the runs, in which the cache is kept.
-        build: builds model and dataset in a separate process.
         fresh: ignore a cached inspection; the new one is cached all the same.
         keep: whether the cache may be written.
-        note: receives progress messages.
         facts: returns what the inspection of a job depends on.
     """
 

@@ -102,12 +102,7 @@ class LocalLauncher:
 
 
 def run_supervisor(path: str, task_id: str) -> None:
-    """Run the supervisor; called by submitit in a job on SLURM.
-
-    Args:
-        path: the run directory.
-        task_id: the task to start with.
-    """
+    """Run the supervisor; called by submitit in a job on SLURM."""
     import importlib
 
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SUBMITIT_")}

@@ -97,17 +97,8 @@ class ForkServer:
         # torch then detects GPUs through NVML, without initialising CUDA, which does not survive a fork.
         environment = {**self.environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with far:
-            self.process = subprocess.Popen(
-                [start.command[0], "-u", "-c", program, str(far.fileno()), " " * MAX_MESSAGE_BYTES],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=start.folder,
-                start_new_session=True,
-                preexec_fn=prepare_supervised_child,
-                pass_fds=[far.fileno()],
-            )
+            command = (start.command[0], "-u", "-c", program, str(far.fileno()), " " * MAX_MESSAGE_BYTES)
+            self.process = _spawn_subprocess(command, output, environment, start.folder, pass_fds=[far.fileno()])
         self._socket.settimeout(SOCKET_POLL)
         self._received = b""
 
@@ -334,7 +325,10 @@ class RankSpawner:
         group = RankGroup([])
         try:
             for start in starts:
-                group.children.append(self._fork_rank(start, output, give_up) or _spawn_subprocess(start, output))
+                child = self._fork_rank(start, output, give_up)
+                group.children.append(
+                    child or _spawn_subprocess(start.command, output, start.environment, start.folder)
+                )
         except OSError:
             group.kill()
             raise
@@ -367,14 +361,17 @@ class RankSpawner:
         self.server = None
 
 
-def _spawn_subprocess(start: RankCommand, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+def _spawn_subprocess(
+    command: Sequence[str], output: IO[bytes], environment: dict[str, str], folder: str, *, pass_fds: Sequence[int] = ()
+) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        start.command,
+        command,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env=start.environment,
-        cwd=start.folder,
+        env=environment,
+        cwd=folder,
         start_new_session=True,
         preexec_fn=prepare_supervised_child,
+        pass_fds=pass_fds,
     )

@@ -50,13 +50,7 @@ def read_history(
     """Return the history that `decide_next_action` needs when an attempt has ended.
 
     Args:
-        failure: why the attempt ended; None after a success.
-        attempts: all attempts of the submission, oldest first.
-        earlier: those before `attempt` that count; of a training, without a newer checkpoint since.
-        reached: samples trained when the attempt ended; None before a first step.
-        allocation: id of the present allocation.
-        later_jobs: how many jobs of the chain come after the present one.
-        allocation_ended: whether the scheduler ends the present allocation.
+        attempts: all attempts of the submission, oldest first; the other arguments as of `History`.
     """
     outcome = None if failure is None else failure.outcome
     ended = attempt if attempt.ended_at is not None else attempt.model_copy(update={"ended_at": time.time()})
@@ -167,7 +161,6 @@ def apply_decision(
     """Record the results that follow from an attempt; return the task to start next, here or in the next job, or None.
 
     Args:
-        failure: why the attempt ended; None after a success.
         granted: the nodes of the job that starts it; None if they are those of the attempt, or unknown.
     """
     match task:

@@ -90,9 +90,7 @@ def quote_log_path(folder: Path, id_: str, name: str) -> str:
     """Return the path of a job's log without suffix, as a shell word.
 
     Args:
-        folder: folder of the logs.
         id_: shell expression of the job's id inside the job, e.g. "$PBS_JOBID".
-        name: name of the log, after the id.
     """
     return f'{shlex.quote(str(folder))}/"{id_}"_{name}'
 
@@ -245,7 +243,6 @@ class Scheduler(Protocol):
         """Return why a job was ended from outside; None if it still runs, is unknown, or exited by itself.
 
         Args:
-            job_id: the job.
             restart: index of the start, if the scheduler itself requeued the job; None: the last start.
         """
 
@@ -369,10 +366,6 @@ PROTOCOL_MEMBERS = (*sorted(name for name in vars(Scheduler) if not name.startsw
 
 def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Scheduler:
     """Return the scheduler of a backend, or an instance of the user's class after a check of its members.
-
-    Args:
-        kind: `cluster.kind`, which names the backend or the class.
-        options: `cluster.options`, the arguments of the scheduler.
 
     Raises:
         SpecError: the name is unknown, its import fails, it rejects the options, or it lacks a member of the protocol.

@@ -113,7 +113,6 @@ def supervise(
     """Run a task and its relaunches until the job is over.
 
     Args:
-        path: the run directory.
         task_id: the task to start with; replaced by a newer attempt of the same training run, if there is one.
         environ: the environment of the ranks.
         scheduler: scheduler of this job; None: SLURM or this machine, according to the environment.
@@ -143,9 +142,7 @@ def supervise(
 class Supervisor:
     """The supervisor in this process: the leader of a job's supervisors, or a follower.
 
-    Args:
-        run: the run directory, through which supervisors communicate with each other and with tula commands.
-        allocation: allocation of the job, with the index of this supervisor.
+    Supervisors communicate with each other and with tula commands through the run directory.
     """
 
     run: RunDir
@@ -262,9 +259,10 @@ class Supervisor:
             failure = program.record_attempt_results(command, failure)
             if failure is not None and failure.outcome == "disk":
                 shortages.release_reserve(self.run.path)  # frees space to record the failure
-            history = self._read_history(
-                task, attempt, failure, reached=reached, allocation_ended=self._has_allocation_ended(failure)
+            has_ended = failure is not None and (
+                self.allocation.termination.is_received or failure.outcome in ALLOCATION_ENDED
             )
+            history = self._read_history(task, attempt, failure, reached=reached, allocation_ended=has_ended)
             failure = attribute_failure(task, failure, history)
             decision = self._prepare_later_jobs(task, decide_next_action(task, failure, history), failure)
             # If the scheduler ends this job, the next job applies the decision.
@@ -318,10 +316,6 @@ class Supervisor:
             later_jobs=len(self._list_later_jobs_of_chain(task)),
             allocation_ended=allocation_ended,
         )
-
-    def _has_allocation_ended(self, failure: Failure | None) -> bool:
-        """Return whether an attempt ended because its allocation has ended or is about to end."""
-        return failure is not None and (self.allocation.termination.is_received or failure.outcome in ALLOCATION_ENDED)
 
     def _prepare_later_jobs(
         self, task: Task, decision: Relaunch | Requeue | Stop, failure: Failure | None

@@ -48,14 +48,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """The allocator's bookkeeping, without memory.
-
-    Args:
-        capacity: bytes of the device available for segments; None for no limit.
-    """
+    """The allocator's bookkeeping, without memory."""
 
     def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
+        self.capacity = capacity  # bytes of the device available for segments; None for no limit
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
         self._block_by_name: dict[int, _Block] = {}
         self._blocks: dict[int, _Block] = {}
@@ -174,7 +170,6 @@ def replay_allocations(
         step: n + 1 allocates number n, -(n + 1) releases it. Allocations that replace late numbers take over their
             names for the next turn.
         sizes: bytes of each number.
-        turns: how often the step is run.
         capacity: bytes of the device available for segments; None for no limit.
     """
     allocator, flushes_before = CachingAllocator(capacity), 0

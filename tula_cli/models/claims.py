@@ -76,11 +76,7 @@ def select_undisturbed_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ..
 
 
 def list_mismatches(ranks: Sequence[RankResult]) -> list[Diagnostic]:
-    """Return the expectations that the ranks of one start do not meet; values that were not observed are not checked.
-
-    Args:
-        ranks: results of the ranks, at least one.
-    """
+    """Return the expectations that the ranks of one start do not meet; values that were not observed are not checked."""
     if (world := _find_world_mismatch(ranks)) is not None:
         return [world]  # with missing ranks, the other checks are not possible
     candidates = [_find_batch_mismatch(ranks), _find_accumulation_mismatch(ranks), _find_epoch_mismatch(ranks)]

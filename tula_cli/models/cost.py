@@ -104,7 +104,6 @@ def count_training_work(
     """Count steps (Eq. 4a with whole steps: the last, partial batch is dropped), evaluations and refreshes.
 
     Args:
-        spec: epochs, method and refresh interval.
         batch: samples per optimizer step over all GPUs.
         world: GPUs over all nodes.
         eval_size: held-out samples; None if unknown, so that no evaluation is counted.
@@ -154,7 +153,6 @@ def compute_training_seconds(
     """Return the wall-clock time of a whole training run: Eq. 4a and the overheads in addition to the steps.
 
     Args:
-        work: counts of steps, evaluations and refreshes.
         step_time: seconds per optimizer step.
         overheads: seconds of the overheads, from a probe; those not measured are left out.
         checkpoint_every: seconds between checkpoints within an epoch, which always ends with one; None for
@@ -228,7 +226,6 @@ class TrainingTime:
         """Return the breakdown of the time without interruptions, in seconds by the fields of a `TimeParts`.
 
         Args:
-            step_time: seconds.
             data_wait: seconds of each step spent waiting for the data loader; None (nan in an array) if unknown.
         """
         import numpy as np
@@ -308,7 +305,6 @@ def compute_cost(
 
     Args:
         reserved: peak reserved memory of one GPU, bytes.
-        market: "spot" applies the pricing's spot discount.
     """
     gpus = nodes * gpus_per_node
     units = {
@@ -323,13 +319,7 @@ def compute_cost(
 
 
 def shorten_prediction(prediction: Prediction, *, epochs: int, all_epochs: int) -> Prediction:
-    """Return the prediction for the first epochs of a training; starts, exits and branches are not shortened.
-
-    Args:
-        prediction: for all epochs.
-        epochs: number of epochs trained.
-        all_epochs: number of all epochs.
-    """
+    """Return the prediction for the first epochs of a training; starts, exits and branches are not shortened."""
     share, parts = epochs / all_epochs, prediction.parts
     ratio = share
     if parts is not None:
@@ -375,9 +365,8 @@ def compute_attempt_cost(task: TrainTask, attempt: Attempt, prediction: Predicti
     """Return the cost of an attempt of a training on its nodes, in the currency of the pricing.
 
     Args:
-        attempt: the attempt; an open one lasts until `now`, or is not counted.
+        attempt: the attempt; an open one lasts until `now` (Unix time), or is not counted.
         prediction: the prediction for the training, with its memory and market; None if there is none.
-        now: Unix time.
     """
     return compute_cost(
         task.spec.pricing,
@@ -419,8 +408,6 @@ def compute_max_cost(spec: JobSpec, node_hours: float, capacity: int | None) -> 
     """Return the maximum cost of jobs that take at most `node_hours`.
 
     Args:
-        spec: pricing and GPUs per node.
-        node_hours: of all jobs together.
         capacity: memory of one GPU, bytes; None if it is unknown.
     """
     pricing, max_cost = spec.pricing, None
@@ -473,12 +460,7 @@ class CheckpointSchedule:
         )
 
     def compute_hours_on_spot(self, training: TrainingTime, step_time: Any) -> Any:
-        """Return the expected hours on spot nodes of a training by a script that alone decides when it saves.
-
-        Args:
-            training: its work, overheads and interruption rate.
-            step_time: seconds; a number, or an array of them.
-        """
+        """Return the expected hours on spot nodes of a training by a script that alone decides when it saves."""
         work, interval = training.work, self.compute_interval(step_time, epoch_steps=training.work.steps)
         if interval is None:
             return math.inf
@@ -541,7 +523,6 @@ def find_checkpoint_schedule(
     """Return how often a script saves, as observed in its trainings.
 
     Args:
-        script: section of the job.
         saves: checkpoints that its trainings have written, those of the newest batch last. Only several batches can
             show that it counts samples, not steps.
         dataset_size: samples of an epoch; None if unknown.

@@ -67,7 +67,6 @@ def summarize_gradient_norms(pairs: Sequence[Pair], *, local_batch: int, batch: 
     A training that diverges still has a step time: if no step is finite, the norms are 0.
 
     Args:
-        pairs: one per step.
         local_batch: samples of each small-batch gradient.
         batch: samples of the average gradient.
     """

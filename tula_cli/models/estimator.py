@@ -121,9 +121,7 @@ class Estimator:
             trained: step times of trainings, also used in the fit.
             trainings: all trainings, also those whose steps are not used.
             other_sizes: results with other numbers of GPUs per node, used for the step time only.
-            noise: of the gradients, which determines the stages of `train.ramp: noise`.
-            queue: seconds that a job waits for nodes.
-            stages_by: quantity by which the nodes of stages are chosen.
+            noise, queue, stages_by: as the fields of these names.
 
         Raises:
             Infeasible: every probe was out of memory.
@@ -182,10 +180,10 @@ class Estimator:
     @cached_property
     def _max_local_batch_by_nodes(self) -> Callable[[int], int | None]:
         """Cached function from a number of nodes to its largest local batch."""
-        gpus, margin = self.spec.cluster.gpus_per_node, MEMORY_MARGIN
+        gpus = self.spec.cluster.gpus_per_node
         return functools.cache(
             lambda nodes: self.memory.adapt_to_ranks(nodes * gpus).compute_largest_local_batch(
-                self.capacity, margin=margin
+                self.capacity, margin=MEMORY_MARGIN
             )
         )
 
@@ -334,11 +332,7 @@ class Estimator:
         return counts[refused], batch[refused]
 
     def predict_configurations(self, nodes: Ints, batch: Ints) -> Candidates:
-        """Predict configurations that fit and whose step times are known, on demand, in the given order.
-
-        Args:
-            nodes, batch: shape (n,).
-        """
+        """Predict configurations that fit and whose step times are known, on demand, in the given order."""
         tables = []
         for start in range(0, max(1, len(nodes)), _CONFIGURATIONS_PER_CHUNK):
             chunk = slice(start, start + _CONFIGURATIONS_PER_CHUNK)
@@ -371,14 +365,12 @@ class Estimator:
         first_rung, *rest = (
             Rung(batch=config.batch, prediction=self.predict_if_known(config, market)) for config in configs
         )
-        return first_rung.model_copy(update={"cut": self._predict_splits(configs[0], market)}), *rest
-
-    def _predict_splits(self, config: Config, market: Market) -> dict[int, Prediction]:
-        """Return the predictions of a configuration with split micro-batches, by the number of parts."""
-        predictions = {
-            split: self.predict_split(config, split, market) for split in list_allowed_splits(self.spec, config)
+        cut = {
+            split: row
+            for split in list_allowed_splits(self.spec, configs[0])
+            if (row := self.predict_split(configs[0], split, market)) is not None
         }
-        return {split: row for split, row in predictions.items() if row is not None}
+        return first_rung.model_copy(update={"cut": cut}), *rest
 
     def predict_split(self, config: Config, split: int, market: Market = "on_demand") -> Prediction | None:
         """Predict a configuration whose micro-batches are computed in `split` parts (`train.oom_policy: accumulate`).
@@ -465,10 +457,7 @@ class Estimator:
         """Return the forecasts of trainings on on-demand nodes.
 
         Args:
-            nodes, batch: of the configurations, shape (n,).
-            steps: their step times.
-            probes: of the measured ones, by index.
-            stages: of a batch that grows.
+            probes: of the measured configurations, by index.
             memory_batches: local batches for the memory forecast, if they differ from those of the configurations.
         """
         gpus = self.spec.cluster.gpus_per_node

@@ -171,11 +171,10 @@ class MemoryModel:
         return _round_bytes(self._compute_micro_batch_needed_memory(local_batch / self.accumulate))
 
     def compute_largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
-        """Return the largest local batch that leaves `margin` of the capacity free.
+        """Return the largest local batch that leaves the share `margin` of the capacity free.
 
         Args:
             capacity: bytes of one GPU; None if unbounded.
-            margin: share of the capacity.
 
         Returns:
             A multiple of the accumulation steps, 0 if not even one sample fits; None if memory sets no bound.
@@ -390,7 +389,8 @@ def _fit_correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, propo
         return float(activations.max()), 0.0
     # The estimate may count memory that is not in use at the peak (later gradients), so a negative level is ignored.
     if level < 0 and proportional and all(isinstance(point.memory, Components) for point in measured):
-        return 0.0, _fit_weighted_ratio(expected, activations, 1 / peaks)
+        weights = 1 / peaks
+        return 0.0, float(np.sum(expected * activations * weights**2) / np.sum((expected * weights) ** 2))
     return level, scale
 
 
@@ -407,10 +407,6 @@ def _fit_weighted_line(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> t
     scale = np.linalg.norm(design, axis=0)
     level, slope = np.linalg.lstsq(design / scale, ys * weights, rcond=None)[0] / scale
     return float(level), float(slope)
-
-
-def _fit_weighted_ratio(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> float:
-    return float(np.sum(xs * ys * weights**2) / np.sum((xs * weights) ** 2))
 
 
 def _fit_reserved_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> PiecewiseLinear:
@@ -483,14 +479,11 @@ def estimate_data_memory(
         on_gpu: whether batches are pinned.
     """
     batch = micro_batches[-1] * sample
-    blocks = {_round_up_to_power_of_two(size * sample) for size in micro_batches} if on_gpu else set()
+    # Pinned blocks are rounded up to powers of two.
+    blocks = {1 << (size * sample - 1).bit_length() for size in micro_batches} if on_gpu else set()
     return DataMemory(
         batches=ranks * batch,
         shared=ranks * count_max_prefetched_batches(workers) * batch if workers else 0,
         pinned=ranks * count_max_prefetched_batches(workers) * sum(blocks),
         samples=ranks * max(1, workers) * batch,
     )
-
-
-def _round_up_to_power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

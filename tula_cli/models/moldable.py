@@ -61,10 +61,8 @@ def choose_job_sizes(
     the minimum efficiency of the recommendation, or else the recommended number.
 
     Args:
-        bounds: of the numbers of nodes.
         estimator: the models; None without measurements.
         recommendation: the recommendation; None only if the upper bound is given.
-        market: of the predictions.
 
     Raises:
         SpecError: the job cannot use what it is granted.

@@ -303,10 +303,6 @@ def predict_alternative_request(
     The prediction is then the mean of two: with all GPUs of a node as one replica, and with each GPU as a replica.
 
     Args:
-        observations: of the script.
-        observed: the observed job to compare with.
-        nodes: number of requested nodes.
-        gpus_per_node: GPUs on each requested node.
         samples: samples per step of the observed job.
     """
     fits = [fit_step_time(observations, collective="ring")]
@@ -387,12 +383,9 @@ def _list_advice(
             )
         )
     if shares.get("data", 0.0) > DATA_WAIT:
-        advice.append(messages.data_waits_are_long(share=shares["data"], workers=_count_loader_workers(job)))
+        loader = job.ranks[0].loader
+        workers = None if loader is None else loader.workers
+        advice.append(messages.data_waits_are_long(share=shares["data"], workers=workers))
     if growth is not None and growth >= MIN_ADVISED_GROWTH:
         advice.append(messages.larger_batch_fits(growth=growth, local_batch=job.local_batch))
     return advice
-
-
-def _count_loader_workers(job: MeasuredJob) -> int | None:
-    loader = job.ranks[0].loader
-    return None if loader is None else loader.workers

@@ -40,16 +40,17 @@ def list_splits(
         limits: conditions on a smaller micro-batch, each with the reason to report if it is not met.
     """
     splits: list[int] = []
-    least = 2
+    least, limit = 2, "they have one sample each"
     for split in list_divisors(micro_batch):
         if split < least:
             continue
         broken = [why for holds, why in limits if not holds(micro_batch // split)]
         if broken:
-            return _make_splits(batch, micro_batch, micro_batches, splits, broken[0])
+            limit = broken[0]
+            break
         splits.append(split)
         least = 2 * split
-    return _make_splits(batch, micro_batch, micro_batches, splits, "they have one sample each")
+    return Splits(batch=batch, micro_batch=micro_batch, micro_batches=micro_batches, into=tuple(splits), limit=limit)
 
 
 def list_divisors(number: int) -> list[int]:
@@ -64,10 +65,6 @@ def list_divisors(number: int) -> list[int]:
             remaining //= prime
             divisors |= {divisor * prime for divisor in divisors}
     return sorted(divisors)
-
-
-def _make_splits(batch: int, micro_batch: int, micro_batches: int, into: list[int], limit: str) -> Splits:
-    return Splits(batch=batch, micro_batch=micro_batch, micro_batches=micro_batches, into=tuple(into), limit=limit)
 
 
 def make_batch_norm_limit(*, ranks: int = 1) -> tuple[Callable[[int], bool], str]:

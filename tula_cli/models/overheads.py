@@ -39,9 +39,6 @@ class OverheadModel:
 
         Overheads that do not depend on the batch are taken from the nearest number of nodes. Start-up does not get
         shorter with more nodes, unless the measurements show it clearly.
-
-        Args:
-            nodes, local_batch, batch: shape (n,).
         """
         eval_batch, eval_batch_size = self._estimate_eval_batch_time_and_size(nodes, local_batch)
         return OverheadColumns(
@@ -99,9 +96,7 @@ def _pool_shorter_startups(startups: Mapping[int, Sequence[float]]) -> dict[int,
     """Return the start-up time by number of nodes; more nodes have a shorter one only if the difference is clear.
 
     Otherwise both have the median of their start-ups together (isotonic regression by pooling adjacent violators).
-
-    Args:
-        startups: seconds of each start by number of nodes, ascending.
+    The numbers of nodes must be ascending.
     """
     pools: list[tuple[list[int], list[float]]] = []
     for count, seconds in startups.items():

@@ -54,12 +54,7 @@ class PowerModel:
         return Power(_compute_mean_watts(probe), self.error)
 
     def predict_power(self, seconds: Number, local_batch: Number) -> Power:
-        """Return the predicted power at a configuration that was not measured, or at each of many.
-
-        Args:
-            seconds: its step time.
-            local_batch: samples per GPU and step.
-        """
+        """Return the predicted power at the step time and local batch of a configuration, or of each of many."""
         rows = np.stack([seconds, local_batch], axis=-1).astype(float)[..., : len(self._spread)]
         joules = self.idle * seconds + self.per_sample * local_batch
         leverage = np.einsum("...i,ij,...j", rows, self._spread, rows) / joules**2

@@ -154,14 +154,7 @@ class Ramp:
             samples_done += steps * batch
 
     def count_remaining_steps(self, *, size: int, epochs: int, epoch: int = 0, samples_done: int = 0) -> dict[int, int]:
-        """Return the steps at each batch, ascending, from a position to the end of the last epoch.
-
-        Args:
-            size: samples per epoch.
-            epochs: of the whole training.
-            epoch: epochs completed.
-            samples_done: samples done of the next one.
-        """
+        """Return the steps at each batch, ascending, from a position (as of `list_epoch_steps`) to the end of all epochs."""
         import numpy as np
 
         batches = [stage.batch for stage in self.stages]
@@ -185,10 +178,7 @@ def count_steps_of_stages(
     Args:
         batches: batch of each stage, in order, shape (n, stages); 0 for a stage that a training does not have.
         ends: samples passed at which each stage ends, the last one infinite.
-        size: samples per epoch.
-        epochs: of the whole training.
-        epoch: epochs completed.
-        samples_done: samples done of the next one.
+        size, epochs, epoch, samples_done: as of `Ramp.count_remaining_steps`.
     """
     import numpy as np
 
@@ -298,7 +288,6 @@ def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage
     equivalent to those at the reference batch at every point (`TrainingMethod.choose_rule_of_decay`).
 
     Args:
-        spec: the job, with `ramp: decay`.
         batch: the training's own, global.
         size: samples per epoch.
     """
@@ -431,7 +420,6 @@ def plan_stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -
     """Return the stages of the whole training with an arm's settings; the last stage has the training's own batch.
 
     Args:
-        spec: a job with method auto.
         arm: the control has the common beginning, then its own batch at once.
         size: samples per epoch.
     """
@@ -446,7 +434,6 @@ def plan_stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, le
     """Return the stages of a branch: a ramp passes all of its stages in the first half, each shortened accordingly.
 
     Args:
-        spec: a job with method auto.
         start: samples passed when the arms branched off.
         length: samples of the branch.
     """
@@ -471,7 +458,6 @@ def plan_stages_by_noise(path: NoisePath, *, batch: int, size: int, epochs: int)
     """Return the stages of a training; the last has its own batch, and starts at the end if the noise never reaches it.
 
     Args:
-        path: the noise scale.
         batch: the training's own, global.
         size: samples per epoch.
         epochs: of the whole training.

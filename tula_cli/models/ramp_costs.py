@@ -107,7 +107,6 @@ class StageTimes:
 
         Args:
             nodes, batch: of the configurations, shape (n,).
-            steps: their step times.
         """
         if self.spec.train.stages is None:
             return NO_STAGES
@@ -297,7 +296,6 @@ def choose_stage_nodes(
             only.
         start: seconds from each start, on nodes that are paid for, until the ranks train.
         queue: seconds that each change of nodes waits in the queue, which are not paid for.
-        by: time or cost.
 
     Returns:
         One number per stage. If each stage has the option of the last stage's nodes, the result is never worse than
@@ -331,9 +329,6 @@ def list_allowed_stage_nodes(spec: JobSpec, batch: int, *, nodes: int) -> tuple[
 
     The batch must divide among their GPUs. On fewer nodes than the training has, each GPU must also take at least as
     many samples at a time as BatchNorm needs for its statistics.
-
-    Args:
-        spec: the job, with `train.ramp_nodes: auto`.
     """
     counts = sorted({count for count in spec.search.nodes if count < nodes})
     fewer = [count for count in counts if batch % compute_batch_divisor(spec, count) == 0]

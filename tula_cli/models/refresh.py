@@ -50,7 +50,6 @@ def count_separate_refreshes(spec: JobSpec, *, batch: int, steps: int) -> int:
     """Return the number of refreshes of a training that add time to single steps; 0 if every step refreshes, or none.
 
     Args:
-        spec: epochs, method and refresh interval.
         batch: samples per optimizer step over all GPUs.
         steps: optimizer steps per epoch.
     """

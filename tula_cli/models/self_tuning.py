@@ -155,7 +155,6 @@ def compute_branch_epochs(spec: JobSpec, count: int) -> float:
     training, because its schedule has no later epochs.
 
     Args:
-        spec: a job with method auto.
         count: arms.
     """
     epochs = spec.auto.branch_epochs

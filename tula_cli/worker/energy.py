@@ -55,12 +55,7 @@ class EnergyMeter:
 
 
 class TrainingEnergy:
-    """The energy of a training, over this attempt and those before it; every rank must call every method.
-
-    Args:
-        run: the run directory that stores the energy.
-        ranks: the ranks whose GPUs are counted from now on.
-    """
+    """The energy of a training, over this attempt and those before it; every rank must call every method."""
 
     def __init__(self, run: RunDir, signature: str, ranks: Ranks) -> None:
         self._run, self._signature, self._ranks = run, signature, ranks

@@ -27,11 +27,7 @@ RECORDED_VARIABLES = (
 
 
 def collect_environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
-    """Describe the hardware and software that is measured; every rank must call this.
-
-    Args:
-        workers: data-loader processes of each rank.
-    """
+    """Describe the hardware and software that is measured; every rank must call this."""
     cuda = ranks.device.type == "cuda"
     hardware = get_gpu_name(ranks.device) if cuda else read_processor_name()
     driver = read_driver_version() if cuda else ""

@@ -34,7 +34,6 @@ def record_nccl_output(*, enabled: bool, to: Literal["choices", "nccl_warnings"]
     If the user has set any of NCCL's debug variables, they are left unchanged, and nothing is recorded.
 
     Args:
-        enabled: whether to record.
         to: "choices" records the chosen algorithms (`read_chosen_algorithms`), "nccl_warnings" the warnings
             (`list_nccl_warnings`).
     """

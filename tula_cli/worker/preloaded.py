@@ -55,10 +55,6 @@ def main(*, modules: Iterable[str] = PRELOADED_MODULES, rank: Callable[[Request]
 
     Returns in each rank once it has finished, and in this process when the connection is closed: a rank exits as every
     Python program does.
-
-    Args:
-        modules: names of the modules to import.
-        rank: runs a rank.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     finished: list[Request] = []

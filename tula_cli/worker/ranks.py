@@ -99,7 +99,6 @@ def join_process_group(cluster: Cluster, *, rendezvous_file: Path, listen: bool 
     """Join the process group, and leave it without hanging.
 
     Args:
-        cluster: device and network interface.
         rendezvous_file: the file in which rank 0 publishes its address, for the ranks if torchrun has not set it, and its
             device type, for the supervisor.
         listen: record the algorithms that NCCL chooses, for `nccl.read_chosen_algorithms`.

@@ -40,12 +40,7 @@ class CommandResult:
 def call_slurm_command(
     *command: str, timeout: float | None = None, environ: Mapping[str, str] | None = None
 ) -> CommandResult:
-    """Run a command of SLURM and wait for its exit.
-
-    Args:
-        timeout: in seconds; default: COMMAND_TIMEOUT.
-        environ: environment of the command; default: the cleaned one of this process.
-    """
+    """Run a command of SLURM, by default in the cleaned environment of this process, and wait for its exit."""
     limit = COMMAND_TIMEOUT if timeout is None else timeout
     try:
         completed = run_command(

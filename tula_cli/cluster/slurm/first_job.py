@@ -159,13 +159,11 @@ def inspect_job_on_node(
 
     Args:
         run: the run, in which the inspection and the node-hours of the job are stored.
-        timeout: maximum wait in seconds.
-        sleep: function that waits for some seconds.
 
     Raises:
         SpecError, JobFailed: as in `inspection.inspect`, from the node.
         SchedulerError: the job was refused, will never start, or left no log.
-        Pending: the job is not over after `timeout`.
+        Pending: the job is not over after `timeout` seconds.
         Interruption: Ctrl-C.
     """
     job = _WatchedJob(run, spec, sleep)

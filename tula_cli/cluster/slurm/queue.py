@@ -277,7 +277,6 @@ def find_end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
     """Return the Unix time at which an allocation ends; None if unknown or unlimited.
 
     Args:
-        job_id: the allocation.
         environ: environment of the allocation, which contains the time from SLURM 23.02 on.
     """
     end_time = environ.get("SLURM_JOB_END_TIME", "")

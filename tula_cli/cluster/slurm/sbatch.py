@@ -284,7 +284,6 @@ def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: 
     Args:
         name: name of the file of the user or the site.
         given: path from the spec; None: use the file of the user or the site.
-        setting: setting that gives the path.
 
     Raises:
         SpecError: the file cannot be read.

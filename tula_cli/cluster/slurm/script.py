@@ -22,7 +22,6 @@ class ScriptWriter(submitit.SlurmExecutor):
     adopt a job that was accepted without an answer. The two hooks used here are those that its executors override.
 
     Args:
-        folder: folder of the logs.
         timeout: seconds for which the job waits for its folders.
         python: shell command that starts Python; None for the interpreter that runs tula now.
     """

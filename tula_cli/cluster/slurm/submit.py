@@ -110,7 +110,6 @@ def estimate_job_start(run: Run, *, nodes: int, batch: int, now: float) -> Start
 
     Args:
         run: the run that the training would belong to; nothing is written there.
-        now: Unix time.
 
     Returns:
         The estimate, without a wait but with a reason if SLURM gives none; None if this machine has no sbatch.

@@ -193,12 +193,7 @@ class StepRatio:
 
 
 def compare_step_times(times_before: Sequence[float], after: Sequence[float]) -> StepRatio:
-    """Compare the step times of two probes.
-
-    Args:
-        times_before: step times of the first, seconds.
-        after: step times of the second, seconds.
-    """
+    """Compare the step times of two probes, in seconds."""
     middles = compute_trimmed_mean(times_before), compute_trimmed_mean(after)
     errors = compute_standard_error(times_before) / middles[0], compute_standard_error(after) / middles[1]
     return StepRatio(*middles, error=math.hypot(*errors))
@@ -238,7 +233,6 @@ class StepTimeDrift:
 
         Args:
             step_time: seconds; None if too few steps were timed.
-            epoch: the epoch that has ended.
         """
         is_within, was_within = self.is_within_prediction(step_time), self._latest
         self._latest = is_within
@@ -274,7 +268,6 @@ class ScriptLevelDetector:
         """Judge the steps since the previous call; return a change of level if they reveal one.
 
         Args:
-            heartbeat: the newest heartbeat.
             gaps: rows of steps that included an evaluation, a save or a new epoch; they are left out.
             samples: of the whole training at that step.
             epoch: of the training at that step; None if unknown.
@@ -320,7 +313,6 @@ def make_step_change(level: Level, task: TrainTask, seconds_left: Callable[[floa
     """Return the record of a step-time change: its parts before and after, remaining time and extra cost.
 
     Args:
-        level: samples before and after the change.
         seconds_left: returns the remaining time at a step time; None if the length of the training is unknown.
     """
     first_after, pricing, prediction = level.after[0], task.spec.pricing, task.prediction

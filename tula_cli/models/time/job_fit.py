@@ -89,8 +89,6 @@ def fit_observations(
     Args:
         probes: observations that are compared with the fit.
         observations: all observations that are fitted.
-        collective: `cluster.collective`.
-        priors: of the first fit.
         named: warnings of known stragglers.
 
     Raises:
@@ -175,11 +173,7 @@ def _compare_to_median(ranks: Sequence[RankStepTimes]) -> Mapping[str, tuple[flo
 
 
 def warn_unexplained_waits(observations: Sequence[Observation], model: StepModel) -> list[Diagnostic]:
-    """Warn about waits that are explained neither by compute nor by the synchronisation of gradients.
-
-    Args:
-        model: fitted to them.
-    """
+    """Warn about waits that are explained neither by compute nor by the synchronisation of gradients."""
     sizes = {(o.nodes, o.gpus_per_node) for o in observations if o.nodes * o.gpus_per_node > 1}
     if not sizes or model.noise <= FAR_NOISE:
         return []

@@ -50,9 +50,6 @@ def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, from_use
     """Return the samples from `start` to `stop` of a batch, as views.
 
     Args:
-        batch: a tree.
-        start: index of the first sample.
-        stop: index after the last sample.
         from_user: whether a user's collate_fn made the batch: torch's never makes a list of tensors with an entry per sample.
 
     Raises:

@@ -24,11 +24,9 @@ def call_with_arguments(
     """Call `target(*first, **given, **args)`.
 
     Args:
-        args: the spec's arguments.
         path: path of `args` in the spec ("model.args").
         name: the name in the spec; an import string is the user's own code.
         given: arguments that tula passes itself and `args` must not repeat.
-        first: positional arguments.
 
     Raises:
         SpecError: an argument is unknown, missing or given twice, or built-in code refuses its value. Any other

@@ -30,7 +30,6 @@ def find_parameters(model: nn.Module, patterns: Sequence[str], *, path: str) -> 
         patterns: patterns of names, in which * stands for any text; a pattern that matches a module selects all parameters in
             it. `norms`, `biases` and `embeddings` select those of the whole model. A pattern after ! excludes its
             matches.
-        path: path of the patterns in the spec.
 
     Raises:
         SpecError: a pattern matches nothing.

@@ -74,8 +74,6 @@ class FromConfig:
 
         Args:
             num_classes: classes of the dataset, passed as `num_labels` to a classification model.
-            model_type: model type, for an Auto class.
-            settings: settings of the configuration.
 
         Raises:
             SpecError: a setting is unknown or refused.

@@ -254,8 +254,6 @@ def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = WE
     """Load the file's weights into a model on all ranks; every rank must call this, and rank 0 alone reads the file.
 
     Args:
-        section: section model, which names the file.
-        model: model on its device.
         first: whether this is rank 0.
         key: the setting or option that names the file.
 

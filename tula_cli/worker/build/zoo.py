@@ -200,7 +200,6 @@ def build_optimizer(
     """Return the base optimizer; SGD uses torch's fused kernel if it supports these parameters.
 
     Args:
-        parameters: the trainable parameters, or groups of them.
         instead: the class with which `train.method` replaces the spec's optimizer.
 
     Raises:

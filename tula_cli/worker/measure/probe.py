@@ -104,12 +104,9 @@ def count_steps_for_median(times: Sequence[float], search: Search) -> int:
 
 
 def count_steps_to_time(times: Sequence[float], search: Search) -> int:
-    """Return the number of steps until the next check; 0: the window is over.
+    """Return the number of steps until the next check, from the seconds of the timed ones; 0: the window is over.
 
     Blocks grow with the number of timed steps, so that there are few checks.
-
-    Args:
-        times: seconds of the timed steps.
     """
     timed, seconds = len(times), sum(times)
     if timed < MIN_TIMED_STEPS:
@@ -391,9 +388,6 @@ def _measure_local_step_time(
 ) -> tuple[float | None, tuple[RankStepTimes, ...]]:
     """Return the seconds of a step without synchronisation, the slowest rank's and each rank's; (None, ()) for a
     sharded model that cannot run without communication or does not fit a GPU as a whole.
-
-    Args:
-        free_bytes: bytes of GPU memory that the probe has left free; None if there is no limit.
     """
     trainer.synchronise = False
     independent = trainer.parallel.make_local_context(

@@ -224,7 +224,6 @@ def wrap_model(model: nn.Module, train: Train, device: torch.device) -> Parallel
 
     Args:
         model: model, the same on all ranks except for values, which become rank 0's; on the device under ddp.
-        train: selects ddp or fsdp.
 
     Raises:
         SpecError: as for `Sharded`.

@@ -14,7 +14,6 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,10 +79,6 @@ class ArmChoice:
         return make_task_of_arm(
             task, self.arm, plan_stages_of_training(task.spec, self.arm, batch=task.batch, size=size)
         )
-
-    @property
-    def lr_factor(self) -> Callable[[float], float]:
-        return partial(self_tuning.compute_lr_factor, self.arm, start=self.epoch)
 
 
 def make_task_of_arm(task: TrainTask, arm: Arm, stages: Stages) -> TrainTask:
@@ -169,8 +164,6 @@ class BranchContext:
         """Train one branch and evaluate it.
 
         Args:
-            task: task with the batch of the branch.
-            arm: how it is trained.
             length: samples.
             control: loss of the control; None if it is not known.
         """
@@ -224,7 +217,6 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
     Later checkpoints are removed first: a training interrupted in between breaks down again.
 
     Args:
-        task: task with method auto.
         samples: position of the training at the breakdown.
     """
     if ranks.is_first:
@@ -243,7 +235,6 @@ def run_tuning(task: TrainTask, training: TrainContext, datasets: Datasets, metr
     """Train a branch with each arm, for a training at the branching point; recorded branches are reused.
 
     Args:
-        task: task with method auto.
         training: its rank 0 decides, and writes tuning.json in the run directory after each branch.
         datasets: `hold_out_samples` of the task's datasets.
         metrics: gets a row of kind "branch" for each branch.
@@ -416,7 +407,7 @@ class ArmTraining(Training):
     def __init__(self, choice: ArmChoice, task: TrainTask, context: TrainContext) -> None:
         super().__init__(choice.make_task(task, size=len(context.datasets.train)), context)
         self.choice, self.keep = choice, (choice.start,)
-        self.trainer.lr_factor = choice.lr_factor
+        self.trainer.lr_factor = partial(self_tuning.compute_lr_factor, choice.arm, start=choice.epoch)
         self.behind = 0  # successive epochs at whose end the arm was behind the control
 
     @property

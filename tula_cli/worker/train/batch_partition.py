@@ -18,10 +18,6 @@ from tula_cli.worker.methods.table import get_method
 def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size: int) -> BatchSizes:
     """Return the batches of a task; only a training has more than one.
 
-    Args:
-        task: a training, probe or evaluation.
-        batch: the task's batch, global.
-
     Raises:
         SpecError: a batch does not divide among ranks and micro-batches, or is larger than the dataset.
     """

@@ -192,11 +192,7 @@ def delete_checkpoints_after(run: RunDir, signature: str, samples: int) -> None:
 def load_newest_checkpoint(
     run: RunDir, signature: str, warn: Callable[[str], object] = lambda _: None
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest readable checkpoint file; damaged ones are renamed. None if there is none.
-
-    Args:
-        warn: called with a message for each checkpoint that is renamed.
-    """
+    """Return the newest readable checkpoint file, None if there is none; damaged ones are renamed, with a warning."""
     for path in run.get_training(signature).list_checkpoints():
         if path.suffix != ".pt":
             continue

@@ -73,18 +73,16 @@ class DivergenceDetector:
         well.
 
         Every rank must call this.
-
-        Args:
-            weights: check the weights too.
         """
         if weights:
             self.has_finite_weights()
         self.update_loss_level()
         losses, self.losses, self.judged = self.losses, [], 0
+        scaler = self.trainer.scaler
         local_values = [
             -_find_first_non_finite(losses),
             float(self.non_finite_weights),
-            float(self._has_scale_collapsed()),
+            float(scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE),
             *self.blown_up,
         ]
         # the maximum is the earliest step, as its number is negative
@@ -102,10 +100,6 @@ class DivergenceDetector:
         if math.isfinite(level):
             return f"the loss rose from {format_number(lowest)} and has not recovered: {format_number(level)} at {at}"
         return ""
-
-    def _has_scale_collapsed(self) -> bool:
-        scaler = self.trainer.scaler
-        return scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE
 
     def _describe_position(self, at: TrainingPosition) -> str:
         epoch = at.epoch + at.done / len(self.trainer.datasets.train)

@@ -426,9 +426,6 @@ def _is_classification(outputs: Any, targets: Any) -> bool:
 def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets: Datasets) -> None:
     """Evaluate the weights and write the result; does nothing if it has been written already.
 
-    Args:
-        ranks: the process group; each rank evaluates its share of the samples.
-
     Raises:
         SpecError: the test set cannot be built, or the weights do not fit the model.
         JobFailed: the checkpoint no longer exists.

@@ -42,10 +42,6 @@ class HangWatch:
     """Watches the steps of one training on this rank, except the first one, which may compile.
 
     A rank that waits for others does not count as hung.
-
-    Args:
-        run: the run directory, in which the failure is written.
-        end: exits this process.
     """
 
     run: RunDir

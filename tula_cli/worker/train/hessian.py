@@ -153,7 +153,6 @@ def run_lanczos(
         product: v -> H v, flat; its result is changed.
         start: drawn from a normal distribution.
         tolerance: bound on the error, relative to the largest magnitude, at which the iteration stops.
-        max_iterations: the maximum number of products.
     """
     rounding = 10 * torch.finfo(start.dtype).eps
     size, vector, previous, beta = len(start), start / torch.linalg.vector_norm(start), torch.zeros_like(start), 0.0

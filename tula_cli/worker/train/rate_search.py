@@ -23,10 +23,6 @@ from tula_cli.worker.train.auto_tune import BranchContext
 def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: Datasets) -> None:
     """Train the missing branches and write the record after each one; does nothing if none is missing.
 
-    Args:
-        run: the run directory, where rank 0 keeps the record.
-        ranks: the process group; all ranks follow rank 0's record.
-
     Raises:
         Diverged: the training diverges at the reference batch already.
     """
@@ -69,9 +65,7 @@ def _make_training_task(task: RateSearchTask, plan: SearchPlan, size: int, spec:
     """Return the task of a training at a batch, whose warm-up ends before the branches start.
 
     Args:
-        plan: plan with the samples of the search.
         size: number of training samples without the held-out ones.
-        spec: the job, whose learning-rate rule the training uses.
     """
     warmup = min(spec.schedule.warmup_epochs or 0.0, plan.start / size)
     schedule = spec.schedule.model_copy(update={"warmup_epochs": warmup})

@@ -50,7 +50,6 @@ class Training:
     """One training on this rank, positioned at the newest checkpoint, or at the start.
 
     Args:
-        task: task with the method to train with.
         until: epoch at whose end the training stops without a result, because branches start there; None: the last.
         ahead: steps of these branches, for the estimate of the remaining time.
     """

@@ -50,11 +50,7 @@ ROWS_PER_LINE = 32
 
 
 class StepRecordFile:
-    """The file of steps of one training; used on rank 0 alone.
-
-    Args:
-        max_rows: number of rows beyond which neighbouring rows are joined.
-    """
+    """The file of steps of one training; used on rank 0 alone."""
 
     def __init__(self, training: TrainingRun, *, max_rows: int = MAX_ROWS_UNJOINED) -> None:
         self.training, self.max_rows = training, max_rows
@@ -218,7 +214,6 @@ class TrainingLog:
     """The rows of one training. Steps and epochs are recorded on rank 0 alone; other ranks write no rows.
 
     Args:
-        trainer: trainer at whose position rows are written.
         ahead: steps of branches that are to come before the training continues.
     """
 
@@ -326,11 +321,7 @@ class TrainingLog:
         self.last_row = time.monotonic()
 
     def write_steps(self, *, prints: bool = False) -> None:
-        """Compute the times of the steps since the last row, and write the row.
-
-        Args:
-            prints: print the steps in the job's log too.
-        """
+        """Compute the times of the steps since the last row, and write the row."""
         if not self.recent:
             return
         trainer, steps = self.trainer, self.recent
@@ -412,11 +403,7 @@ class TrainingLog:
         return other.step_time / current.step_time if current and other else batch / self.batch
 
     def warn_step_time_change(self, level: Level) -> None:
-        """Report a change of the step time: since when, in which part of the step, and its consequences.
-
-        Args:
-            level: the change of level, on rank 0.
-        """
+        """Report a change of the step time: since when, in which part of the step, and its consequences."""
         change = make_step_change(level, self.task, self._estimate_remaining_seconds)
         self.changed = True
         self.add_row("change", change=change.model_dump(mode="json"))
@@ -425,12 +412,7 @@ class TrainingLog:
     # --- Epochs
 
     def write_epoch(self, result: Evaluation, *, loss: float, lr: float) -> None:
-        """Write the row of the epoch that has ended, and the warnings that follow from it.
-
-        Args:
-            loss: mean loss of the epoch's last step over all ranks.
-            lr: learning rate of the epoch's last step.
-        """
+        """Write the row of the epoch that has ended, with its last step's mean loss and learning rate, and warnings."""
         trainer, prediction = self.trainer, self.current_prediction
         step_time = compute_trimmed_mean(self.step_times) if self.step_times else None
         # The prediction is for synchronous steps, unlike those of post-local SGD after its switch.

@@ -1,7 +1,7 @@
 """The protocol of schedulers: required methods, and optional ones that some schedulers have in addition.
 
 A scheduler reports only the state of jobs; whether a job succeeded is read from the files that it wrote. If a scheduler
-does not answer, the state is unknown; only `submit` and `queued` raise an error, to avoid submitting a second job.
+does not answer, the state is unknown; only `submit` and `list_queued_jobs` raise an error, to avoid submitting a second job.
 """
 
 import contextlib

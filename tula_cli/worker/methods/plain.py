@@ -28,7 +28,7 @@ class Loop(Protocol):
     datasets: Datasets
     parallel: Parallel
     base: torch.optim.Optimizer
-    optimizer: torch.optim.Optimizer  # the optimizer returned by `wrap`
+    optimizer: torch.optim.Optimizer  # the optimizer returned by `wrap_optimizer`
     scaler: torch.amp.GradScaler
     sizes: BatchSizes
     position: TrainingPosition
@@ -71,7 +71,7 @@ class Plain:
     """The base class of methods; subclasses override what they do differently."""
 
     evaluates_averages = False
-    """Whether `evaluating` puts other weights into the model, for which BatchNorm's statistics are recomputed."""
+    """Whether `use_evaluated_weights` puts other weights into the model, for which BatchNorm's statistics are recomputed."""
 
     def build_base_optimizer(self, spec: JobSpec, parameters: Parameters) -> torch.optim.Optimizer:
         """Return the base optimizer: that of the spec or the method's replacement.

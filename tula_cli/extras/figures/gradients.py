@@ -45,7 +45,14 @@ EPOCH_QUANTITIES = (
     Quantity("factor_at_cap", "ags.at_cap", "Share of factors at their cap", "share of factors"),
     Quantity("factor_at_floor", "ags.at_floor", "Share of factors at their floor", "share of factors"),
 )  # fmt: skip
-LEARNING_RATE_BOUND = Quantity("lr_bound", "lr_bound", "Bound on the learning rate (Lemma 1)", "learning rate", "Computed from the measured curvature.", True)  # fmt: skip
+LEARNING_RATE_BOUND = Quantity(
+    "lr_bound",
+    "lr_bound",
+    "Bound on the learning rate (Lemma 1)",
+    "learning rate",
+    "Computed from the measured curvature.",
+    True,
+)
 
 
 def build_gradient_figures(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:

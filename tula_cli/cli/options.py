@@ -43,10 +43,11 @@ class CommandWithPanels(TyperCommand):
         Raises:
             SpecError: an option with one value, or with a negative form, is given more than once.
         """
-        values, _, params = self.make_parser(ctx).parse_args(list(args))
+        _, _, params = self.make_parser(ctx).parse_args(list(args))
         given = [param for param in params if _takes_one_value(param)]
         repeated = next((param for param in given if given.count(param) > 1), None)
-        is_checked = not (values.get("help") or ctx.resilient_parsing)  # not while a shell completes the command line
+        asks_for_help = any("--help" in param.opts for param in params)  # its name differs between versions of click
+        is_checked = not (asks_for_help or ctx.resilient_parsing)  # not while a shell completes the command line
         if repeated is not None and is_checked:
             flags = "/".join((*repeated.opts, *repeated.secondary_opts))
             raise SpecError(
